@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
+    from groupax.config import SFTConfig as SFTConfig
     from groupax.engine.engine import Engine as Engine
     from groupax.environments.mcp_tools import mcp as mcp
     from groupax.environments.openenv import openenv as openenv
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from groupax.models.saving import save_adapter as save_adapter
     from groupax.models.saving import save_model as save_model
     from groupax.settings.sampling import SamplingParams as SamplingParams
+    from groupax.sft import SFTResult as SFTResult
+    from groupax.sft import SFTTrainer as SFTTrainer
     from groupax.tools.tool import Step as Step
     from groupax.tools.tool import tool as tool
     from groupax.trainer import GRPOTrainer as GRPOTrainer
@@ -41,6 +44,9 @@ _HOME = {
     "Model": "groupax.models.checkpoint",
     "RolloutFunction": "groupax.episodes.custom",
     "RolloutRequest": "groupax.episodes.custom",
+    "SFTConfig": "groupax.config",
+    "SFTResult": "groupax.sft",
+    "SFTTrainer": "groupax.sft",
     "SamplingParams": "groupax.settings.sampling",
     "Step": "groupax.tools.tool",
     "Trajectory": "groupax.episodes.custom",

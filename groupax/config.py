@@ -1,26 +1,28 @@
-"""`GRPOConfig`: every setting of a run, validated when it is created. Imports no jax."""
+"""`GRPOConfig` and `SFTConfig`: every setting of a run, validated when it is created. Imports no jax."""
 
 import copy
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from groupax.settings.adapter import AdapterSettings
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.compute import DecodingSettings, MeshSettings, UpdateSettings
 from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.evaluation import EvaluationSettings
-from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest
+from groupax.settings.evaluation import EvaluationSchedule, EvaluationSettings
+from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, like, nearest
 from groupax.settings.objective import AdvantageSettings, EntropySettings, LossSettings, MaskSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.prompts import PromptSettings
 from groupax.settings.references import reference_to
-from groupax.settings.reporting import ReportingSettings
+from groupax.settings.reporting import ReportingSettings, RolloutLogSettings
 from groupax.settings.rewards import RewardSettings
 from groupax.settings.rollouts import RolloutSettings
-from groupax.settings.run import RunSettings
+from groupax.settings.run import PromptOrderSettings, RunSettings
 from groupax.settings.sampling import RolloutSamplingSettings
+from groupax.settings.sft import SFTSettings
 
 # What TRL and transformers call a setting, and what to set here.
 NAMES_ELSEWHERE = {
@@ -52,13 +54,35 @@ NAMES_ELSEWHERE = {
     "cliprange": "epsilon",
 }
 
+# The same where supervised fine-tuning differs.
+NAMES_ELSEWHERE_OF_SFT = {
+    "per_device_train_batch_size": "batch_size, which counts the examples of an optimizer step on all devices",
+    "gradient_accumulation_steps": "batch_size; micro-batches are chosen automatically (micro_batch_tokens)",
+    "per_device_eval_batch_size": "batch_size",
+    "shuffle_dataset": "example_order",
+    "max_seq_length": "max_length",
+    "hub_model_id": "groupax push, or SFTTrainer.push_to_hub",
+    "push_to_hub": "groupax push, or SFTTrainer.push_to_hub",
+}
+
 T = TypeVar("T")
 
 
-def hint_for(name: str, known: Iterable[str]) -> str:
-    """Returns a hint for a setting that does not exist: what another library's name is here, or the nearest name."""
-    if name in NAMES_ELSEWHERE:
-        here = NAMES_ELSEWHERE[name]
+def hint_for(name: str, known: Iterable[str], config: type | None = None) -> str:
+    """Returns a hint for a setting that does not exist: what another library's name is here, or the nearest name.
+
+    Args:
+        name: The setting.
+        known: Names that there are.
+        config: The class of the config, `GRPOConfig` by default.
+    """
+    names = NAMES_ELSEWHERE
+    if config is not None and config.__name__ == "SFTConfig":
+        own = {field.name for field in _fields(config)}
+        names = {name: here for name, here in names.items() if own & set(re.findall(r"\w+", here))}
+        names |= NAMES_ELSEWHERE_OF_SFT
+    if name in names:
+        here = names[name]
         return f"; that is TRL's or transformers' name: here it is {here} (groupax.compat.trl takes TRL's)"
     return nearest(name, known)
 
@@ -71,17 +95,59 @@ def _refusing_unknown_fields(cls: type[T]) -> type[T]:
     def checked_init(self: T, **settings: Any) -> None:
         for name in settings:
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{hint_for(name, known)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint_for(name, known, cls)}")
         init(self, **{name: as_given(value, known[name]) for name, value in settings.items()})
 
     cls.__init__ = checked_init
     return cls
 
 
+class _Settings:
+    """The conversions and checks of a config, whose settings are those of the records that it inherits."""
+
+    def __post_init__(self) -> None:
+        for field in _fields(self):
+            check_type(field.name, getattr(self, field.name), field.type)
+            check_range(field, getattr(self, field.name))
+            check_text(field.name, getattr(self, field.name))
+        for record in type(self).__mro__:
+            if "check" in vars(record):
+                vars(record)["check"](self)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Raises a ValueError for settings of several records that exclude each other."""
+
+    def part(self, record: type[T], **more: Any) -> T:
+        """Returns a record of that class with the settings of the same names, and `more`."""
+        assert is_dataclass(record), f"{record} is no dataclass"
+        own = {field.name for field in _fields(self)}
+        return record(**{field.name: getattr(self, field.name) for field in fields(record) if field.name in own} | more)
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
+        """Creates a config from parsed YAML or JSON.
+
+        Raises:
+            TypeError: a key is not a field; names the nearest one.
+            ValueError: a value does not have the type of its field.
+        """
+        kinds = {field.name: field.type for field in _fields(cls)}
+        read = {name: as_read(value, kinds[name]) for name, value in settings.items() if name in kinds}
+        return cls(**{**settings, **read})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as plain data, functions as "module:function" references."""
+        settings = {field.name: getattr(self, field.name) for field in _fields(self)}
+        return {name: reference_to(x) if callable(x) else copy.deepcopy(x) for name, x in settings.items()}
+
+
 @_refusing_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(
     # The fields of the last one come first.
+    _Settings,
+    RolloutLogSettings,
     ReportingSettings,
     CheckpointSettings,
     EvaluationSettings,
@@ -101,22 +167,13 @@ class GRPOConfig(
     PromptSettings,
     EpisodeSettings,
     RolloutSettings,
+    PromptOrderSettings,
     RunSettings,
 ):
     """Settings of a GRPO run, inherited from the records of its parts. Names are TRL's where the concept is the same.
 
     One optimizer step trains on `prompts_per_step` prompts with `num_generations` completions each.
     """
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check_type(field.name, getattr(self, field.name), field.type)
-            check_range(field, getattr(self, field.name))
-            check_text(field.name, getattr(self, field.name))
-        for record in GRPOConfig.__mro__:
-            if "check" in vars(record):
-                vars(record)["check"](self)
-        self._check_combinations()
 
     def _check_combinations(self) -> None:
         if self.drop_last and self.filter_zero_variance:
@@ -147,25 +204,41 @@ class GRPOConfig(
                 "collectives of decoding and of updates would wait for each other; set decoding_tp to 1"
             )
 
-    def part(self, record: type[T], **more: Any) -> T:
-        """Returns a record of that class with the settings of the same names, and `more`."""
-        assert is_dataclass(record), f"{record} is no dataclass"
-        own = {field.name for field in fields(self)}
-        return record(**{field.name: getattr(self, field.name) for field in fields(record) if field.name in own} | more)
 
-    @classmethod
-    def from_mapping(cls, settings: Mapping[str, Any]) -> "GRPOConfig":
-        """Creates a config from parsed YAML or JSON.
+@_refusing_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(
+    _Settings,
+    ReportingSettings,
+    CheckpointSettings,
+    EvaluationSchedule,
+    UpdateSettings,
+    MeshSettings,
+    OptimizerSettings,
+    LearningRateSettings,
+    AdapterSettings,
+    SFTSettings,
+    RunSettings,
+):
+    """Settings of supervised fine-tuning. Names are TRL's where the concept is the same.
 
-        Raises:
-            TypeError: a key is not a field; names the nearest one.
-            ValueError: a value does not have the type of its field.
-        """
-        kinds = {field.name: field.type for field in fields(cls)}
-        read = {name: as_read(value, kinds[name]) for name, value in settings.items() if name in kinds}
-        return cls(**{**settings, **read})
+    One optimizer step trains on `batch_size` examples.
+    """
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as plain data, functions as "module:function" references."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: reference_to(x) if callable(x) else copy.deepcopy(x) for name, x in settings.items()}
+    output_dir: str = like(RunSettings, "output_dir", default="runs/sft")
+    """Run folder, local or in a bucket (s3://, gs://): config.json, metrics.jsonl, checkpoints/ and the trained model/.
+    An earlier run in it is continued if it is the same run (see resume), and otherwise moved aside."""
+    learning_rate: float = like(LearningRateSettings, "learning_rate", default=2e-5)
+    """Peak learning rate. Adapters and small models need higher ones, e.g. 2e-4."""
+
+
+RunConfig = GRPOConfig | SFTConfig
+
+
+def config_class(settings: Mapping[str, Any]) -> type[GRPOConfig] | type[SFTConfig]:
+    """Returns the class of the config whose settings these are, e.g. those of a run folder."""
+    return SFTConfig if "assistant_only_loss" in settings else GRPOConfig
+
+
+def _fields(config: Any) -> tuple[Any, ...]:
+    return fields(config)

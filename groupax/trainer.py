@@ -6,30 +6,20 @@ update      maximize the objective on the next minibatch of the rollout         
 log, save   events to every sink, checkpoints                                           runs
 """
 
-import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from groupax.errors import DivergedError, RewardError
+from groupax.engine.sampler import Sampler
 from groupax.evaluation.evaluate import Evaluation, evaluate
-from groupax.events import (
-    PhaseStarted,
-    RunEnded,
-    StepStarted,
-    TokenScores,
-)
-from groupax.parallel import processes
-from groupax.parallel.peak import memory_in_use
-from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
-from groupax.runs.build import (
-    eval_params,
-)
-from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
-from groupax.runs.diagnostics import logp_limit
-from groupax.runs.guards import report_skipped_update, stop_if_nothing_is_scored
+from groupax.events import PhaseStarted, StepStarted, TokenScores
+from groupax.parallel.preemption import PreemptionHandler
+from groupax.runs.build import eval_params
+from groupax.runs.checkpoints.saver import RunSaver
+from groupax.runs.guards import stop_if_nothing_is_scored
 from groupax.runs.log import RunLog
-from groupax.runs.run import Run
+from groupax.runs.rollout_run import RolloutRun
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
 from groupax.types import Metrics, Row
@@ -53,7 +43,7 @@ class TrainResult:
     metrics: Metrics
 
 
-class GRPOTrainer(Run):
+class GRPOTrainer(RolloutRun):
     """Trains a language model with Group Relative Policy Optimization.
 
     Args:
@@ -100,48 +90,14 @@ class GRPOTrainer(Run):
             LockedError: another run works in the folder.
         """
         with self.holding_folder():
-            return self._train()
-
-    def _train(self) -> TrainResult:
-        memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else dict
-        limit = logp_limit(self.args, str(self.learner.dtype) == "float32")
-        log = RunLog(self.args, self.run_folder, self.num_steps, self.events, self.listeners, memory, limit)
-        try:
-            watch = self._model.mesh.devices.flat[0].platform == "tpu"
-            several = processes.num_processes() > 1
-            with (
-                self.progress,
-                PreemptionHandler(watch, processes.first_not_none if several else None) as stop,
-                self.reward_runner,
-                self.pipeline or nullcontext(),
-            ):
-                self.engine.before_chunk = stop.check if several else None
-                self._introduce()
-                saver = self._begin(log)
-                try:
-                    self._loop(log, saver, stop)
-                except RolloutCancelled:
-                    saver.stop(*self._settled(log), stop.reason or "")
-                except Exception as error:
-                    if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
-                        processes.fail(error)
-                    else:
-                        saver.fail(*self._settled(log), self._is_whole)
-                    raise
-                train_seconds = log.train_seconds
-                self._end(log, saver, stop)
-                self.emit(RunEnded(self.cursor.step))
-        finally:
-            self.engine.before_chunk = None
-            log.close()
-        return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
+            log = self._train()
+        return TrainResult(self.cursor.step, self.train_seconds, log.rollout_tokens_per_s, log.last)
 
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while True:
-            if self._evaluation_is_due:
-                self._evaluate(log, stop)
-            saver.save_if_due(self.cursor, self.experience)
-            if self.cursor.step >= self.num_steps or any(processes.all_gather_object(log.ends)):
+            self._evaluate_if_due(log, stop)
+            self._save_if_due(saver)
+            if self._is_over(log):
                 return
             stop.check()
             self.emit(StepStarted(self.cursor.step))
@@ -150,8 +106,7 @@ class GRPOTrainer(Run):
             rows = self._next_rows(log, stop)
             update, scores = self._update(rows)
             self._log(log, rows, update, scores)
-            if not update.applied:
-                self._stop_if_diverged(stop, rows, update)
+            self._stop_if_diverged(stop, rows, update)
 
     def _next_rows(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
         """Returns the rows of the next update; collects a rollout if the last one is used up."""
@@ -204,21 +159,11 @@ class GRPOTrainer(Run):
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
-        names = [reward.name for reward in self.rewards]
-        stop_if_nothing_is_scored(log, step, self.num_steps, self.schedule.updates_per_rollout, names)
+        self._stop_if_nothing_is_scored(log)
 
-    def _stop_if_diverged(self, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
-        report_skipped_update(self.cursor.step, update, rows, self.run_folder, self.emit)
-        if self.cursor.num_bad_steps < self.args.max_bad_steps:
-            return
-        self._save_result()
-        retry_while_disk_full(lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, self.emit, stop)
-        folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.uri_of, ("model", "bad_steps"))])
-        raise DivergedError(
-            f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
-            f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
-            f"{batches}. Lower learning_rate, set beta above 0, or look at the rewards of these batches"
-        )
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+        names = [reward.name for reward in self.rewards]
+        stop_if_nothing_is_scored(log, self.cursor.step, self.num_steps, self.schedule.updates_per_rollout, names)
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
@@ -232,25 +177,23 @@ class GRPOTrainer(Run):
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, log: RunLog, stop: PreemptionHandler) -> None:
-        with stop.cancellable():
-            evaluation = self.evaluate()
-        self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
-        log.evaluation(self.cursor.step, evaluation)
-
     @property
-    def _evaluation_is_due(self) -> bool:
-        step, every = self.cursor.step, self.args.eval_steps
-        return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
+    def _eval_sampler(self) -> Sampler:
+        return self.engine
 
-    def evaluate(self, params: SamplingParams | None = None) -> Evaluation:
+    def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
 
         Args:
             params: Sampling parameters; None takes the settings `eval_...`.
+            eval_dataset: Prompts to evaluate on instead of the trainer's, in any form that it takes.
+
+        Raises:
+            ValueError: There are no prompts, or they lack a column that a reward function takes.
         """
-        if not self.eval_prompts:
-            raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
+        sets = self.eval_prompts if eval_dataset is None else self.encode_eval_sets(eval_dataset)
+        if not sets:
+            raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer or to evaluate")
         if self.pipeline is not None:
             self.pipeline.settle()
         self.engine.params = self.learner.policy
@@ -263,7 +206,7 @@ class GRPOTrainer(Run):
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
                 name: evaluate(
-                    self.engine,
+                    self._eval_sampler,
                     *inputs,
                     prompts,
                     params,
@@ -272,9 +215,10 @@ class GRPOTrainer(Run):
                     f"evaluating {when}: {name}",
                     self.rules,
                 )
-                for name, prompts in self.eval_prompts.items()
+                for name, prompts in sets.items()
             }
         if self.pipeline is None:
             self.engine.release()
-        self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
+        if eval_dataset is None:  # the model's card compares the same sets before and after
+            self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
         return Evaluation(of_sets)

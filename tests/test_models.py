@@ -293,12 +293,16 @@ def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch
         *("checkpoint-10/model.safetensors", "pytorch_model.bin", "model.gguf", "LICENSE.txt", "onnx/README.md"),
     ]
 
-    def download(name, **patterns):
+    def download(name, revision, **patterns):
+        revisions.append((name, revision))
         assert sorted(filter_repo_objects([*wanted, *others], **patterns)) == sorted(wanted)
         return str(tmp_path)
 
+    revisions = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_folder("owner/name") == tmp_path
+    assert resolve_folder("owner/name@refs/pr/1") == tmp_path
+    assert revisions == [("owner/name", None), ("owner/name", "refs/pr/1")]
 
 
 def test_unsupported_model_type_lists_the_supported_ones(tmp_path):

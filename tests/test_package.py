@@ -32,7 +32,7 @@ ROOMS = [
     ["rollouts", "environments"],
     ["evaluation"],
     ["runs"],
-    ["trainer", "planning"],
+    ["trainer", "sft", "planning"],
     ["__init__"],
     ["cli"],
     ["compat"],
@@ -188,7 +188,7 @@ def test_an_unknown_command_gets_one_line(capsys):
     err = capsys.readouterr().err
     assert err == "groupax: there is no command 'trian'; did you mean train? (groupax --help explains them)\n"
     assert main(["frobnicate"]) == 2
-    assert "there are train, eval, " in capsys.readouterr().err
+    assert "there are train, sft, eval, " in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys):

@@ -51,7 +51,11 @@ def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
     from groupax.runs.checkpoints.inspect import listed
 
     for each in listed(store):
-        shown = {name: each.metrics[name] for name in ("reward", "eval_reward", "loss", "kl") if name in each.metrics}
+        shown = {
+            name: each.metrics[name]
+            for name in ("reward", "eval_reward", "loss", "eval_loss", "kl")
+            if name in each.metrics
+        }
         values = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         where = "within the updates on a rollout" if each.rollout else ""
         line = f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}"

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     pass
 from groupax.cli.checkpoints import checkpoints
 from groupax.cli.generate import generate
-from groupax.cli.train import plan_run, resume, train
+from groupax.cli.resume import resume
+from groupax.cli.sft import sft
+from groupax.cli.train import plan_run, train
 
 _python_format = warnings.formatwarning
 
@@ -38,12 +40,13 @@ USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists 
 
 commands:
   train      train a model with --model, --dataset and --reward_funcs, or with --recipe ({", ".join(RECIPES)})
+  sft        train a model on examples: groupax sft --model MODEL --dataset FILE_OR_FOLDER
   eval       evaluate a model: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
   compare    compare two evaluations on the same prompts: groupax compare BEFORE AFTER
   report     write an HTML and Markdown report of a run: groupax report RUN_DIR
   generate   sample completions from a model
   serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
-  resume     resume a run that was stopped: groupax resume RUN_DIR [options of train that should differ]
+  resume     resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]
   checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
              export [STEP] --to FOLDER
   launch     start one program as several processes: groupax launch local | slurm | ray [options] -- train ...
@@ -102,6 +105,7 @@ def _report_to_other_processes(error: Exception) -> None:
 
 COMMANDS = {
     "train": train,
+    "sft": sft,
     "eval": evaluation_commands.evaluate,
     "compare": result_commands.compare,
     "report": result_commands.report,

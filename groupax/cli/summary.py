@@ -14,6 +14,7 @@ from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference
 from groupax.metrics.estimates import Estimate
+from groupax.sft import SFTResult
 from groupax.terminal.printable import one_line, printable
 from groupax.trainer import TrainResult
 from groupax.types import Metrics, Prompt
@@ -70,7 +71,7 @@ def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
     return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
 
 
-def next_commands(uri: str, prompt: Prompt, result: TrainResult, flags: str = "") -> list[str]:
+def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, flags: str = "") -> list[str]:
     """Returns a text with commands for a finished run.
 
     Args:

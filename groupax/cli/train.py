@@ -1,10 +1,7 @@
-"""`groupax train` and `groupax resume`: their options, from recipes, files and flags, and what they do."""
+"""`groupax train`: its options, from recipes, files and flags, and what it does."""
 
-import argparse
-import glob
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +9,9 @@ import tyro
 
 from groupax import __version__
 from groupax.cli.agents import Agents, chosen_agents
+from groupax.cli.options import check_flags, flag_value, option_value, overlaid, read_yaml, recorded
 from groupax.cli.plan import plan
-from groupax.config import NAMES_ELSEWHERE, GRPOConfig, hint_for
+from groupax.config import GRPOConfig
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import before_training
@@ -22,13 +20,9 @@ from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import parsed
-from groupax.settings.fields import nearest
 
 if TYPE_CHECKING:
     from groupax.trainer import GRPOTrainer
-
-
-LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of the command that are lists of texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,81 +53,10 @@ class Train:
     """Settings of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resume(Train):
-    """Continue a run that was stopped, with the command that started it. Options given here take precedence."""
-
-    run_dir: tyro.conf.Positional[str]
-    """Run folder or URL, or one of its checkpoints."""
-
-
 def train(arguments: Sequence[str]) -> None:
     """Runs `groupax train`."""
-    check_flags(arguments)
+    check_flags(arguments, GRPOConfig)
     start(parsed(Train, "train", arguments, train_defaults(arguments)))
-
-
-def resume(arguments: Sequence[str]) -> None:
-    """Runs `groupax resume`: the command that started the run, with `resume` set to it."""
-    asks_help = bool({"-h", "--help"} & set(arguments))
-    if not asks_help and (not arguments or arguments[0].startswith("-")):
-        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that should differ]")
-    if asks_help:
-        parsed(Resume, "resume", ["--help"])
-    options = list(arguments[1:])
-    check_flags(options)
-    path = _flag(options, "--config")
-    default = resumed_command(arguments[0].rstrip("/"))
-    default = overlaid(default, _read_yaml(path), path) if path else default
-    start(parsed(Train, "resume RUN_DIR", options, default))
-
-
-def check_flags(arguments: Sequence[str]) -> None:
-    """Checks that no flag is written as in another library.
-
-    Raises:
-        ValueError: a switch is given a value, or a flag has the name that TRL gives it; says what to write.
-    """
-    switches = {item.name for item in fields(GRPOConfig) if item.type is bool}
-    for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
-        flag, equals, value = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name in NAMES_ELSEWHERE:
-            raise ValueError(f"there is no option {flag}{hint_for(name, ())}")
-        given = value if equals else after
-        if flag.startswith("--") and name in switches and given.lower() in ("true", "false", "yes", "no", "1", "0"):
-            raise ValueError(f"--{name} takes no value: write --{name} to switch it on, --no_{name} to switch it off")
-
-
-def resumed_command(run: str) -> Train:
-    """Returns the command that started a run, changed to resume it.
-
-    Raises:
-        ValueError: there is no run, or it was not started by `groupax train`.
-    """
-    config = _run_file(run, "config.json")
-    if config is None:
-        raise ValueError(f"{run} is no run folder: it has no config.json")
-    command = _run_file(run, "command.json")
-    if command is None:
-        raise ValueError(
-            f"the run in {run} was started from Python; start that program again, which resumes it (resume='auto')"
-        )
-    args = GRPOConfig.from_mapping({**config, "output_dir": run, "resume": run})
-    lists = {name: tuple(command[name]) for name in LISTS if command.get(name) is not None}
-    return Train(**{**command, **lists}, args=args)
-
-
-def _run_file(run: str, name: str) -> dict[str, Any] | None:
-    from groupax.storage.buckets import RemoteFolder, is_remote
-
-    try:
-        text = RemoteFolder(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
-        return json.loads(text)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"{run}/{name} cannot be read: {error}") from error
 
 
 def start(command: Train) -> None:
@@ -200,7 +123,7 @@ def _train(
         trainer = GRPOTrainer(
             model, rewards, args, dataset, sets, progress=progress, tools=tools, environments=environments
         )
-    trainer.run_folder.command = _recorded(command)
+    trainer.run_folder.command = recorded(command)
     with trainer.holding_folder():
         return _train_and_report(trainer, agents, is_evaluated=sets is not None)
 
@@ -240,73 +163,17 @@ def _next_commands(trainer: "GRPOTrainer", agents: Agents, result: Any) -> list[
     return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result, agents.flags)
 
 
-def _recorded(command: Train) -> dict[str, Any]:
-    """Returns the options of the command without its settings, such that it can be repeated from any folder."""
-    recorded = {item.name: getattr(command, item.name) for item in fields(Train) if item.name not in ("args", "config")}
-    for name in ("model", "dataset"):
-        recorded[name] = _absolute(recorded[name])
-    if command.eval_dataset:
-        parts = [text.rpartition("=") for text in command.eval_dataset]
-        recorded["eval_dataset"] = [f"{name}{equals}{_absolute(source)}" for name, equals, source in parts]
-    return recorded
-
-
-def _absolute(source: str | None) -> str | None:
-    is_local = source and (Path(source).exists() or glob.has_magic(source))
-    return str(Path(source).resolve()) if source and is_local else source
-
-
 def train_defaults(arguments: Sequence[str]) -> Train:
     """Returns the defaults of the flags: the recipe's settings, overlaid with those of the --config file.
 
     Raises:
         ValueError: the file is no YAML mapping, or has a key that is no setting.
     """
-    path = _flag(arguments, "--config")
-    file = _read_yaml(path) if path else {}
-    recipe = _flag(arguments, "--recipe") or _option("recipe", file.get("recipe"), path or "")
+    path = flag_value(arguments, "--config")
+    file = read_yaml(path) if path else {}
+    recipe = flag_value(arguments, "--recipe") or option_value("recipe", file.get("recipe"), path or "")
     base = GRPOConfig.from_mapping(load_recipe(recipe).config if recipe else {})
     return replace(overlaid(Train(args=base), file, path or ""), recipe=recipe)
-
-
-def overlaid(command: Train, file: Mapping[str, Any], path: str) -> Train:
-    """Returns a command with the settings of a --config file in place of its own.
-
-    Args:
-        command: The command.
-        file: Content of the file.
-        path: Path of the file, for errors.
-
-    Raises:
-        ValueError: a key is no setting, or a value has the wrong type.
-    """
-    own = {item.name for item in fields(Train)} - {"args", "config"}
-    settings = {item.name for item in fields(GRPOConfig)}
-    for key in file:
-        if key not in own | settings:
-            raise ValueError(f"{path} has an unknown key {key!r}{nearest(str(key), own | settings)}")
-    config = GRPOConfig.from_mapping(vars(command.args) | {key: file[key] for key in file if key in settings})
-    return replace(command, args=config, **{key: _option(key, file[key], path) for key in file if key in own})
-
-
-def _option(key: str, value: Any, path: str) -> Any:
-    """Returns the value of one of the command's own options, as a flag would give it."""
-    is_list = key in LISTS
-    if key == "eval_dataset" and isinstance(value, dict):
-        value = [f"{name}={source}" for name, source in value.items()]
-    if value is None or (isinstance(value, str) and not is_list):
-        return value
-    texts = [value] if isinstance(value, str) else value
-    if not is_list or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{path}: {key} must be {'a text or a list of texts' if is_list else 'a text'}, got {value!r}")
-    return tuple(texts)
-
-
-def _flag(arguments: Sequence[str], name: str) -> str | None:
-    """Returns the value of a flag on which the defaults of the others depend."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(name, dest="value")
-    return parser.parse_known_args(list(arguments))[0].value
 
 
 def plan_run(arguments: Sequence[str]) -> int:
@@ -314,17 +181,3 @@ def plan_run(arguments: Sequence[str]) -> int:
     defaults = train_defaults(arguments)
     recipe = load_recipe(defaults.recipe) if defaults.recipe else None
     return plan(arguments, defaults.model or (recipe and recipe.model), defaults.args, recipe)
-
-
-def _read_yaml(path: str) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"--config {path} must contain settings as 'key: value', but contains a {type(content).__name__}"
-        )
-    return content

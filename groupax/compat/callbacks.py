@@ -1,13 +1,22 @@
 """An adapter that calls transformers' callbacks on run events. Imports no jax."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from groupax.compat.fields import warn
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
+from groupax.metrics.completions import window_mean
+from groupax.settings.fields import nearest
 from groupax.types import Metrics
 
+# Metrics of a step that the last line of a log, which is about the whole run, has not.
+OF_ONE_STEP = ("loss", "grad_norm", "learning_rate")
 NEVER_CALLED = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step")
 
 
@@ -28,16 +37,38 @@ class State:
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
+    def save_to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes all fields to a file, in the format of transformers' `trainer_state.json`."""
+        text = json.dumps(_without_nan(asdict(self)), indent=2, sort_keys=True)
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+    def load_json(self, path: str | os.PathLike[str]) -> None:
+        """Takes the values of a `trainer_state.json`; names that this class does not have are skipped."""
+        own = {each.name for each in fields(self)}
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        for name, value in content.items():
+            if name in own:
+                setattr(self, name, value)
+
 
 @dataclass
 class Control:
-    """The requests of callbacks, with the fields of `transformers.TrainerControl`."""
+    """The requests of callbacks, with the fields of `transformers.TrainerControl`.
+
+    A request for a log is not heard: logs are written every `logging_steps`.
+    """
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
+
+    def take(self, name: str) -> bool:
+        """Returns whether something was requested, and takes the request back."""
+        requested = getattr(self, name)
+        setattr(self, name, False)
+        return requested
 
 
 class CallbackListener:
@@ -49,14 +80,31 @@ class CallbackListener:
         steps_per_epoch: Number of optimizer steps in an epoch, from which `state.epoch` is computed.
         state: Progress of the run, which the listener keeps up to date.
         more: Further keyword arguments of every callback method.
+        rows_per_step: Number of completions of an optimizer step.
+        log: Function that receives each line of the log in the place of `record`, which it calls itself.
+
+    Attributes:
+        summary: Metrics of the whole run, once it has ended.
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], args: Any, steps_per_epoch: int, state: State, more: dict[str, Any]
+        self,
+        callbacks: Sequence[Any],
+        args: Any,
+        steps_per_epoch: int,
+        state: State,
+        more: dict[str, Any],
+        rows_per_step: int = 1,
+        log: Callable[[int, Metrics], None] | None = None,
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
-        self.control, self.warned = Control(), False
+        self.control, self.rows_per_step = Control(), rows_per_step
+        self.write_line = log or self.record
+        self.losses: list[float] = []
+        self.started_s = time.perf_counter()
+        self.window: list[Metrics] = []  # of the steps since the last line
+        self.summary: Metrics = {}
         for callback in self.callbacks:
             self._warn_never_called(callback)
             self._call(callback, "on_init_end")
@@ -65,54 +113,81 @@ class CallbackListener:
         """Calls the callbacks' methods for a run event; returns whether the run should stop."""
         match event:
             case RunStarted(step=step):
+                vars(self.control).update(vars(Control()))
+                self.losses, self.window = [], []
+                self.started_s = time.perf_counter()
                 self._call_all("on_train_begin", step)
             case StepStarted(step=step):
                 self._call_all("on_step_begin", step)
-            case StepEnded(step=step, logged=logged):
+            case StepEnded(step=step, metrics=metrics, logged=logged):
+                self.losses.append(metrics["loss"])
+                self.window.append(metrics)
                 self._call_all("on_step_end", step)
-                if logged is not None:
-                    self._log(step, logged)
-                    self._call_all("on_log", step, logs=dict(logged))
+                if logged is not None and step % max(1, self.state.logging_steps) == 0:  # `_close` logs what is left
+                    self.window.clear()
+                    self.write_line(step, logged)
             case Evaluated(step=step, metrics=metrics):
-                self._log(step, metrics)
-                self._call_all("on_evaluate", step, metrics=dict(metrics))
+                self.evaluated(step, metrics)
                 self._remember_best(step, metrics)
             case CheckpointSaved(step=step):
                 self._call_all("on_save", step)
             case RunEnded(step=step):
+                self._close(step)
                 self._call_all("on_train_end", step)
             case _:
                 pass
-        if (self.control.should_save or self.control.should_evaluate) and not self.warned:
-            self.warned = True
-            warn(
-                "a callback requests a checkpoint or an evaluation, which groupax ignores; set save_steps and "
-                "eval_steps instead. A callback can only stop the run (should_training_stop)"
-            )
         return self.control.should_training_stop or self.control.should_epoch_stop
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """Logs an evaluation and calls the callbacks."""
+        self.write_line(step, metrics)
+        self._call_all("on_evaluate", step, metrics=dict(metrics))
 
     def _call_all(self, method: str, step: int, **more: Any) -> None:
         self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
         for callback in self.callbacks:
             self._call(callback, method, more)
 
-    def _log(self, step: int, metrics: Metrics) -> None:
-        self.state.log_history.append({"step": step, "epoch": step / self.steps_per_epoch, **metrics})
+    def record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds a line to the log and calls the callbacks."""
+        logs = {"epoch": step / self.steps_per_epoch, **metrics}
+        self.state.log_history.append({**logs, "step": step})
+        self._call_all("on_log", step, logs=logs)
+
+    def _close(self, step: int) -> None:
+        """Logs the line about the whole run, with the metrics of steps since the last line, as transformers does."""
+        seconds, num_steps = time.perf_counter() - self.started_s, len(self.losses)
+        rest = window_mean(self.window, "trl") if self.window else {}
+        self.summary = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(num_steps * self.rows_per_step / seconds, 3),
+            "train_steps_per_second": round(num_steps / seconds, 3),
+            "train_loss": sum(self.losses) / max(num_steps, 1),
+            **{name: value for name, value in rest.items() if name not in OF_ONE_STEP},
+        }
+        self.write_line(step, self.summary)
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.
-        name = getattr(self.args, "metric_for_best_model", None)
-        value = metrics.get(f"eval_{name.removeprefix('eval_')}") if name else None
-        if value is None:
+        name = self.args.metric_for_best_model
+        if name is None:
             return
+        name = f"eval_{name.removeprefix('eval_')}"
+        if name not in metrics:
+            raise ValueError(
+                f"metric_for_best_model is {name!r}, which evaluations do not have{nearest(name, metrics)}; they have "
+                f"{', '.join(metrics)}"
+            )
+        value = metrics[name]
         best = self.state.best_metric
-        if best is None or (value < best if self.args.greater_is_better is False else value > best):
+        if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, step
 
     def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:
         if hasattr(callback, method):
             control = getattr(callback, method)(self.args, self.state, self.control, **self.more, **(more or {}))
-            self.control = control or self.control
+            if control is not None and control is not self.control:
+                vars(self.control).update(vars(control))
 
     def _warn_never_called(self, callback: Any) -> None:
         classes = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith("transformers.")]
@@ -122,3 +197,12 @@ class CallbackListener:
                 f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax has events for steps, "
                 "logs, evaluations, checkpoints, and the start and end of a run"
             )
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns plain data with null, which JSON has, in the place of NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,9 +1,10 @@
 """Settings with the field names and defaults of another library. Imports no jax."""
 
 import json
+import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -22,8 +23,16 @@ class CompatWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warns the user of a difference between groupax and the other library."""
-    warnings.warn(text, CompatWarning, stacklevel=3)
+    """Warns the user of a difference between groupax and the other library, at the line outside of groupax."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_within(frame.f_globals.get("__name__", ""), frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, CompatWarning, stacklevel=level)
+
+
+def _is_within(module: str, file: str) -> bool:
+    """Returns whether code belongs to groupax, or is the constructor that `dataclasses` generates."""
+    return module.partition(".")[0] in ("groupax", "dataclasses") or file == "<string>"
 
 
 # Names that other libraries give to attention without a fused kernel.
@@ -49,12 +58,14 @@ class Fields:
         defaults: Default of every field.
         inert: Fields without effect in groupax, each with the reason.
         aliases: Current field name for each alternative or former name.
+        refused: Fields that may only have their default, each with the reason and what to do instead.
     """
 
     library: str
     defaults: Mapping[str, Any]
     inert: Mapping[str, str]
     aliases: Mapping[str, str]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 class ForeignConfig:
@@ -65,6 +76,7 @@ class ForeignConfig:
 
     Raises:
         TypeError: A field is unknown; the message suggests the nearest name.
+        ValueError: A field cannot be honoured.
     """
 
     FIELDS: ClassVar[Fields]
@@ -79,8 +91,11 @@ class ForeignConfig:
         name = fields.aliases.get(name, name)
         if name not in fields.defaults:
             raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
-        if name not in fields.inert:
-            value = _as_number(name, value, fields.defaults[name])
+        if name in fields.refused:
+            if value != fields.defaults[name]:
+                raise ValueError(f"{name}={shown(value)} is not supported: {fields.refused[name]}")
+        elif name not in fields.inert:
+            value = as_number(name, value, fields.defaults[name])
         elif value != fields.defaults[name]:
             warn(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
         self.given[name] = value
@@ -102,7 +117,7 @@ class ForeignConfig:
         return {name: getattr(self, name) for name in self.FIELDS.defaults}
 
 
-def _as_number(name: str, value: Any, default: Any) -> Any:
+def as_number(name: str, value: Any, default: Any) -> Any:
     """Returns the value, converted from text if the field's default is a number.
 
     Raises:
@@ -134,7 +149,7 @@ def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingPro
     Raises:
         ValueError: A value is invalid; the message also names the user's setting.
     """
-    floats = {field.name for field in fields(GRPOConfig) if field.type is float}
+    floats = {own.name for own in fields(GRPOConfig) if own.type is float}
     integers = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
     try:
         return GRPOConfig.from_mapping(

@@ -25,7 +25,12 @@ class Examples(Protocol):
         ...
 
 
-def load_examples(dataset: Any, name: str = "train_dataset", splits: Sequence[str] = TRAIN_SPLITS) -> Examples:
+def load_examples(
+    dataset: Any,
+    name: str = "train_dataset",
+    splits: Sequence[str] = TRAIN_SPLITS,
+    columns: Sequence[str] = ("prompt",),
+) -> Examples:
     """Returns the rows of a `datasets.Dataset`, an object with rows by index, files, a folder or a hub id.
 
     Args:
@@ -33,32 +38,38 @@ def load_examples(dataset: Any, name: str = "train_dataset", splits: Sequence[st
             list of several of these.
         name: Name of the dataset in an error.
         splits: Splits of a folder or hub id; the first that exists is read.
+        columns: Columns of which each row needs one.
 
     Raises:
-        ValueError: There are no rows, a row has no `prompt`, there are images, or the source cannot be read.
+        ValueError: There are no rows, a row has none of the columns, there are images, or the source cannot be read.
     """
     name = describe_source(dataset, name)
     if isinstance(dataset, (str, os.PathLike)):
         dataset = read_rows(dataset, name, splits)
     elif _is_list_of_sources(dataset):
-        tables = [load_examples(source, f"{name}, a list of files", splits) for source in dataset]
+        tables = [load_examples(source, f"{name}, a list of files", splits, columns) for source in dataset]
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
     _check_type(dataset, name)
-    columns = getattr(dataset, "column_names", None)
-    rows = dataset if columns is not None else _rows_by_index(dataset, name)
+    given = getattr(dataset, "column_names", None)
+    rows = dataset if given is not None else _rows_by_index(dataset, name)
     if len(rows) == 0:
         raise ValueError(f"{name} is empty")
-    for index, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows):
-        if not isinstance(row, Mapping) or "prompt" not in row:
+    for index, row in enumerate([dict.fromkeys(given)] if given is not None else rows):
+        if not isinstance(row, Mapping) or not any(column in row for column in columns):
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+            if tuple(columns) != ("prompt",):
+                raise ValueError(
+                    f"{name} has none of the columns {', '.join(columns)} (row {index} has {found:.200}); rename the "
+                    "column with the examples"
+                )
             raise ValueError(
                 f"{name} has no column 'prompt' (row {index} has {found:.200}); rename the column with the prompts, or "
                 "name a recipe that turns such rows into prompts"
             )
-        if columns is None:
+        if given is None:
             _check_row(row, f"{name}: row {index}")
     check_text_only(rows, name)
-    return rows if columns is not None else _with_all_columns(rows)
+    return rows if given is not None else _with_all_columns(rows)
 
 
 def describe_source(dataset: Any, name: str) -> str:

@@ -58,9 +58,14 @@ def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
     return permutation
 
 
+def _seeded_by_epoch(num: int, seed: int, epoch: int) -> np.ndarray:
+    return _shuffled_by_torch(num, seed + epoch, 0)
+
+
 # By `GRPOConfig.prompt_order`.
 _PERMUTATIONS: dict[PromptOrder, Callable[[int, int, int], np.ndarray]] = {
     "shuffled": _shuffled,
     "shuffled_by_torch": _shuffled_by_torch,
+    "seeded_by_epoch": _seeded_by_epoch,
     "dataset": _identity,
 }

@@ -43,6 +43,11 @@ class Calls:
         self._own: set[int] = set()  # numbers of the calls that this process makes
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
+    @property
+    def are_under_way(self) -> bool:
+        """True while a call has begun and `deliver` has not passed on what it returned."""
+        return bool(self._then)
+
     def call(
         self,
         question: Question,

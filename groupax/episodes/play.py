@@ -20,7 +20,7 @@ import numpy as np
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import ConversingSession, Sampler, SamplingSession
+from groupax.engine.sampler import BatchSession, ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
@@ -151,6 +151,8 @@ class Table:
             self._submit()
             if self.calls is not None:
                 self.calls.deliver(waits=not self._session.busy and not self._finished_any)
+                while isinstance(self._session, BatchSession) and self.calls.are_under_way:
+                    self.calls.deliver(waits=True)
             self._submit()
             if self._session.busy:
                 for sequence, _ in self._session.step():

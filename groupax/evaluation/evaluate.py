@@ -22,7 +22,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
-from groupax.types import Metrics
+from groupax.types import Metrics, Rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class SetEvaluation:
         params: Sampling parameters.
         correctness_reward: Reward whose 1 means that a completion is correct.
         errors: First error of each reward that failed.
+        groups: Scored completions of each prompt, with their tokens.
     """
 
     items: Sequence[Item]
@@ -45,6 +46,7 @@ class SetEvaluation:
     params: SamplingParams
     correctness_reward: str | None
     errors: Mapping[str, str]
+    groups: Sequence[Sequence[Rollout]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +117,8 @@ def evaluate(
             "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if correctness_reward else 0.0,
         }
     )
-    return SetEvaluation(
-        items, found, with_logged(metrics, logged_metrics([scored])), params, correctness_reward, scored.errors
-    )
+    metrics = with_logged(metrics, logged_metrics([scored]))
+    return SetEvaluation(items, found, metrics, params, correctness_reward, scored.errors, scored.groups)
 
 
 def _metrics(found: Mapping[str, Estimate], scored: Scored, names: Sequence[str]) -> Metrics:

@@ -120,7 +120,8 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     kind = settings.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)) != "LORA":
         raise ValueError(
-            f"the adapter's peft_type is {short_repr(getattr(kind, 'value', kind))}; groupax supports only LORA"
+            f"the adapter's peft_type is {short_repr(getattr(kind, 'value', kind))}; groupax supports only LORA, "
+            "no prompt-learning and no other method"
         )
     own = {field.name for field in fields(LoRAConfig)}
     _check_init(settings.get("init_lora_weights", True), has_weights)

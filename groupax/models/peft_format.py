@@ -16,6 +16,7 @@ from groupax.models.specs import model_specs
 from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
 from groupax.parallel.transfer import to_device
 from groupax.storage.folders import ADAPTER_NAME as CONFIG_NAME
+from groupax.storage.folders import at_revision, split_revision
 from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, integer, is_number, validate
 from groupax.terminal.printable import short_repr
 
@@ -40,10 +41,12 @@ def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]
     lora = adapter.config
     is_pattern = isinstance(lora.target_modules, str) and lora.target_modules != "all-linear"
     targets = _target_names(config, lora) if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    base, revision = (None, None) if adapter.base_name is None else split_revision(adapter.base_name)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.num_labels else "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base_name,
+        "base_model_name_or_path": base,
+        "revision": revision,
         "inference_mode": True,
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
@@ -124,7 +127,7 @@ def _check_tensors(expected: Mapping[str, Any], file: Any, path: Path) -> None:
 
 
 def base_name(content: Mapping[str, Any], folder: Path) -> str:
-    """Returns the base that a parsed `adapter_config.json` names.
+    """Returns the base that a parsed `adapter_config.json` names, with its revision if it is on the hub.
 
     Raises:
         ValueError: It names none.
@@ -132,7 +135,8 @@ def base_name(content: Mapping[str, Any], folder: Path) -> str:
     name = content.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{folder / CONFIG_NAME} does not name the adapter's base; pass it explicitly")
-    return name
+    revision = content.get("revision")
+    return at_revision(name, revision) if isinstance(revision, str) else name
 
 
 def read_lora_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:

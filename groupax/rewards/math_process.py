@@ -1,6 +1,6 @@
 """A process that compares mathematical answers, because algebra on hostile input may not terminate. Imports no jax.
 
-    caller ──► [answer, gold] as a line of JSON ──► expressions.equal ──► true, false or null ──► caller
+    caller ──► [answer, gold] as a line of JSON ──► expressions.equal, or another function ──► its result ──► caller
                                      └─ more than SECONDS of CPU time or MEMORY_BYTES: the process dies ──► False
 
 The process is a new interpreter, not a fork or a spawned copy of the caller, so that it neither inherits jax's threads
@@ -8,6 +8,8 @@ nor runs the user's script again. The kernel enforces its limits, also on code t
 """
 
 import atexit
+import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 SECONDS = 5.0  # CPU time for one pair, so that rewards do not depend on the load of the machine
 WAIT_S = 120.0  # wall time for an answer, or for the start
@@ -27,18 +30,26 @@ class Comparer:
     """A comparison of answers in a separate process, which is started when first needed and restarted after it died.
 
     It may be called from any thread.
+
+    Args:
+        comparison: The function that compares two texts, as "module:function"; JSON can hold what it returns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, comparison: str = "groupax.rewards.expressions:equal") -> None:
+        self._comparison = comparison
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
 
-    def __call__(self, answer: str, gold: str) -> bool | None:
-        """Returns the result of `expressions.equal`; False if that takes too long or too much memory.
+    def __call__(self, answer: str, gold: str) -> Any:
+        """Returns the result of the comparison; False if that takes too long or too much memory.
 
         Raises:
+            ImportError: math-verify is not installed.
             RuntimeError: The process does not start.
         """
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("answers are compared by math-verify: pip install 'groupax[math]'")
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -60,7 +71,7 @@ class Comparer:
 
     def _start(self) -> None:
         self._stop()
-        command = [sys.executable, "-m", "groupax.rewards.math_process"]
+        command = [sys.executable, "-m", "groupax.rewards.math_process", self._comparison]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if _read_line(self._process) is None:
             self._stop()
@@ -84,12 +95,12 @@ def _read_line(process: subprocess.Popen[bytes]) -> bytes | None:
 
 
 COMPARER = Comparer()
-atexit.register(COMPARER.close)
 
 
-def _serve() -> None:
+def _serve(comparison: str) -> None:
     """Answers comparisons, one line of JSON each, until standard input is closed."""
-    from groupax.rewards.expressions import equal
+    module, _, name = comparison.partition(":")
+    compare = getattr(importlib.import_module(module), name)
 
     answers = os.dup(1)
     os.dup2(2, 1)  # output of libraries must not be taken for an answer
@@ -98,14 +109,14 @@ def _serve() -> None:
     )  # it warns that there is no time limit, which the kernel enforces here
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    equal("1", "1")  # imports the libraries
+    compare("1", "1")  # imports the libraries
     os.write(answers, b"null\n")
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        verdict = equal(*json.loads(line))
+        verdict = compare(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         os.write(answers, json.dumps(verdict).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])

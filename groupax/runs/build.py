@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from groupax.config import GRPOConfig
+from groupax.config import GRPOConfig, RunConfig
 from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
@@ -32,7 +32,7 @@ from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
 from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.objective import EntropySettings, ObjectiveSettings
+from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
@@ -63,7 +63,7 @@ def check_objective(args: GRPOConfig) -> None:
     find_advantage_estimator(args.advantage_estimator)
 
 
-def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
+def model_for(args: RunConfig, model: str | Path | Model) -> Model:
     """Returns the model on the requested mesh, loaded if it is a name.
 
     Raises:
@@ -75,7 +75,7 @@ def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
     return model if mesh is None else reshard(model, mesh, args.mesh_replicate)
 
 
-def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
+def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Returns the requested mesh, or None.
 
     Args:
@@ -91,7 +91,7 @@ def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | No
     return make_mesh(sizes, devices, None if args.mesh_dcn is None else mesh_sizes(args.mesh_dcn))
 
 
-def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
+def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
     """Returns the adapter that the settings, a `LoRAConfig` or a `peft.LoraConfig` ask for, or None.
 
     Raises:
@@ -114,7 +114,7 @@ def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
     )
 
 
-def check_adapter(args: GRPOConfig, model: Model, was_loaded: bool) -> None:
+def check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     """Checks that settings of an adapter's base fit the model.
 
     Args:
@@ -130,16 +130,17 @@ def check_adapter(args: GRPOConfig, model: Model, was_loaded: bool) -> None:
             f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
             "model as a folder or hub id, and set lora_r, e.g. to 16"
         )
-    if model.adapter is not None and args.sync_ref_model:
+    reference = args.part(ReferenceSettings)
+    if model.adapter is not None and reference.sync_ref_model:
         raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
-    if model.adapter is not None and args.offload_reference:
+    if model.adapter is not None and reference.offload_reference:
         raise ValueError(
             "offload_reference keeps the reference off the devices, which of an adapter is its base and always needed; "
             "set it to False"
         )
 
 
-def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
+def tokenizer_for(args: RunConfig, model: Model, given: Any) -> Any:
     """Returns the given tokenizer, or the one in the model's folder.
 
     Raises:

@@ -1,7 +1,7 @@
 """Diagnostics: what is wrong with a run, why, and how to fix it. Imports no jax."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from groupax.config import GRPOConfig
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
@@ -22,6 +22,7 @@ LONGER, MORE_CLIPPED = 1.5, 0.25  # times the length at the start, and share of 
 FAILED = 0.2  # of the episodes
 
 Steps = Sequence[Mapping[str, float]]
+Diagnose = Callable[[Steps], dict[str, str]]  # metrics of steps -> texts by name
 
 
 class Diagnostics:
@@ -29,15 +30,15 @@ class Diagnostics:
 
     Args:
         emit: Receives a `Diagnosed` event per new diagnosis.
-        logp_limit: Tolerated difference of log-probs (see the function of that name).
+        diagnose: Returns the diagnostics of the metrics so far; None takes `step_diagnostics`.
 
     Attributes:
         history: Metrics of the run's first steps and of its last ones (see `remembered`).
         reported: Names of the diagnostics that were reported, by earlier processes of the run too.
     """
 
-    def __init__(self, emit: Emit, logp_limit: float = LOGP_DRIFT) -> None:
-        self.emit, self.logp_limit = emit, logp_limit
+    def __init__(self, emit: Emit, diagnose: Diagnose | None = None) -> None:
+        self.emit, self.diagnose = emit, diagnose or step_diagnostics
         self.history: list[Mapping[str, float]] = []
         self.reported: set[str] = set()
         self._found: dict[str, str] = {}  # in the last step
@@ -45,7 +46,7 @@ class Diagnostics:
     def measure(self, metrics: Metrics) -> Metrics:
         """Adds a step to the history and returns the diagnostics that apply to it as metrics `health/...`."""
         self.history = remembered([*self.history, metrics])
-        self._found = step_diagnostics(self.history, self.logp_limit)
+        self._found = self.diagnose(self.history)
         return {
             "health/num_diagnostics": float(len(self._found)),
             **{f"health/{name}": 1.0 for name in self._found},
@@ -101,6 +102,14 @@ def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str
             "loss_type 'vespo' forms its own weight per completion; importance_sampling_level changes the KL term only"
         )
     return found
+
+
+def supervised_diagnostics(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Returns the diagnostics of the metrics of supervised fine-tuning, as `step_diagnostics` does for GRPO."""
+    recent = history[-PATIENCE_STEPS:]
+    if len(recent) < PATIENCE_STEPS:
+        return {}
+    return _learning_rate(recent) | _padding(recent, "batch_size")
 
 
 def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
@@ -224,12 +233,16 @@ def _policy(recent: Steps) -> dict[str, str]:
             f"{kl[-1]:.3g}): the policy has left the starting model; lower learning_rate, raise beta, or look for "
             "rewards that nonsense can earn"
         )
-    if all(metrics["learning_rate"] == 0.0 for metrics in recent):
-        found["learning_rate_zero"] = (
-            f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set learning_rate, or "
-            "learning_rate_end if the schedule has ended"
-        )
-    return found
+    return found | _learning_rate(recent)
+
+
+def _learning_rate(recent: Steps) -> dict[str, str]:
+    if any(metrics["learning_rate"] != 0.0 for metrics in recent):
+        return {}
+    return {
+        "learning_rate_zero": f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set "
+        "learning_rate, or learning_rate_end if the schedule has ended"
+    }
 
 
 def _logp_drift(recent: Steps, limit: float) -> dict[str, str]:
@@ -244,14 +257,7 @@ def _logp_drift(recent: Steps, limit: float) -> dict[str, str]:
 
 
 def _efficiency(recent: Steps) -> dict[str, str]:
-    found = {}
-    padding = _values(recent, "padding_frac")
-    if min(padding) > PADDING_WASTE:
-        found["padding_waste"] = (
-            f"for {PATIENCE_STEPS} steps more than {PADDING_WASTE:.0%} of what updates computed was padding (now "
-            f"{padding[-1]:.0%}); a step has too few tokens for micro_batch_tokens: lower that, or raise "
-            "prompts_per_step or num_generations"
-        )
+    found = _padding(recent, "prompts_per_step or num_generations")
     waited, taken = sum(_values(recent, "time/reward_s")), sum(_values(recent, "step_time"))
     if "time/wait_s" in recent[-1]:  # asynchronous rollouts: training waits for these at most
         waited = min(waited, sum(_values(recent, "time/wait_s")))
@@ -263,6 +269,17 @@ def _efficiency(recent: Steps) -> dict[str, str]:
             "updates do"
         )
     return found
+
+
+def _padding(recent: Steps, settings: str) -> dict[str, str]:
+    padding = _values(recent, "padding_frac")
+    if min(padding) <= PADDING_WASTE:
+        return {}
+    return {
+        "padding_waste": f"for {PATIENCE_STEPS} steps more than {PADDING_WASTE:.0%} of what updates computed was "
+        f"padding (now {padding[-1]:.0%}); a step has too few tokens for micro_batch_tokens: lower that, or raise "
+        f"{settings}"
+    }
 
 
 def _trends(start: Steps, recent: Steps) -> dict[str, str]:

@@ -36,27 +36,34 @@ def run_facts(
     """
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
-        "model": model.name or "a model created in memory",
-        "parameters": _parameters(model),
-        "devices": _devices(model),
+        **model_facts(model),
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
         **of_episodes,
         "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt",
-        **_recomputation(args.gradient_checkpointing, checkpointing),
+        **recomputation(args.gradient_checkpointing, checkpointing),
     }
+
+
+def model_facts(model: Model) -> dict[str, str]:
+    """Returns facts about the model and its devices by label."""
+    return {
+        "model": model.name or "a model created in memory",
+        "parameters": _parameters(model),
+        "devices": _devices(model),
+    }
+
+
+def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> dict[str, str]:
+    """Returns what the backward pass recomputes, unless that is nothing."""
+    if checkpointing == "none":
+        return {}
+    return {"gradient checkpointing": checkpointing + (", chosen for the devices' memory" if choice == "auto" else "")}
 
 
 def _parameters(model: Model) -> str:
     trained, total = count_params(model.config, model.adapter and model.adapter.config)
     return f"{total:,}, all trained" if trained == total else f"{total:,}, of which {trained:,} are trained"
-
-
-def _recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> dict[str, str]:
-    """Returns what the backward pass recomputes, unless that is nothing."""
-    if checkpointing == "none":
-        return {}
-    return {"gradient checkpointing": checkpointing + (", chosen for the devices' memory" if choice == "auto" else "")}
 
 
 def _devices(model: Model) -> str:

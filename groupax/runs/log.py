@@ -3,22 +3,42 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.config import GRPOConfig
-from groupax.evaluation.evaluate import Evaluation
+from groupax.config import RunConfig
 from groupax.events import Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
 from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
-from groupax.runs.diagnostics import LOGP_DRIFT, Diagnostics
+from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.folder_sink import FolderSink
 from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
+from groupax.settings.reporting import RolloutLogSettings
 from groupax.types import Metrics, Rollout
+
+
+@runtime_checkable
+class Evaluation(Protocol):
+    """An evaluation of the policy: its metrics, and what it has of each evaluation set."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of all sets."""
+        ...
+
+    @property
+    def sets(self) -> Mapping[str, Any]:
+        """The results by name of the set."""
+        ...
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """The first error of each reward function that failed, by name."""
+        ...
 
 
 class RunLog:
@@ -35,33 +55,36 @@ class RunLog:
         events: The stream; it loses the run's sinks again when the log is closed.
         listeners: The user's sinks.
         memory: Measures the memory in use after every step.
-        logp_limit: See `Diagnostics`.
+        diagnose: See `Diagnostics`.
 
     Attributes:
         last: Metrics of the last logged step.
         evaluated: Metrics of the last evaluation.
+        revise: Function of a step and of the metrics to log, which returns those that replace them.
         ends: Whether a listener has asked for the end of the run.
     """
 
     def __init__(
         self,
-        args: GRPOConfig,
+        args: RunConfig,
         folder: RunFolder,
         num_steps: int,
         events: EventStream,
         listeners: Sequence[Listener] = (),
         memory: Callable[[], Metrics] = dict,
-        logp_limit: float = LOGP_DRIFT,
+        diagnose: Diagnose = step_diagnostics,
     ) -> None:
+        completions = args.part(RolloutLogSettings)
         if not processes.is_primary():
-            args = replace(args, log_completions=False, report_to=(), profile=0)
+            args, completions = replace(args, report_to=(), profile=0), replace(completions, log_completions=False)
         self.args, self.num_steps, self.memory = args, num_steps, memory
         self.listeners, self.ends = listeners, False
+        self.revise: Callable[[int, Metrics], Metrics] = lambda _, metrics: metrics
         self.emit, self._events, self._earlier_sinks = events.emit, events, list(events.sinks)
-        self.diagnostics = Diagnostics(self.emit, logp_limit)
-        self.trackers = Trackers(args, folder, num_steps, self.emit)
+        self.diagnostics = Diagnostics(self.emit, diagnose)
+        self.trackers = Trackers(args, folder, num_steps, self.emit, completions.log_completions)
         self.profile = Profile(folder, args.profile, self.emit)
-        files = FolderSink(args, folder, num_steps)
+        files = FolderSink(completions, folder, args.logging_steps, num_steps)
         events.sinks += [self.diagnostics, files, self.trackers, self.profile, self._call_listeners]
 
         self.window: list[Metrics] = []
@@ -157,7 +180,7 @@ class RunLog:
         self.window.append(metrics)
         logged = None
         if step % self.args.logging_steps == 0 or step == self.num_steps:
-            logged = self.last = window_mean(self.window, self.args.metric_definitions)
+            logged = self.last = self.revise(step, window_mean(self.window, self.args.metric_definitions))
             self.window = []
         self.rollout_metrics, self.sampled = _without_times(self.rollout_metrics), []
         self.totals_before = self.num_sampled_tokens, self.rollout_s
@@ -166,7 +189,7 @@ class RunLog:
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Emits that the policy was evaluated."""
-        self.evaluated = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
+        self.evaluated = self.revise(step, {f"eval_{name}": value for name, value in evaluation.metrics.items()})
         self.emit(Evaluated(step, self.evaluated, evaluation.sets, evaluation.errors))
 
     def close_sinks(self) -> None:

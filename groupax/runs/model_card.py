@@ -8,37 +8,89 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from groupax.config import GRPOConfig
+from groupax.config import RunConfig
+from groupax.storage.folders import split_revision
 from groupax.terminal.printable import one_line
 from groupax.types import Metrics
 
 CARD_NAME = "README.md"
-# The settings of `GRPOConfig` that a card lists.
-_SETTINGS = (
-    "loss_type",
-    "beta",
-    "prompts_per_step",
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "optimizer",
-    "learning_rate",
-    "lr_scheduler_type",
-    "base_weights",
-    "seed",
-)
-_METRICS = ("reward", "pass@1", "completions/mean_length", "entropy", "kl")
 _ESTIMATES = ("pass@1", "reward")  # of held-out prompts
 _PACKAGES = ("groupax", "jax", "transformers")
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,59}")
 _MAX_CARD_BYTES, _MAX_CHARS = 1 << 20, 200
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of training as a card describes it.
+
+    Attributes:
+        title: Title of the card.
+        name: Name of the method, in Markdown.
+        tag: Tag of the model on the hub.
+        data: Label of the training data.
+        settings: Settings that the card lists.
+        metrics: Metrics that the card lists.
+        measured_on: What the metrics are of.
+    """
+
+    title: str
+    name: str
+    tag: str
+    data: str
+    settings: Sequence[str]
+    metrics: Sequence[str]
+    measured_on: str
+
+
+GRPO = Method(
+    "GRPO run",
+    "Group Relative Policy Optimization ([GRPO](https://arxiv.org/abs/2402.03300))",
+    "grpo",
+    "prompts",
+    (
+        "loss_type",
+        "beta",
+        "prompts_per_step",
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "optimizer",
+        "learning_rate",
+        "lr_scheduler_type",
+        "base_weights",
+        "seed",
+    ),
+    ("reward", "pass@1", "completions/mean_length", "entropy", "kl"),
+    "training samples of the last step",
+)
+SFT = Method(
+    "SFT run",
+    "supervised fine-tuning",
+    "sft",
+    "examples",
+    (
+        "loss_type",
+        "batch_size",
+        "max_length",
+        "packing",
+        "optimizer",
+        "learning_rate",
+        "lr_scheduler_type",
+        "base_weights",
+        "seed",
+    ),
+    ("loss", "entropy"),
+    "last step",
+)
 
 FULL_USAGE = """\
 ```python
@@ -65,7 +117,7 @@ print(tokenizer.decode(model.generate(input_ids=input_ids, max_new_tokens=64)[0]
 
 
 def run_card(
-    args: GRPOConfig,
+    args: RunConfig,
     base: str | None,
     adapter: Mapping[str, Any] | None,
     dataset: str,
@@ -76,6 +128,7 @@ def run_card(
     is_chat: bool = False,
     license_id: str | None = None,
     of_episodes: Mapping[str, str] | None = None,
+    method: Method = GRPO,
 ) -> str:
     """Returns the card of a model that a run has trained.
 
@@ -84,32 +137,31 @@ def run_card(
         base: The starting model; None for one that was created in memory.
         adapter: Settings of the trained adapter; None if all weights were trained.
         dataset: Source of the prompts: a file, a hub id, or a description.
-        rewards: Names of the reward functions.
+        rewards: Names of the reward functions, if there are any.
         num_steps: Number of optimizer steps so far.
         metrics: Metrics of the last logged step.
         estimates: Means over held-out prompts, by the step after which they were measured, the set and the metric.
         is_chat: Whether the tokenizer has a chat template.
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
+        method: How it was trained.
     """
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     settings = args.to_dict()
-    rows = [("prompts", shown_name(dataset)), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
-    rows[2:2] = (of_episodes or {}).items()
-    rows += [(name, str(settings[name])) for name in _SETTINGS]
+    rows = [(method.data, shown_name(dataset))]
+    rows += [("rewards", ", ".join(rewards))] if rewards else []
+    rows += [*(of_episodes or {}).items(), ("optimizer steps", str(num_steps))]
+    rows += [(name, str(settings[name])) for name in method.settings]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
-    rows += [
-        (f"{name} (training samples of the last step)", f"{metrics[name]:.4g}") for name in _METRICS if name in metrics
-    ]
+    rows += [(f"{name} ({method.measured_on})", f"{metrics[name]:.4g}") for name in method.metrics if name in metrics]
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
-        f"{kind} {code(shown_name(base))}, trained with Group Relative Policy Optimization "
-        "([GRPO](https://arxiv.org/abs/2402.03300)) by [groupax](https://pypi.org/project/groupax).",
+        f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
         _held_out(estimates or {}),
         f"## Use\n\n{_usage(adapter is not None, is_chat)}",
         f"## Training\n\n{_table(('', ''), rows)}",
     ]
-    return card("GRPO run", "\n\n".join(filter(None, parts)), base, adapter is not None, license_id)
+    return card(method.title, "\n\n".join(filter(None, parts)), base, adapter is not None, license_id, method.tag)
 
 
 def derived_card(how: str, base: str | None, of_source: str | None, is_chat: bool = False) -> str:
@@ -126,11 +178,18 @@ def derived_card(how: str, base: str | None, of_source: str | None, is_chat: boo
     return card("Model", text, base, license_id=license_of(of_source))
 
 
-def card(title: str, text: str, base: str | None, is_adapter: bool = False, license_id: str | None = None) -> str:
+def card(
+    title: str,
+    text: str,
+    base: str | None,
+    is_adapter: bool = False,
+    license_id: str | None = None,
+    tag: str = "grpo",
+) -> str:
     """Returns a card with the metadata that the hub reads."""
-    front = ["tags:", "- groupax", "- grpo", f"library_name: {'peft' if is_adapter else 'transformers'}"]
-    if base and shown_name(base) == base and _HUB_ID.fullmatch(base):
-        front += [f"base_model: {json.dumps(base)}"]
+    front = ["tags:", "- groupax", f"- {tag}", f"library_name: {'peft' if is_adapter else 'transformers'}"]
+    if base and shown_name(base) == base and _HUB_ID.fullmatch(hub_id := split_revision(base)[0]):
+        front += [f"base_model: {json.dumps(hub_id)}"]
     if license_id:
         front += [f"license: {license_id}"]
     return "\n".join(["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", "", text, ""])

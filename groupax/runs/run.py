@@ -1,36 +1,20 @@
-"""A run: its model, data and parts, and what is written of it."""
+"""A run: its model and parts, its loop's surroundings, and what is written of it."""
 
+import functools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from groupax.config import GRPOConfig
-from groupax.data.examples import Examples, describe_source, load_examples
-from groupax.data.prompts import PromptSet
-from groupax.data.sources import EVAL_SPLITS
-from groupax.data.tokenizer import eos_token_ids
-from groupax.engine.plan import Demand
-from groupax.episodes.custom import as_rollout_function
-from groupax.episodes.record import FOLDER as RECORDS
-from groupax.episodes.rewards import environment_rewards
-from groupax.evaluation.evaluate import find_correctness_reward
-from groupax.evaluation.sets import named_sets
-from groupax.events import (
-    EventStream,
-    Listener,
-    Message,
-    PhaseStarted,
-    RunDescribed,
-    RunStarted,
-    ignore,
-)
-from groupax.metrics.estimates import Estimate
+from groupax.config import GRPOConfig, SFTConfig
+from groupax.errors import DivergedError, RewardError
+from groupax.events import EventStream, Listener, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
 from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
@@ -38,163 +22,132 @@ from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import Params
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
-from groupax.parallel.preemption import PreemptionHandler
+from groupax.parallel.peak import memory_in_use
+from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import to_host_on_primary
-from groupax.rewards.contract import ENVIRONMENTS, Reward
-from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
-from groupax.rewards.runner import RewardRunner
-from groupax.rollouts.collector import Collector
-from groupax.rollouts.pipeline import Pipeline
-from groupax.rollouts.schedule import UpdateSchedule, update_schedule
+from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
-from groupax.runs.build import (
-    check_adapter,
-    check_objective,
-    check_processes,
-    engine_for,
-    learner_settings,
-    lora_for,
-    model_for,
-    prompts_for,
-    rules_for,
-    sampler_for,
-    tokenizer_for,
-)
+from groupax.runs.build import check_adapter, model_for
 from groupax.runs.checkpoints.choose import Saved
-from groupax.runs.checkpoints.fingerprint import Identity, identity_of, process_of
-from groupax.runs.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
-from groupax.runs.checkpoints.saver import RunSaver, remove_download, retry_while_disk_full
-from groupax.runs.diagnostics import setup_diagnostics
+from groupax.runs.checkpoints.fingerprint import Identity, process_of
+from groupax.runs.checkpoints.record import stored_dtype
+from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
+from groupax.runs.checkpoints.store import LocalStore
+from groupax.runs.diagnostics import Diagnose
 from groupax.runs.files import free_name
 from groupax.runs.folder import RunFolder
-from groupax.runs.header import run_facts
-from groupax.runs.log import RunLog
-from groupax.runs.model_card import license_of, read_card, run_card
+from groupax.runs.guards import report_skipped_update
+from groupax.runs.log import Evaluation, RunLog
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
-from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
-from groupax.training.learner import Learner
+from groupax.training.learner import Learner, LearnerSettings, Update
 from groupax.training.state import TrainState
-from groupax.types import Metrics
+from groupax.types import Metrics, Row
+
+ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
 
 
-class Run:
-    """The parts of a run, as its settings ask for them, its start, end and results.
+class Run(Generic[ConfigT]):
+    """The parts that every run has: a model, a tokenizer, a learner, a folder, its start, its end and its results.
 
-    The arguments are those of `GRPOTrainer`, which adds the loop.
+    A trainer derives from it, sets what is listed below, and adds the loop.
+
+    Args:
+        args: Settings.
+        listeners: Called with every event of the run; one that returns True ends the run.
+        progress: Display of the run; None takes the one that `progress_bar` names.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        learner: The policy under training.
+        num_steps: Number of optimizer steps of the run.
+        cursor: Progress of the run.
+        experience: The rollout that is not used up, if there are rollouts.
+        dataset_name: What the run trains on, for reports.
+        last_metrics: Metrics of the last logged step.
+        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
+            including that of earlier processes of the run.
     """
 
-    def __init__(
-        self,
-        model: str | Path | Model,
-        reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        peft_config: Any = None,
-        listeners: Sequence[Listener] = (),
-        progress: Progress | None = None,
-        tools: Sequence[Any] = (),
-        environments: Any = None,
-        rollout_func: Any = None,
-    ) -> None:
-        self.args = args = args or GRPOConfig()
+    tokenizer: Any
+    learner: Learner
+    num_steps: int
+    dataset_name: str
+    DIVERGED = "Lower learning_rate, or look at these batches"  # advice
+
+    def __init__(self, args: ConfigT, listeners: Sequence[Listener] = (), progress: Progress | None = None) -> None:
+        self.args: ConfigT = args
         configure_jax()
         self.progress = primary_only(progress or progress_named(args.progress_bar))
         self.progress.is_compiling = lambda: compilation().is_under_way
-        self.progress.shows_samples = args.log_completions
         self.listeners, self.events = listeners, EventStream(self.progress)
         self.emit = self.events.emit
         self._is_introduced = False
         self._identity: Identity | None = None
-
-        self.emit(PhaseStarted("loading the data"))
-        check_processes(args)
-        check_objective(args)
-        lora = lora_for(args, peft_config)
-        train_examples, eval_examples = self._load_data(train_dataset, eval_dataset)
-        own = environment_rewards(environments)
-        is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
-        more = (ENVIRONMENTS,) if environments is not None and is_one_process else ()
-        own_sampling = as_rollout_function(rollout_func)
-        more += () if own_sampling is None else tuple(own_sampling.columns)
-        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
-        self._open_folder()
-        self.emit(PhaseStarted("loading the model"))
-        self._load_model(model, lora)
-        self.emit(PhaseStarted("encoding the prompts"))
-        self.tokenizer = tokenizer_for(args, self._model, processing_class)
-        self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
-        source = describe_source(train_dataset, "train_dataset")
-        parts = tools, environments, own_sampling
-        self.rules = rules_for(args, self._model, self.tokenizer, self.eos_ids, *parts)
-        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, self.rules, dataset=source)
-        self.rules = replace(self.rules, max_prompt_tokens=self.prompts.max_length)
-        self.eval_prompts = {name: self._encode_eval_prompts(name, each) for name, each in eval_examples.items()}
-        self.emit(PhaseStarted("preparing the devices"))
-        self.schedule = self.make_schedule()
-        self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
-        self._build_parts()
-
         self.cursor = Cursor()
-        self.experience: Experience | None = None  # the rollout that is not used up
+        self.experience: Experience | None = None
         self._state_before: TrainState | None = None  # while an update is under way
-        self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
         self.last_metrics: Metrics = {}
-        self.estimates: dict[int, dict[str, Mapping[str, Estimate]]] = {}  # of evaluation sets, by the step before them
+        self.train_seconds = 0.0
+
+    # -- what the trainers differ in -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
+        """Takes the remaining optimizer steps."""
+
+    @abstractmethod
+    def evaluate(self) -> Evaluation:
+        """Evaluates the present policy on held-out data."""
+
+    @abstractmethod
+    def _describe(self) -> Identity:
+        """Returns everything that a resumed run must have in common with this one."""
+
+    @abstractmethod
+    def _restore(self, saved: Saved, log: RunLog) -> None:
+        """Continues from a checkpoint, after the learner did."""
+
+    @property
+    @abstractmethod
+    def _facts(self) -> dict[str, str]:
+        """Facts of the run by label."""
+
+    @abstractmethod
+    def _card(self) -> str:
+        """Returns the card of the model."""
+
+    @abstractmethod
+    def _report_setup(self, log: RunLog) -> None:
+        """Reports what the user should know before the first step."""
+
+    @property
+    @abstractmethod
+    def _diagnose(self) -> Diagnose:
+        """Finds what is wrong with the run in its metrics."""
+
+    def _working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
+        """Starts what only runs during training, and stops it at the end."""
+        del stop
+        return nullcontext()
+
+    def _policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        """Returns earlier policies that a checkpoint has to keep."""
+        del cursor
+        return {}
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
-    def make_schedule(self) -> UpdateSchedule:
-        """Returns how rollouts become optimizer steps."""
-        return update_schedule(self.args)
-
-    def _load_data(self, train_dataset: Any, eval_dataset: Any) -> tuple[Examples, dict[str, Examples]]:
-        if train_dataset is None:
-            raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
-        train_examples = load_examples(train_dataset)
-        eval_sets = {} if eval_dataset is None else named_sets(eval_dataset)
-        eval_examples = {
-            name: load_examples(dataset, f"eval_dataset {name!r}", EVAL_SPLITS) for name, dataset in eval_sets.items()
-        }
-        if self.args.eval_steps and not eval_examples:
-            raise ValueError(f"eval_steps is {self.args.eval_steps}, but there is no eval_dataset")
-        return train_examples, eval_examples
-
-    def _load_rewards(
-        self,
-        functions: Any,
-        tokenizers: Any,
-        train_examples: Examples,
-        eval_examples: Mapping[str, Examples],
-        own: Sequence[Reward],
-        more: Sequence[str],
-    ) -> None:
-        args, columns = self.args, [name for name in train_examples[0] if name != "prompt"]
-        given = [] if functions is None and own else resolve_rewards(functions, [*columns, *more], tokenizers)
-        clashes = {reward.name for reward in given} & {reward.name for reward in own}
-        if clashes:
-            raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
-        self.rewards = [*given, *own]
-        for name, examples in eval_examples.items():
-            check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
-        self.reward_runner = RewardRunner(self.rewards, args)
-        self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
-        self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
-
-    def _open_folder(self) -> None:
-        args = self.args
-        check_trackers(args.report_to)
-        log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
+    def _open_folder(self, log_bytes: int | None = None) -> None:
+        check_trackers(self.args.report_to)
         # other processes than the primary one write to a folder that nobody sees
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
-        self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes, self.emit)
+        folder = self._unseen.name if self._unseen else self.args.output_dir
+        self.run_folder = RunFolder(folder, log_bytes, self.emit)
 
     def _load_model(self, model: str | Path | Model, lora: LoRAConfig | None) -> None:
         self._model = model_for(self.args, model)
@@ -204,46 +157,80 @@ class Run:
         if self._model.config.num_labels:
             raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
 
-    def _encode_eval_prompts(self, name: str, examples: Examples) -> PromptSet:
-        length, name = self.args.eval_max_completion_length, f"eval_dataset {name!r}"
-        return prompts_for(self.args, self._model, self.tokenizer, examples, self.rules, length, name)
-
-    def _build_parts(self) -> None:
-        args = self.args
-        longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
-        self.learner = Learner(self._model, learner_settings(args), self.num_steps, longest)
+    def _make_learner(self, settings: LearnerSettings, longest: tuple[int, int]) -> None:
+        self.learner = Learner(self._model, settings, self.num_steps, longest)
         if self._model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self._model.adapter, frozen=self.learner.frozen)  # frees those loaded in another dtype
             self._model = replace(self._model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
-        groups = (args.num_generations,) * self.schedule.prompts_per_rollout
-        expected = Demand(groups, longest[0] - 1, longest[1])
-        if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
-            expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
-        has_turns = self.rules.has_turns
-        policy = self.learner.policy
-        self.engine = engine_for(args, self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns)
-        self.collector = Collector(
-            args,
-            self.schedule,
-            self.prompts,
-            self.tokenizer,
-            sampler_for(args, self._model, self.engine, self.learner.policy, self.run_folder.path),
-            self.learner,
-            self.reward_runner,
-            self.reward_weights,
-            self.correctness_reward,
-            self.num_steps,
-            self.rules,
-            ignore if args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
-            self._records,
-        )
-        self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
 
-    def _records(self) -> Path | None:
-        """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
-        if is_remote(self.args.output_dir) or not self.rules.has_turns:
-            return None
-        return self.run_folder.records if processes.is_primary() else Path(self.args.output_dir).expanduser() / RECORDS
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def _train(self) -> RunLog:
+        """Runs the loop between the start and the end of the run; returns its log."""
+        memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else dict
+        given = self.args, self.run_folder, self.num_steps, self.events, self.listeners
+        log = RunLog(*given, memory, self._diagnose)
+        try:
+            watch = self._model.mesh.devices.flat[0].platform == "tpu"
+            several = processes.num_processes() > 1
+            with (
+                self.progress,
+                PreemptionHandler(watch, processes.first_not_none if several else None) as stop,
+                self._working(stop),
+            ):
+                self._introduce()
+                saver = self._begin(log)
+                try:
+                    self._loop(log, saver, stop)
+                except RolloutCancelled:
+                    saver.stop(*self._settled(log), stop.reason or "")
+                except Exception as error:
+                    if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
+                        processes.fail(error)
+                    else:
+                        saver.fail(*self._settled(log), self._is_whole)
+                    raise
+                self.train_seconds = log.train_seconds
+                self._end(log, saver, stop)
+                self.emit(RunEnded(self.cursor.step))
+        finally:
+            log.close()
+        return log
+
+    def _save_if_due(self, saver: RunSaver) -> None:
+        saver.save_if_due(self.cursor, self.experience)
+
+    def _is_over(self, log: RunLog) -> bool:
+        return self.cursor.step >= self.num_steps or any(processes.all_gather_object(log.ends))
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.cursor.step, self.args.eval_steps
+        return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
+
+    def _evaluate_if_due(self, log: RunLog, stop: PreemptionHandler) -> None:
+        if not self._evaluation_is_due:
+            return
+        with stop.cancellable():
+            evaluation = self.evaluate()
+        self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
+        log.evaluation(self.cursor.step, evaluation)
+
+    def _stop_if_diverged(self, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
+        """Reports an update that was skipped, and ends the run after `max_bad_steps` in a row."""
+        if update.applied:
+            return
+        report_skipped_update(self.cursor.step, update, rows, self.run_folder, self.emit)
+        if self.cursor.num_bad_steps < self.args.max_bad_steps:
+            return
+        self._save_result()
+        retry_while_disk_full(lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, self.emit, stop)
+        folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.uri_of, ("model", "bad_steps"))])
+        raise DivergedError(
+            f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
+            f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
+            f"{batches}. {self.DIVERGED}"
+        )
 
     # -- its start and end ---------------------------------------------------------------------------------------
 
@@ -261,10 +248,13 @@ class Run:
             if is_taken:
                 self.run_folder.unlock()
 
-    def _describe(self) -> Identity:
-        """Returns everything that a resumed run must have in common with this one."""
-        names = [reward.name for reward in self.rewards]
-        return identity_of(self.args, self._model, self.tokenizer, self.prompts.token_ids, names, self.num_steps)
+    def checkpoints_in(self, folder: Path) -> LocalStore:
+        """Returns the checkpoints of the run in a local run folder."""
+        return LocalStore(folder / "checkpoints")
+
+    def checkpoint_files(self) -> Callable[[Path], None] | None:
+        """Returns what writes further files next to a checkpoint's folder, if any. All processes call this."""
+        return None
 
     def _begin(self, log: RunLog) -> RunSaver:
         """Resumes from the checkpoint that `resume` names, or starts."""
@@ -272,8 +262,8 @@ class Run:
             self._identity = self._describe()
             if self._model.adapter is None:  # the learner has its own copies
                 self._model = replace(self._model, params={})
-        policies = self.pipeline.policies if self.pipeline else lambda _: {}
-        saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
+        parts = self._identity, self._model, self.run_folder, self.learner, log, self._policies
+        saver = RunSaver(self.args, *parts, self.checkpoints_in, self.checkpoint_files)
         model_folder = self.run_folder.path / "model"
         metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
         processes.run_on_primary(
@@ -283,28 +273,17 @@ class Run:
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
+            self._report_complete_run()
         processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         self.emit(RunStarted(self.cursor.step, self.num_steps))
+        if self.run_folder.moved_aside:
+            self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))
         self._report_setup(log)
         return saver
 
-    def _restore(self, saved: Saved, log: RunLog) -> None:
-        self.cursor, self.experience = Cursor(**saved.state["cursor"]), None
-        state = saved.state["rollout"]
-        if state is not None:
-            first, end = state["first_prompt"], self.cursor.num_prompts
-            order = self.collector.visited(first, end - first)
-            experience, scores = read_rollout(saved.folder, state, lambda index: self.prompts.examples[order[index]])
-            minibatches = self.collector.cut(experience.groups[: self.schedule.prompts_per_rollout])
-            self.experience = replace(experience, minibatches=with_scores(minibatches, scores))
-        if self.pipeline is not None:
-            self.pipeline.restore(read_policies(saved.folder, saved.state.get("policies", []), self.learner))
-        experience = self.experience
-        rollouts = [row for group in experience.groups for row in group] if experience else []
-        log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
-        remove_download(saved)
+    def _report_complete_run(self) -> None:
         if self.cursor.step >= self.num_steps:
             self.emit(
                 Message(
@@ -388,23 +367,6 @@ class Run:
         """Rewrites the card of the run's `model/` with the evaluations since it was saved."""
         processes.run_on_primary(lambda: replace_card(self.run_folder.path / "model", self._card()))
 
-    def _card(self) -> str:
-        adapter = self._model.adapter
-        base = adapter.base_name if adapter else self._model.name
-        return run_card(
-            self.args,
-            base,
-            None if adapter is None else asdict(adapter.config),
-            self.dataset_name,
-            [reward.name for reward in self.rewards],
-            self.cursor.step,
-            self.last_metrics,
-            self.estimates,
-            bool(getattr(self.tokenizer, "chat_template", None)),
-            license_of(read_card(self._model.source)),
-            self.rules.names,
-        )
-
     def print_trainable_parameters(self) -> None:
         """Prints the number of trained parameters in PEFT's format."""
         adapter = self._model.adapter
@@ -416,23 +378,3 @@ class Run:
             self._is_introduced = True
             facts = self._facts | {"to watch it": f"groupax view {self.run_folder.uri}"}
             self.emit(RunDescribed(self.num_steps, facts))
-
-    @property
-    def _facts(self) -> dict[str, str]:
-        data = self.prompts, self.eval_prompts, self.rewards
-        chosen = self.learner.execution.checkpointing
-        counts = self.num_steps, self.schedule.rows_per_step
-        return run_facts(self.args, self._model, *data, *counts, chosen, self.rules.names)
-
-    def _report_setup(self, log: RunLog) -> None:
-        """Reports what the user should know before the first step."""
-        if self.run_folder.moved_aside:
-            self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))
-        sets = {"train_dataset": self.prompts} | {
-            f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()
-        }
-        for name, prompts in sets.items():
-            if prompts.num_dropped + prompts.num_truncated:
-                did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
-                self.emit(Message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True))
-        log.diagnostics.report(self.cursor.step, setup_diagnostics(self.args, self.eos_ids))

@@ -7,11 +7,17 @@ from groupax.settings.sampling import EvalSamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(EvalSamplingSettings):
-    """Schedule, number of completions and sampling of evaluations."""
+class EvaluationSchedule:
+    """Schedule of evaluations."""
 
     eval_steps: int = ranged(0, 10**9, resume="free")
     """Evaluate on eval_dataset every this many steps; 0 never does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(EvaluationSchedule, EvalSamplingSettings):
+    """Schedule, number of completions and sampling of evaluations."""
+
     eval_num_generations: int = ranged(1, 2**16, low=1, resume="free")
     """Completions per prompt in evaluation; above 1, pass@k and maj@k up to this k are reported."""
     eval_max_completion_length: int | None = ranged(None, 10**9, low=1, resume="free")

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from groupax.settings.fields import like, ranged, setting, shown
 from groupax.settings.prompts import PromptSettings
+from groupax.settings.reporting import MetricDefinitions, ReportingSettings
 from groupax.settings.sampling import RolloutSamplingSettings
 from groupax.types import Truncation
 
@@ -18,7 +19,6 @@ WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k2", "k3"]
 AdvantageEstimator = Literal["grpo"]
-MetricDefinitions = Literal["groupax", "trl"]
 ScaleRewards = Literal["group", "batch", "none"]
 TurnCredit = Literal["episode", "returns"]
 MaskableEnd = Literal[Truncation, "parse_error"]
@@ -80,8 +80,6 @@ class LossSettings:
     """Upper bound of the weight of rollout_correction; None for none."""
     router_aux_loss_coef: float | None = ranged(None, 1e3)
     """Weight of the load-balancing loss of a mixture of experts; None takes that of the model's config.json."""
-    metric_definitions: MetricDefinitions = setting("groupax", resume="explicit")
-    """Definition of the metrics that TRL defines differently: "trl" as in TRL 1.16, see docs/algorithm.md."""
 
     @property
     def upper_epsilon(self) -> float:
@@ -113,11 +111,13 @@ class ObjectiveSettings(LossSettings):
         entropy_bonus: whether the loss has an entropy term.
         temperature: temperature of the distribution that log-probs are taken from.
         max_completion_length: constant denominator per row of dr_grpo.
+        metric_definitions: definition of the metrics that TRL defines differently.
     """
 
     entropy_bonus: bool = False
     temperature: float = like(RolloutSamplingSettings, "temperature")
     max_completion_length: int = like(PromptSettings, "max_completion_length")
+    metric_definitions: MetricDefinitions = like(ReportingSettings, "metric_definitions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,3 +224,5 @@ class ReferenceSettings:
     """Weight of the policy in the new reference model."""
     ref_model_sync_steps: int = ranged(512, 10**9, low=1)
     """Updates between two moves of the reference model."""
+    offload_reference: bool = setting(False, resume="free")
+    """Keep the reference model in host memory and move it to the devices to score a rollout."""

@@ -5,6 +5,7 @@ from typing import Literal
 
 from groupax.settings.fields import nearest, ranged, setting
 
+MetricDefinitions = Literal["groupax", "trl"]
 TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
 
 
@@ -14,17 +15,12 @@ class ReportingSettings:
 
     logging_steps: int = ranged(1, 10**9, low=1, resume="free")
     """Write metrics (means over these steps) and rollouts every this many steps."""
+    metric_definitions: MetricDefinitions = setting("groupax", resume="explicit")
+    """Definition of the metrics that TRL defines differently: "trl" as in TRL 1.16, see docs/algorithm.md."""
     profile: int = ranged(0, 10**6, resume="free")
     """Trace this many steps, from the third step on, into profile/ of the run folder, for Perfetto or XProf."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = setting("rich", resume="free")
     """Display of the run's progress."""
-    log_completions: bool = setting(True, resume="free")
-    """Show a sample group now and then, and keep the rollouts of logged steps in the run folder."""
-    log_completions_steps: int = ranged(1, 10**9, low=1, resume="free")
-    """Keep the rollouts of logged steps that are multiples of this, and of the first and the last step."""
-    rollout_log_gb: float | None = ranged(20.0, 1e9, resume="free")
-    """Size limit of rollouts/ in GB. Beyond it steps are removed such that the others are evenly spaced, but never the
-    first, the newest and the best one. None for no limit."""
     report_to: tuple[str, ...] = setting((), resume="free")
     """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, jsonl, or the
     "module:attribute" reference of a tracker. See docs/monitoring.md."""
@@ -45,3 +41,16 @@ class ReportingSettings:
                 )
         if len(set(self.report_to)) < len(self.report_to):
             raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLogSettings:
+    """The completions that a run shows and keeps."""
+
+    log_completions: bool = setting(True, resume="free")
+    """Show a sample group now and then, and keep the rollouts of logged steps in the run folder."""
+    log_completions_steps: int = ranged(1, 10**9, low=1, resume="free")
+    """Keep the rollouts of logged steps that are multiples of this, and of the first and the last step."""
+    rollout_log_gb: float | None = ranged(20.0, 1e9, resume="free")
+    """Size limit of rollouts/ in GB. Beyond it steps are removed such that the others are evenly spaced, but never the
+    first, the newest and the best one. None for no limit."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 from groupax.settings.fields import ranged, setting
 
-PromptOrder = Literal["shuffled", "shuffled_by_torch", "dataset"]
+PromptOrder = Literal["shuffled", "shuffled_by_torch", "seeded_by_epoch", "dataset"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,6 @@ class RunSettings:
     """Passes over the dataset; ignored if max_steps is set."""
     max_steps: int = ranged(-1, 10**9, low=1, also=-1, because="-1 follows num_train_epochs")
     """Optimizer steps; -1 follows num_train_epochs."""
-    prompt_order: PromptOrder = setting("shuffled", resume="fixed")
-    """Order of the prompts in an epoch: a new permutation each epoch, the permutation that PyTorch's generator draws
-    for the seed, or the order of the dataset."""
-    drop_last: bool = setting(False, resume="fixed")
-    """Drop the last incomplete rollout of each epoch, as a PyTorch DataLoader does with drop_last; otherwise rollouts
-    continue into the next epoch."""
-
     max_bad_steps: int = ranged(3, 10**9, low=1, resume="free")
     """Stop after this many consecutive updates that were skipped because the loss or a gradient was not finite."""
 
@@ -37,3 +30,15 @@ class RunSettings:
             raise ValueError(
                 "num_train_epochs is 0 and max_steps -1, so that there is nothing to train; set one of them"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOrderSettings:
+    """The order in which a run visits its prompts."""
+
+    prompt_order: PromptOrder = setting("shuffled", resume="fixed")
+    """Order of the prompts in an epoch: a new permutation each epoch, one that PyTorch's generator draws, in one
+    sequence for the seed ("shuffled_by_torch") or for seed + epoch ("seeded_by_epoch"), or the order of the dataset."""
+    drop_last: bool = setting(False, resume="fixed")
+    """Drop the last incomplete rollout of each epoch, as a PyTorch DataLoader does with drop_last; otherwise rollouts
+    continue into the next epoch."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ADAPTER_NAME = "adapter_config.json"  # marks a folder as an adapter's
+RECORDS = "groupax"  # folder with a run's records in a folder that other programs write to
 # Files to download from a hub repository: models, adapters and tokenizers, but not a second copy of the weights in
 # another layout (Meta's, Mistral's), nor those of checkpoints and exports. The hub's "*" also matches "/".
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model*", "tiktoken.model", "merges.txt", "vocab.txt"]
@@ -19,8 +20,33 @@ MAX_JSON_BYTES = 1 << 28  # tokenizers with large vocabularies take about 40 MB
 READ = re.compile(r".*\.(json|safetensors|jinja|model|txt|md)|additional_chat_templates")
 
 
+_HUB_ID = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@(\w[\w./-]*))?")
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Returns the id and the revision of a hub id like "owner/name@revision"; None without a revision."""
+    match = _HUB_ID.fullmatch(name)
+    return (match[1], match[2]) if match else (name, None)
+
+
+def at_revision(name: str, revision: str | None) -> str:
+    """Returns a hub id with a revision; the name of a folder, or one that has a revision, unchanged."""
+    named = f"{name}@{revision}"
+    return name if not revision or Path(name).expanduser().is_dir() or not _HUB_ID.fullmatch(named) else named
+
+
+def run_folder_in(folder: Path) -> Path:
+    """Returns the run folder in an output folder of TRL's layout; any other folder unchanged."""
+    inside = folder / RECORDS
+    is_outside = (inside / "metrics.jsonl").is_file() and not (folder / "metrics.jsonl").is_file()
+    return inside if is_outside else folder
+
+
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     """Returns the local folder of a model: the path itself, or a download from the hub.
+
+    Args:
+        name_or_path: Folder, or hub id, which may end in "@" and a branch, tag or commit.
 
     Raises:
         ValueError: There is no such model folder and the hub has no such model, or a link leads out of the folder.
@@ -34,12 +60,13 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
             raise ValueError(f"{path} is not a model folder: it has no config.json (it contains {contents})")
         check_links(path)
         return path
-    if path.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name_or_path)):
+    if path.exists() or not _HUB_ID.fullmatch(str(name_or_path)):
         raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=FETCHED, ignore_patterns=LEFT_OUT))
+        name, revision = split_revision(str(name_or_path))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FETCHED, ignore_patterns=LEFT_OUT))
     except (OSError, ValueError) as error:  # the hub client's errors for network, name and permissions
         raise ValueError(
             f"there is no folder {name_or_path}, and it cannot be downloaded from the hub: {error}"

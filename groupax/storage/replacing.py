@@ -177,6 +177,16 @@ def is_replaceable(folder: Path) -> bool:
     return all(path.relative_to(folder).as_posix() in own for path in folder.rglob("*") if not path.is_dir())
 
 
+def foreign_model_files(folder: Path) -> list[str]:
+    """Returns the names of files of a model in a folder that groupax did not write and a model's would have to replace.
+
+    Files of a tokenizer are not among them, since they are kept.
+    """
+    own = written_files(folder)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
+    return [name for name in names if MODEL_FILES.fullmatch(name) and not _TOKENIZER_FILES.fullmatch(name)]
+
+
 def merge_into_folder(new: Path, folder: Path) -> None:
     """Copies a written model into a folder with other contents, file by file, `config.json` last.
 

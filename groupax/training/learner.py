@@ -46,16 +46,14 @@ from groupax.training.state import (
     norms_and_update_ratios,
 )
 from groupax.training.step import (
-    ROUTER_LOSS,
     GradAccumulator,
     all_reduce,
     micro_step,
-    router_loss_coef,
     score,
     shard_batch,
     zero_grads,
 )
-from groupax.training.update_metrics import distribution_metrics, efficiency_metrics, mean_metrics
+from groupax.training.update_metrics import distribution_metrics, efficiency_metrics, mean_metrics, policy_loss
 from groupax.types import Metrics, Row
 
 
@@ -198,13 +196,16 @@ class Learner:
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         packed = self._pack(rows)
         counts = denominators(rows, self.settings.masked_rows_in_denominator)
-        accumulator, scored = self._accumulate(packed, counts, coef)
+        accumulator, scored = self._accumulate(packed, counts, coef, self.dropout_rate)
         loss, sums, grad_norm, applied, before = self._apply(accumulator)
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
         metrics |= mean_metrics(sums, num_tokens)
         metrics |= {"update_skipped": float(not applied), "loss_tokens": float(num_tokens)}
         if self.settings.objective.entropy_bonus:
-            metrics |= {"entropy_coef": coef, "policy_loss": self._policy_loss(metrics, coef)}
+            metrics |= {
+                "entropy_coef": coef,
+                "policy_loss": policy_loss(metrics, coef, self.config, self.settings.objective),
+            }
         if applied:
             metrics |= self._advance(metrics["entropy"] if num_tokens else None)
         distributions = {} if before is None else self._distributions(before)
@@ -214,8 +215,29 @@ class Learner:
         logps, entropies = (unpack(packed, values, rows) for values in zip(*scored, strict=True))
         return Update(metrics, bool(applied), logps, entropies, distributions)
 
+    def measure(self, rows: Sequence[Row]) -> Metrics:
+        """Returns the loss of the objective over rows and its metrics, without dropout and without an update.
+
+        It takes the program of updates, whose gradient it discards; what later updates compute does not change.
+        """
+        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        try:
+            if self.settings.top_entropy_quantile < 1:
+                rows = self._with_policy_masks(rows)
+            counts = denominators(rows, self.settings.masked_rows_in_denominator)
+            accumulator, _ = self._accumulate(self._pack(rows), counts, coef, 0.0)
+            with self._exclusive():
+                accumulator = replace(all_reduce(accumulator, config=self.config, mesh=self.mesh), grads={})
+                loss, sums = to_host((accumulator.loss, accumulator.metrics))
+        finally:
+            self.shapes = shapes
+        metrics = {"loss": float(loss), **mean_metrics(sums, sum(int(row.mask.sum()) for row in rows))}
+        if self.settings.objective.entropy_bonus:
+            metrics["policy_loss"] = policy_loss(metrics, coef, self.config, self.settings.objective)
+        return metrics
+
     def _accumulate(
-        self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float
+        self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float, dropout_rate: float
     ) -> tuple[GradAccumulator, list[Any]]:
         """Returns each device's sums over the micro-batches, and log-probs and entropies of each micro-batch."""
         trained = self._trained() if self.frozen else self.policy
@@ -231,12 +253,12 @@ class Learner:
                     counts,
                     jnp.float32(entropy_coef),
                     self.frozen,
-                    self._dropout_key(),
+                    self._dropout_key() if dropout_rate else None,
                     config=self.config,
                     settings=objective,
                     mesh=self.mesh,
                     execution=self.execution,
-                    dropout_rate=self.dropout_rate,
+                    dropout_rate=dropout_rate,
                 )
                 if self.device_lock or (self.on_cpu and (self.config.experts or splits_model(self.mesh))):
                     # collectives of several queued programs can deadlock on virtual CPU devices
@@ -284,13 +306,6 @@ class Learner:
                 mixed = ema_update(on_device, self.state.params, alpha=settings.ref_model_mixup_alpha)
                 self.reference = self._stored(mixed)
         return metrics
-
-    def _policy_loss(self, metrics: Metrics, entropy_coef: float) -> float:
-        """Returns the loss of a step without its entropy bonus and without a mixture's load-balancing loss."""
-        loss = metrics["loss"] + (entropy_coef * metrics["entropy"] if entropy_coef else 0.0)
-        if self.config.experts:
-            loss -= router_loss_coef(self.config, self.settings.objective) * metrics[ROUTER_LOSS]
-        return loss
 
     def _distributions(self, before: Params) -> dict[str, np.ndarray]:
         """Returns the norm of each trained weight, and how far the update moved it."""

@@ -10,7 +10,9 @@ from groupax.models.config import ModelConfig
 from groupax.models.flops import forward_flops
 from groupax.objective.metrics import MetricSums
 from groupax.parallel.peak import peak_flops, peak_memory_bytes
+from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import Packed
+from groupax.training.step import ROUTER_LOSS, router_loss_coef
 from groupax.types import Metrics, Row
 
 
@@ -22,6 +24,12 @@ def mean_metrics(sums: MetricSums, num_tokens: int) -> Metrics:
     minima = {name: 0.0 if value == np.inf else float(value) for name, value in sums.minima.items()}
     maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in sums.maxima.items()}
     return means | minima | maxima
+
+
+def policy_loss(metrics: Metrics, entropy_coef: float, config: ModelConfig, settings: ObjectiveSettings) -> float:
+    """Returns the loss of a step without its entropy bonus and without a mixture's load-balancing loss."""
+    loss = metrics["loss"] + (entropy_coef * metrics["entropy"] if entropy_coef else 0.0)
+    return loss - router_loss_coef(config, settings) * metrics[ROUTER_LOSS] if config.experts else loss
 
 
 def distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.storage.folders import RECORDS, run_folder_in
 from groupax.view.tail import Tail
 
 MAX_METRICS = 5000  # metric names; further ones are ignored
@@ -71,7 +72,8 @@ class Run:
         """Returns what changes during training: the last step, the latest values, the status, and counts."""
         steps = self.rollout_steps()
         with self._lock:
-            latest = {name: self._columns[name].values[-1] for name in ("reward", "kl") if name in self._columns}
+            names = ("reward", "kl") if "reward" in self._columns else ("loss",)
+            latest = {name: self._columns[name].values[-1] for name in names if name in self._columns}
             step_time = self._columns.get("step_time")
             patience_s = max(LIVE_S, 5 * step_time.values[-1]) if step_time else LIVE_S
             age_s = self._age_s()
@@ -281,10 +283,12 @@ class Runs:
 
 
 def _runs_in(folder: Path) -> list[Path]:
+    folder = run_folder_in(folder)
     if _is_run(folder):
         return [folder]
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))
+        inside = [run_folder_in(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+        inside = [path for path in inside if _is_run(path)]
     except OSError:
         inside = []
     return inside or [folder]
@@ -295,7 +299,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _short_name(path: Path, paths: Sequence[Path]) -> str:
-    for length in range(1, len(path.parts) + 1):
+    for length in range(2 if path.name == RECORDS else 1, len(path.parts) + 1):
         name = "/".join(path.parts[-length:])
         if sum(other.parts[-length:] == path.parts[-length:] for other in paths) == 1:
             return name

@@ -1,4 +1,4 @@
-"""EasyDeL's interface, implemented with groupax.
+"""EasyDeL's interface, implemented with groupax (that of EasyDeL 0.3.0).
 
 import groupax.compat.easydel as ed
 """
@@ -7,6 +7,7 @@ import logging
 from types import SimpleNamespace
 
 from groupax.compat.easydel.config import GRPOConfig as GRPOConfig
+from groupax.compat.easydel.infra.elarge import eLargeModel as eLargeModel
 from groupax.compat.easydel.models import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
 from groupax.compat.easydel.models import EasyDeLBaseConfigDict as EasyDeLBaseConfigDict
 from groupax.compat.easydel.models import EasyDeLModel as EasyDeLModel

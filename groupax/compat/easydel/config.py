@@ -2,16 +2,16 @@
 
 from typing import Any, ClassVar
 
-from groupax.compat.easydel.fields import ALIASES, DEFAULTS, INERT
+from groupax.compat.easydel.fields import ALIASES, DEFAULTS, INERT, REFUSED
 from groupax.compat.easydel.names import SCHEDULES, EasyDeLOptimizers, named
 from groupax.compat.fields import Fields, ForeignConfig, as_native, matching_eval_sampling, scale_rewards
+from groupax.settings.fields import nearest
 
 # Settings with the same name and meaning in groupax.
 SAME = (
     "seed",
     "num_iterations",
     "max_prompt_length",
-    "max_completion_length",
     "temperature",
     "top_p",
     "repetition_penalty",
@@ -22,23 +22,32 @@ SAME = (
     "delta",
     "importance_sampling_level",
     "mask_truncated_completions",
+    "top_entropy_quantile",
     "sync_ref_model",
     "ref_model_mixup_alpha",
     "ref_model_sync_steps",
     "learning_rate",
     "warmup_steps",
+    "warmup_ratio",
     "weight_decay",
     "save_total_limit",
     "save_optimizer_state",
     "do_last_save",
     "weight_distribution_log_steps",
 )
+# Names in `extra_optimizer_kwargs`, with those of groupax.
+OPTIMIZER_KWARGS = {"b1": "adam_beta1", "b2": "adam_beta2", "eps": "adam_epsilon"}
 
 
 class GRPOConfig(ForeignConfig):
-    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
+    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
 
-    FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, ALIASES)
+    Raises:
+        TypeError: A setting is unknown.
+        ValueError: A setting cannot be honoured.
+    """
+
+    FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, ALIASES, REFUSED)
 
     def to_native(self) -> Any:
         """Returns the native config.
@@ -49,6 +58,8 @@ class GRPOConfig(ForeignConfig):
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
             "output_dir": f"{str(self.save_directory or 'EasyDeL-Checkpoints').rstrip('/')}/{self.model_name}",
+            "max_completion_length": self._completion_length(),
+            "chat_template_kwargs": dict(self.chat_template_kwargs or {}),
             "num_train_epochs": self.num_train_epochs,
             "max_steps": self.max_training_steps or -1,
             "prompts_per_step": self.total_batch_size,
@@ -75,4 +86,37 @@ class GRPOConfig(ForeignConfig):
             "project": f"EasyDeL-{self.model_name}",
             "track_memory": bool(self.track_memory),
         }
+        settings |= self._optimizer_settings()
         return as_native(settings | matching_eval_sampling(settings, self.num_return_sequences))
+
+    def _completion_length(self) -> int:
+        """Returns the longest completion; without one what `max_length` leaves.
+
+        Raises:
+            ValueError: Prompts and completions can be longer than `max_length`.
+        """
+        if self.max_length is None:
+            return self.max_completion_length
+        left = self.max_length - self.max_prompt_length
+        longest = self.given.get("max_completion_length", left)
+        if left < 1 or longest > left:
+            raise ValueError(
+                f"max_length {self.max_length} is too short for max_prompt_length {self.max_prompt_length} and "
+                f"max_completion_length {self.max_completion_length}"
+            )
+        return longest
+
+    def _optimizer_settings(self) -> dict[str, Any]:
+        """Returns the native settings for `extra_optimizer_kwargs`.
+
+        Raises:
+            ValueError: One of them is not a setting of groupax.
+        """
+        given = dict(self.extra_optimizer_kwargs or {})
+        for name in given:
+            if name not in OPTIMIZER_KWARGS:
+                raise ValueError(
+                    f"extra_optimizer_kwargs has {name!r}{nearest(name, OPTIMIZER_KWARGS)}; groupax knows "
+                    f"{', '.join(OPTIMIZER_KWARGS)}"
+                )
+        return {OPTIMIZER_KWARGS[name]: value for name, value in given.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
 from groupax.compat.fields import warn
+from groupax.compat.trl.policy import TrainedModel
 from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
@@ -27,7 +29,7 @@ class GRPOTrainer:
     Args:
         arguments: Settings.
         vinference: Sampling settings, which `arguments` overrides.
-        model: Folder, hub id, or loaded model; by default the model of `vinference`.
+        model: Folder, hub id, or loaded model, which is trained in place; by default the model of `vinference`.
         reward_funcs: One or several reward functions or reward models.
         reward_processing_classes: Tokenizers of the reward models.
         train_dataset: Prompts to train on, in a column `prompt`, `question` or `problem`.
@@ -64,6 +66,7 @@ class GRPOTrainer:
             for name, dataset in datasets.items()
             if dataset is not None
         }
+        listeners: list[Any] = []
         self.native = native.GRPOTrainer(
             hf.as_model(model),
             reward_funcs,
@@ -72,7 +75,20 @@ class GRPOTrainer:
             examples.get("eval_dataset"),
             processing_class,
             reward_processing_classes,
+            listeners=listeners,
         )
+        self._trained = TrainedModel(model if isinstance(model, hf.CausalLM) else None, self.native)
+        listeners.append(self._trained)
+
+    @property
+    def model(self) -> hf.CausalLM:
+        """The policy with the present weights: the given model, if it was loaded."""
+        return self._trained.model
+
+    @property
+    def model_state(self) -> SimpleNamespace:
+        """The policy, in the attribute `model`."""
+        return SimpleNamespace(model=self.model)
 
     def train(self) -> native.TrainResult:
         """Trains the policy and saves it in the run's `model/`."""

@@ -17,3 +17,7 @@ from groupax.compat.hf.settings import BitsAndBytesConfig as BitsAndBytesConfig
 from groupax.compat.hf.settings import LoraConfig as LoraConfig
 from groupax.compat.hf.settings import base_weights as base_weights
 from groupax.compat.hf.settings import warn_inert as warn_inert
+from groupax.compat.hf.torch_models import TorchWeights as TorchWeights
+from groupax.compat.hf.torch_models import is_peft_model as is_peft_model
+from groupax.compat.hf.torch_models import is_torch_model as is_torch_model
+from groupax.compat.hf.torch_models import wrap_with_peft as wrap_with_peft

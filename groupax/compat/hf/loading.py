@@ -1,15 +1,15 @@
 """Loading models and adapters with the arguments of transformers and PEFT."""
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from groupax.compat.hf.model import CausalLM
 from groupax.compat.hf.settings import base_weights, warn_inert
+from groupax.compat.hf.torch_models import is_torch_model, read_torch_model
 from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.lora import as_lora_config
-from groupax.storage.folders import resolve_folder
+from groupax.storage.folders import at_revision, resolve_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -19,7 +19,12 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(
-        name_or_path: Any, quantization_config: Any = None, dtype: Any = None, torch_dtype: Any = None, **inert: Any
+        name_or_path: Any,
+        quantization_config: Any = None,
+        dtype: Any = None,
+        torch_dtype: Any = None,
+        revision: str | None = None,
+        **inert: Any,
     ) -> CausalLM:
         """Loads a model from a folder or a hub id.
 
@@ -28,6 +33,7 @@ class AutoModelForCausalLM:
             quantization_config: Quantization of the layers' matrices while they are read.
             dtype: Dtype of the weights in memory; None and "auto" keep the stored one.
             torch_dtype: Former name of `dtype`.
+            revision: Branch, tag or commit of a hub id.
             inert: Arguments without effect; a warning gives the reason.
 
         Raises:
@@ -35,7 +41,8 @@ class AutoModelForCausalLM:
         """
         warn_inert(inert, set(), "from_pretrained")
         weights = base_weights(quantization_config)
-        return CausalLM(load_model(name_or_path, _dtype(dtype or torch_dtype), weights=weights))
+        named = name_or_path if revision in (None, "main") else at_revision(str(name_or_path), revision)
+        return CausalLM(load_model(named, _dtype(dtype or torch_dtype), weights=weights))
 
 
 class PeftModel(CausalLM):
@@ -64,9 +71,7 @@ def prepare_model_for_kbit_training(model: CausalLM, **inert: Any) -> CausalLM:
 
 
 def as_model(model: Any) -> str | Path | Model:
-    """Returns a model as the native trainer accepts it.
-
-    A PyTorch model is written to a temporary folder and loaded from there.
+    """Returns a model as the native trainer accepts it; of a PyTorch model, the weights that it has now.
 
     Args:
         model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
@@ -78,19 +83,9 @@ def as_model(model: Any) -> str | Path | Model:
         return model.model
     if isinstance(model, (str, Path, Model)):
         return model
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
+    if not is_torch_model(model):
         raise ValueError(f"model must be a folder, a hub id or a model, got {type(model).__name__}")
-    is_peft = hasattr(model, "peft_config")
-    base = model.get_base_model() if is_peft else model
-    name = base.config.name_or_path
-    quantized = getattr(base.config, "quantization_config", None)
-    weights = base_weights(quantized) if is_peft else "same"
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        if not is_peft:
-            base.config.save_pretrained(folder)
-        loaded = load_model(folder, base=name if is_peft else None, weights=weights)
-    return replace(loaded, source=resolve_folder(name) if name else None, name=name or None)
+    return read_torch_model(model)
 
 
 def _dtype(dtype: Any) -> Any:

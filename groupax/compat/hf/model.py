@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,16 @@ from groupax.compat.hf.generation import (
     sampling_params,
     unpadded_prompts,
 )
+from groupax.compat.hf.parameters import Layer, as_parameter, parameters_of, tied_name
 from groupax.compat.hf.saving import save_into
 from groupax.compat.hf.settings import warn_inert
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model
-from groupax.models.lora import count_params, trainable_params_line
+from groupax.models.lora import PREFIX, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
+from groupax.models.specs import EMBEDDING, HEAD
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
 
@@ -61,7 +64,9 @@ class Architecture:
 class CausalLM:
     """A model with the methods of a transformers model, or of a PEFT model if it has an adapter.
 
-    Attributes:
+    A trainer that is given one replaces its `model` after every step.
+
+    Args:
         model: The model of groupax.
     """
 
@@ -69,6 +74,16 @@ class CausalLM:
 
     def __init__(self, model: Model) -> None:
         self.model = model
+
+    @property
+    def model(self) -> Model:
+        """The model of groupax."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._model = model
+        self.__dict__.pop("_engine", None)  # of the weights before
 
     @property
     def config(self) -> Architecture:
@@ -97,6 +112,63 @@ class CausalLM:
 
     def enable_input_require_grads(self) -> None:
         """Does nothing: every trained weight receives gradients."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
+        """Yields the name of each weight and a copy of it as a PyTorch parameter, which refuses to be changed.
+
+        Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`.
+
+        Raises:
+            ImportError: PyTorch is not installed.
+        """
+        for name, value, is_trained in parameters_of(self.model) if recurse else ():
+            yield f"{prefix}.{name}" if prefix else name, as_parameter(value, is_trained)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """Yields copies of the weights (see `named_parameters`)."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def get_parameter(self, target: str) -> Any:
+        """Returns a copy of the weight of a name (see `named_parameters`).
+
+        Raises:
+            AttributeError: The model has no such weight.
+        """
+        tied = tied_name(self.model)
+        name = tied[1] if tied and target == tied[0] else target
+        for own, value, is_trained in parameters_of(self.model):
+            if own == name:
+                return as_parameter(value, is_trained)
+        names = [own for own, *_ in parameters_of(self.model)]
+        raise AttributeError(f"the model has no weight {target!r}{nearest(target, names)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all weights by name (see `named_parameters`), a tied head included."""
+        state = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        tied = tied_name(self.model)
+        return {**state, tied[0]: state[tied[1]]} if tied else state
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Returns the number of parameters, or of those that are trained."""
+        adapter = self.model.adapter
+        return count_params(self.model.config, adapter and adapter.config)[0 if only_trainable else 1]
+
+    @property
+    def lm_head(self) -> Layer:
+        """The output layer, whose `weight` is a copy (see `named_parameters`)."""
+        return Layer(self.get_parameter(self._prefix + HEAD))
+
+    def get_output_embeddings(self) -> Layer:
+        """Returns `lm_head`."""
+        return self.lm_head
+
+    def get_input_embeddings(self) -> Layer:
+        """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
+        return Layer(self.get_parameter(self._prefix + EMBEDDING))
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.model.adapter is None else PREFIX
 
     def print_trainable_parameters(self) -> None:
         """Prints the number of trainable parameters in PEFT's format."""

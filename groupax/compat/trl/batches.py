@@ -5,17 +5,26 @@ The core trains on whole minibatches of one rollout. TRL counts micro-batches: a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import groupax.trainer as native
+from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
+from groupax.compat.trl.hooks import NO_HOOKS, Hooks, RevisedRewards
+from groupax.compat.trl.layout import TRLFolders
+from groupax.compat.trl.own_generate import ModelSampler
+from groupax.engine.sampler import Sampler
+from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
+from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.fingerprint import Identity
+from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.log import RunLog
+from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
 from groupax.training.packing import Shape
 from groupax.types import Row
@@ -40,6 +49,20 @@ class TRLSchedule(UpdateSchedule):
     def updates_per_rollout(self) -> int:
         """Optimizer steps on each rollout, in all passes."""
         return super().updates_per_rollout // self.minibatches_per_step
+
+    def prompts_per_epoch(self, num_examples: int) -> int:
+        """Returns the number of prompts that an epoch visits.
+
+        Raises:
+            ValueError: There are fewer prompts than a generation takes.
+        """
+        if num_examples < self.prompts_per_rollout:
+            raise ValueError(
+                f"the dataset has {num_examples} prompts and a generation takes {self.prompts_per_rollout} "
+                "(generation_batch_size / num_generations), so that an epoch has none; lower "
+                "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation"
+            )
+        return super().prompts_per_epoch(num_examples)
 
     def num_steps(self, num_examples: int, num_epochs: float | int, max_steps: int) -> int:
         """Returns the optimizer steps of a run; every epoch ends with a step, however few minibatches are left."""
@@ -70,26 +93,69 @@ def trl_schedule(rows: int, accumulated: int, generated: int, num_generations: i
     )
 
 
-class TRLBatchTrainer(native.GRPOTrainer):
+class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     """A trainer whose optimizer steps may take rows of several rollouts.
 
     Args:
         schedule: How rollouts become optimizer steps.
-        arguments: Those of `groupax.GRPOTrainer`.
+        arguments: Those of `groupax.GRPOTrainer`, as `named` are.
+        hooks: Changes by a subclass of TRL's trainer.
     """
 
     schedule: TRLSchedule
 
-    def __init__(self, schedule: TRLSchedule, *arguments: Any, **named: Any) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: TRLSchedule, *arguments: Any, hooks: Hooks = NO_HOOKS, **named: Any) -> None:
+        self._schedule, self._hooks = schedule, hooks
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
+        self._own_sampler: ModelSampler | None = None
         super().__init__(*arguments, **named)
+        self._sampler = self.collector.engine
 
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
+
+    def sample_with(self, generate: Callable[..., Any] | None) -> None:
+        """Samples rollouts and evaluations with a model's own `generate` from now on; None for the engine."""
+        if generate is None:
+            self.collector.engine, self._own_sampler = self._sampler, None
+            return
+        pad_id = self.tokenizer.pad_token_id
+        pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self._own_sampler = ModelSampler(generate, self.engine, self.learner, self.args, pad_id)
+        self.collector.engine = self._own_sampler
+
+    @property
+    def _eval_sampler(self) -> Sampler:
+        return self._own_sampler or super()._eval_sampler
+
+    def make_reward_runner(self) -> RewardRunner:
+        """Returns a runner whose scores a subclass may change."""
+        calculate = self._hooks.calculate_rewards
+        return super().make_reward_runner() if calculate is None else RevisedRewards(self.rewards, self.args, calculate)
+
+    def _begin(self, log: RunLog) -> RunSaver:
+        if self._hooks.revise is not None:
+            log.revise = self._hooks.revise
+        return super()._begin(log)
+
+    def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
+        """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""
+        return with_trl_metrics(self, super().evaluate(params, eval_dataset))
+
+    def _log(self, log: RunLog, rows: Sequence[Row], update: Update, scores: dict[int, TokenScores]) -> None:
+        super()._log(log, rows, replace(update, metrics=with_trl_names(update.metrics)), scores)
+
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+        """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
+
+    def _has_eval_sets(self) -> bool:
+        return bool(self.eval_prompts)
+
+    def _policy_was_replaced(self) -> None:
+        self.engine.params = self.learner.policy
 
     def _describe(self) -> Identity:
         return {**super()._describe(), "schedule": asdict(self.schedule)}

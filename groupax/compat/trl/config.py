@@ -1,12 +1,12 @@
 """TRL's `GRPOConfig` and its translation to a native config."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from groupax.compat.arguments import arguments
 from groupax.compat.fields import (
     EVAL_SAMPLING,
-    Fields,
-    ForeignConfig,
     as_native,
     interval_steps,
     matching_eval_sampling,
@@ -17,7 +17,7 @@ from groupax.compat.fields import (
 )
 from groupax.compat.meshes import requested_mesh, requested_offload, warn_replicated, zero_stage
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
-from groupax.compat.trl.fields import ALIASES, DEFAULTS, INERT
+from groupax.compat.trl.fields import ALIASES, INERT, REFUSED, GRPOFields
 from groupax.compat.trl.generation import generation_settings, vllm_settings
 from groupax.compat.trl.optimizer import optimizer_settings
 from groupax.models.checkpoint import Model
@@ -34,7 +34,6 @@ SAME = (
     "num_generations",
     "num_iterations",
     "temperature",
-    "top_p",
     "repetition_penalty",
     "loss_type",
     "beta",
@@ -69,7 +68,6 @@ SAME = (
     "adam_beta2",
     "adam_epsilon",
     "log_completions",
-    "save_total_limit",
     "max_prompt_length",
 )
 # TRL's settings behind native settings of another name, for error messages.
@@ -118,27 +116,21 @@ class Batches(NamedTuple):
     generated: int
 
 
-class GRPOConfig(ForeignConfig):
+@arguments("TRL", INERT, REFUSED, ALIASES)
+@dataclass
+class GRPOConfig(GRPOFields):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    Args:
-        output_dir: Folder of the run.
-        settings: Values by TRL's field names.
 
     Raises:
         TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
     """
 
-    FIELDS: ClassVar[Fields] = Fields("TRL", DEFAULTS, INERT, ALIASES)
-
-    def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
-        super().__init__(**({} if output_dir is None else {"output_dir": output_dir}), **settings)
-
-    @property
-    def greater_is_better(self) -> bool | None:
-        """The given value; by default, whether the name of the metric for the best model does not end in "loss"."""
-        given, metric = self.given.get("greater_is_better"), self.metric_for_best_model
-        return given if given is not None or metric is None else not metric.endswith("loss")
+    def __repr__(self) -> str:
+        given = (
+            f"{name}={value!r}" for name, value in self.to_dict().items() if value != self.FIELDS.defaults.get(name)
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def batches(self, num_devices: int = 1) -> Batches:
         """Resolves the batch settings for a number of devices.
@@ -148,7 +140,7 @@ class GRPOConfig(ForeignConfig):
         """
         for name in COUNTS:
             value = getattr(self, name)
-            if value != DEFAULTS[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):
+            if value != self.FIELDS.defaults[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):
                 raise ValueError(f"{name} must be a whole number between 1 and {MAX_COUNT:,}, got {shown(value)}")
         rows = self.per_device_train_batch_size * num_devices
         accumulated, generated = self.gradient_accumulation_steps, self.steps_per_generation
@@ -208,6 +200,7 @@ class GRPOConfig(ForeignConfig):
             "chat_template_kwargs": parse_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
             "min_p": self.min_p or 0.0,
             "scale_rewards": scale_rewards(self.scale_rewards),
             "reward_weights": tuple(self.reward_weights)
@@ -228,6 +221,12 @@ class GRPOConfig(ForeignConfig):
                 f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
                 "over all loss tokens, where TRL takes it over the kept ones"
             )
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            warn(
+                f"loss_type 'cispo' without epsilon_high caps ratios at epsilon = {self.epsilon}, as TRL does, which "
+                "scales the loss of on-policy tokens by that; set epsilon_high, e.g. to 5.0"
+            )
+            settings["epsilon_high"] = self.epsilon
         every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = interval_steps(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
@@ -237,7 +236,7 @@ class GRPOConfig(ForeignConfig):
 
     def warn_about_mesh(self, model: Model) -> None:
         """Warns about the mesh that replaces DeepSpeed, FSDP and accelerate's parallelism."""
-        names = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+        names = ("deepspeed", "fsdp", "parallelism_config")
         requested = {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
         if not requested:
             return
@@ -255,7 +254,9 @@ class GRPOConfig(ForeignConfig):
     def _compute(self) -> dict[str, Any]:
         """Returns the native settings for attention, dtype, sharding and offloading."""
         model_settings = parse_mapping(self.model_init_kwargs, "model_init_kwargs")
-        recomputes = self.given.get("gradient_checkpointing")
+        recomputes = self.activation_checkpointing
+        if recomputes is None and not self.gradient_checkpointing:
+            recomputes = False
         offload_optimizer, offload_weights = requested_offload(self.deepspeed, self.fsdp)
         if offload_weights:
             warn("offload_param: trained weights stay on the devices; groupax offloads the optimizer state only")
@@ -307,15 +308,37 @@ class GRPOConfig(ForeignConfig):
         return {None: "auto", True: "bfloat16", False: "float32"}[self.bf16]
 
     def _saving(self, steps_per_epoch: int) -> dict[str, Any]:
+        """Returns the native settings for checkpoints; see `layout.Flow` for what they do not say."""
+        self._check_best()
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
-        if strategy == "best":
-            strategy, steps = "steps", self.eval_steps or self._logging_steps()
-        else:
-            steps = self.save_steps
-        every = interval_steps(strategy, steps, steps_per_epoch, "save_strategy")
+        every = 0 if strategy == "best" else interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
         return {
             "save_steps": every,
             "save_interval_minutes": 0.0,
+            "save_total_limit": max(2, self.save_total_limit) if self.save_total_limit else None,
             "do_last_save": every > 0,
             "save_optimizer_state": not self.save_only_model,
         }
+
+    def _check_best(self) -> None:
+        """Checks the settings of the best checkpoint as transformers does.
+
+        Raises:
+            ValueError: They contradict each other.
+        """
+        saves, evaluates = (getattr(each, "value", each) for each in (self.save_strategy, self.eval_strategy))
+        if saves == "best" and self.metric_for_best_model is None:
+            raise ValueError("save_strategy 'best' needs metric_for_best_model, e.g. 'reward', or 'loss'")
+        if not self.load_best_model_at_end or saves == "best":
+            return
+        if evaluates != saves:
+            raise ValueError(
+                f"load_best_model_at_end needs evaluations where checkpoints are: set eval_strategy {evaluates!r} and "
+                f"save_strategy {saves!r} to the same, or save_strategy to 'best'"
+            )
+        every = self.eval_steps or self._logging_steps()
+        if evaluates == "steps" and self.save_steps % every:
+            raise ValueError(
+                f"load_best_model_at_end needs an evaluation at each checkpoint: save_steps {self.save_steps} is not a "
+                f"multiple of eval_steps {every}"
+            )

@@ -1,250 +1,156 @@
-"""The fields of TRL 1.16's `GRPOConfig`, their defaults, and the reasons why some have no effect in groupax."""
+"""The fields of TRL 1.16's `GRPOConfig`, and the reasons why some have no effect in groupax. Imports no jax."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-# Fields with an effect in groupax, with TRL's defaults.
-MEANINGFUL: dict[str, Any] = {
-    "output_dir": None,
-    "seed": 42,
-    # length of the run
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    # batches
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "generation_batch_size": None,
-    "steps_per_generation": None,
-    "num_generations": 8,
-    "num_generations_eval": None,
-    "num_iterations": 1,
-    "shuffle_dataset": True,
-    # prompts, completions, sampling
-    "max_prompt_length": None,
-    "max_completion_length": 512,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "generation_kwargs": None,
-    "chat_template_kwargs": None,
-    "max_tool_calling_iterations": None,
-    "use_vllm": False,
-    "vllm_mode": "colocate",
-    "vllm_server_base_url": None,
-    "vllm_server_host": "0.0.0.0",
-    "vllm_server_port": 8000,
-    "vllm_tensor_parallel_size": 1,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None,
-    # objective
-    "loss_type": "dapo",
-    "beta": 0.0,
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "delta": None,
-    "importance_sampling_level": "token",
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "use_bias_correction_kl": True,
-    "sync_ref_model": False,
-    "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512,
-    "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize",
-    "reward_weights": None,
-    "mask_truncated_completions": False,
-    "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "entropy_coef_min": 0.0,
-    "entropy_coef_max": 1.0,
-    "entropy_coef_delta": 0.005,
-    "entropy_target": 0.2,
-    "router_aux_loss_coef": None,
-    # optimizer
-    "optim": "adamw_torch_fused",
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "linear",
-    "lr_scheduler_kwargs": None,
-    "warmup_steps": 0,
-    "warmup_ratio": 0.0,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    # compute
-    "model_init_kwargs": None,
-    "bf16": None,
-    "fp16": False,
-    "gradient_checkpointing": True,
-    "deepspeed": None,
-    "fsdp": None,
-    "fsdp_config": None,
-    "parallelism_config": None,
-    # evaluation, checkpoints, reports
-    "eval_strategy": "no",
-    "eval_steps": None,
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "save_total_limit": None,
-    "save_only_model": False,
-    "metric_for_best_model": None,
-    "greater_is_better": None,
-    "resume_from_checkpoint": None,
-    "logging_strategy": "steps",
-    "logging_steps": 10,
-    "log_completions": False,
-    "report_to": "none",
-    "run_name": None,
-    "project": "huggingface",
-    "disable_tqdm": None,
-    "push_to_hub": False,
-    "hub_model_id": None,
-    "hub_private_repo": None,
+from groupax.compat.fields import scale_rewards
+from groupax.compat.trl import training_arguments
+from groupax.compat.trl.training_arguments import TrainingArguments
+
+# Fields without effect in groupax, by reason.
+_INERT_BY_REASON: dict[str, tuple[str, ...]] = {
+    "sampling is done by groupax's own engine or server": (
+        "cache_implementation",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+        "vllm_device",
+        "vllm_dtype",
+        "vllm_max_model_len",
+        "vllm_enable_prefix_caching",
+        "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config",
+        "use_transformers_paged",
+        "ds3_gather_for_generation",
+    ),
+    "tokens are packed without padding": ("pad_to_multiple_of",),
+    "programs are compiled by XLA": ("use_liger_loss",),
+    "logits and losses are float32": ("cast_lm_head_to_fp32",),
+    "groupax never runs code from a model's folder": ("trust_remote_code",),
+    "there are no images, since there is no vision tower": ("log_multimodal",),
+    "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
+        "num_completions_to_print",
+        "log_unique_prompts",
+    ),
 }
-
-# Fields without effect in groupax, grouped by the reason, with TRL's defaults.
-_INERT_BY_REASON: dict[str, dict[str, Any]] = {
-    "sampling is done by groupax's own engine or server": {
-        "cache_implementation": None,
-        "vllm_model_impl": "vllm",
-        "vllm_enable_sleep_mode": False,
-        "vllm_server_timeout": 240.0,
-        "vllm_group_port": 51216,
-        "vllm_gpu_memory_utilization": 0.3,
-        "vllm_max_model_length": None,
-        "vllm_importance_sampling_cap": None,
-        "vllm_device": "auto",
-        "vllm_dtype": "auto",
-        "vllm_max_model_len": None,
-        "vllm_enable_prefix_caching": None,
-        "use_transformers_continuous_batching": False,
-        "transformers_continuous_batching_config": None,
-        "use_transformers_paged": False,
-        "ds3_gather_for_generation": True,
-    },
-    "completions are not constrained to a grammar": {
-        "vllm_structured_outputs_regex": None,
-        "vllm_guided_decoding_regex": None,
-    },
-    "one process drives all local devices, without PyTorch's launcher": {
-        "accelerator_config": None,
-        "ddp_find_unused_parameters": None,
-        "ddp_bucket_cap_mb": None,
-        "ddp_broadcast_buffers": None,
-        "ddp_static_graph": None,
-        "ddp_backend": None,
-        "ddp_timeout": 1800,
-        "local_rank": -1,
-        "log_on_each_node": True,
-        "save_on_each_node": False,
-        "use_cpu": False,
-        "no_cuda": False,
-        "average_tokens_across_devices": True,
-    },
-    "there is no data loader: prompts are tokenized once and selected by index": {
-        "dataloader_drop_last": False,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": True,
-        "dataloader_persistent_workers": False,
-        "dataloader_prefetch_factor": None,
-        "dataloader_multiprocessing_context": None,
-        "dataloader_in_order": True,
-        "train_sampling_strategy": "random",
-        "length_column_name": "length",
-        "group_by_length": False,
-        "ignore_data_skip": False,
-        "data_seed": None,
-        "label_names": None,
-    },
-    "reward functions receive every column, and the model only the prompt": {
-        "remove_unused_columns": False,
-        "include_for_metrics": [],
-        "prediction_loss_only": False,
-    },
-    "tokens are packed without padding": {"pad_to_multiple_of": "auto", "auto_find_batch_size": False},
-    "programs are compiled by XLA": {
-        "torch_compile": False,
-        "torch_compile_backend": None,
-        "torch_compile_mode": None,
-        "use_liger_kernel": False,
-        "use_liger_loss": False,
-        "liger_kernel_config": None,
-        "tf32": None,
-        "torch_empty_cache_steps": None,
-        "full_determinism": False,
-        "use_cache": False,
-        "debug": "",
-        "skip_memory_metrics": True,
-    },
-    "gradient_checkpointing has no options: True recomputes every layer": {
-        "gradient_checkpointing_kwargs": None,
-        "activation_checkpointing": None,
-        "activation_checkpointing_kwargs": None,
-    },
-    "only adapters have dropout, and logits and losses are float32": {
-        "disable_dropout": False,
-        "cast_lm_head_to_fp32": False,
-        "label_smoothing_factor": 0.0,
-        "neftune_noise_alpha": None,
-    },
-    "groupax never runs code from a model's folder": {"trust_remote_code": False},
-    "the optimizer has no settings besides the named fields": {"optim_args": None, "optim_target_modules": None},
-    "there are no images, since there is no vision tower": {"log_multimodal": True},
-    "trackio reads these from its own environment variables, e.g. TRACKIO_SPACE_ID": {
-        "trackio_space_id": None,
-        "trackio_bucket_id": None,
-        "trackio_static_space_id": None,
-    },
-    "output_dir has metrics in metrics.jsonl, rollouts in rollouts/ and TensorBoard's files in tensorboard/": {
-        "logging_dir": None,
-        "logging_first_step": False,
-        "logging_nan_inf_filter": True,
-        "log_level": "passive",
-        "log_level_replica": "warning",
-        "num_completions_to_print": None,
-        "log_unique_prompts": False,
-        "log_completions_hub_repo": None,
-        "include_num_input_tokens_seen": "no",
-    },
-    "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": {
-        "per_device_eval_batch_size": 8,
-        "eval_delay": 0,
-        "eval_on_start": False,
-        "eval_do_concat_batches": True,
-        "eval_use_gather_object": False,
-        "eval_accumulation_steps": None,
-        "batch_eval_metrics": False,
-        "bf16_full_eval": False,
-        "fp16_full_eval": False,
-    },
-    "train() trains and evaluate() evaluates": {"do_train": False, "do_eval": False, "do_predict": False},
-    "the best checkpoint is kept (metric_for_best_model), and model/ has the final weights": {
-        "load_best_model_at_end": False
-    },
-    "groupax has its own checkpoint format, and moves the output_dir of an earlier run aside": {
-        "enable_jit_checkpoint": False,
-        "restore_callback_states_from_checkpoint": False,
-        "overwrite_output_dir": False,
-        "save_safetensors": True,
-    },
-    "the model is uploaded once, at the end, with the token in HF_TOKEN": {
-        "hub_token": None,
-        "hub_strategy": "every_save",
-        "hub_always_push": False,
-        "hub_revision": None,
-    },
+_HONOURED = ("eval_on_start",)  # by this trainer, if not by the others
+_INERT_OF_ALL = {name: why for name, why in training_arguments.INERT.items() if name not in _HONOURED}
+INERT = _INERT_OF_ALL | {name: why for why, names in _INERT_BY_REASON.items() for name in names}
+_UNCONSTRAINED = "completions are not constrained to a grammar; leave it out and reward the format instead"
+# Fields that cannot be honoured, with the reason and what to do instead.
+REFUSED = training_arguments.REFUSED | {
+    "vllm_structured_outputs_regex": _UNCONSTRAINED,
+    "vllm_guided_decoding_regex": _UNCONSTRAINED,
+    "log_completions_hub_repo": "log_completions=True writes them to output_dir; upload that folder after the run",
 }
-INERT = {name: why for why, names in _INERT_BY_REASON.items() for name in names}
-DEFAULTS = MEANINGFUL | {name: default for names in _INERT_BY_REASON.values() for name, default in names.items()}
 # Current names of fields that were renamed.
-ALIASES = {"evaluation_strategy": "eval_strategy"}
+ALIASES = training_arguments.ALIASES | {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+
+
+@dataclass
+class GRPOFields(TrainingArguments):
+    """The fields of TRL's `GRPOConfig`, in the order and with the defaults of TRL's own class."""
+
+    MAPPINGS: ClassVar[tuple[str, ...]] = (
+        *TrainingArguments.MAPPINGS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    )
+
+    learning_rate: float = 1e-6
+    remove_unused_columns: bool | None = False
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    router_aux_loss_coef: float | None = None
+    disable_dropout: bool = False
+    cast_lm_head_to_fp32: bool = False
+    num_generations: int = 8
+    num_generations_eval: int | None = None
+    max_completion_length: int | None = 512
+    ds3_gather_for_generation: bool = True
+    shuffle_dataset: bool | None = True
+    pad_to_multiple_of: int | str | None = "auto"
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    generation_kwargs: dict[str, Any] | str | None = None
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    repetition_penalty: float = 1.0
+    cache_implementation: str | None = None
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_model_impl: str = "vllm"
+    vllm_enable_sleep_mode: bool = False
+    vllm_structured_outputs_regex: str | None = None
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = 240.0
+    vllm_group_port: int = 51216
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_max_model_length: int | None = None
+    vllm_tensor_parallel_size: int = 1
+    beta: float = 0.0
+    num_iterations: int = 1
+    epsilon: float = 0.2
+    delta: float | None = None
+    epsilon_high: float | None = None
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    importance_sampling_level: str = "token"
+    reward_weights: list[float] | None = None
+    multi_objective_aggregation: str = "sum_then_normalize"
+    scale_rewards: str = "group"
+    loss_type: str = "dapo"
+    mask_truncated_completions: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+    max_tool_calling_iterations: int | None = None
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    use_bias_correction_kl: bool = True
+    log_completions: bool = False
+    log_multimodal: bool = True
+    num_completions_to_print: int | None = None
+    log_unique_prompts: bool = False
+    log_completions_hub_repo: str | None = None
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: dict[str, Any] | str | None = None
+    use_transformers_paged: bool = False
+    # fields of earlier versions of TRL
+    max_prompt_length: int | None = None
+    use_liger_loss: bool = False
+    vllm_device: str = "auto"
+    vllm_dtype: str = "auto"
+    vllm_max_model_len: int | None = None
+    vllm_enable_prefix_caching: bool | None = None
+    vllm_guided_decoding_regex: str | None = None
+    vllm_importance_sampling_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Derives what TRL derives from other fields."""
+        super().__post_init__()
+        self.scale_rewards = scale_rewards(self.scale_rewards)

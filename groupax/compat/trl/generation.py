@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from groupax.compat.fields import ForeignConfig, parse_mapping, warn
+from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.trl.fields import GRPOFields
 from groupax.settings.fields import nearest
 
 # Native settings for `generation_kwargs` under the names of transformers and vLLM.
@@ -19,7 +20,7 @@ GENERATION = {
 }
 
 
-def generation_settings(config: ForeignConfig) -> dict[str, Any]:
+def generation_settings(config: GRPOFields) -> dict[str, Any]:
     """Returns the native settings for `generation_kwargs`."""
     given = dict(parse_mapping(config.generation_kwargs, "generation_kwargs"))
     if given.pop("do_sample", True) is not True:
@@ -38,10 +39,10 @@ def generation_settings(config: ForeignConfig) -> dict[str, Any]:
     return {GENERATION[name]: value for name, value in given.items()}
 
 
-def vllm_settings(config: ForeignConfig) -> dict[str, Any]:
+def vllm_settings(config: GRPOFields) -> dict[str, Any]:
     """Returns the native settings for `use_vllm` and the other vLLM settings.
 
-    vLLM's importance-sampling correction is on if a server samples or the user chose its mode.
+    vLLM's importance-sampling correction is on if a server samples, or its mode is not the default.
     """
     if not config.use_vllm:
         _warn_tp_unused(config, "it needs use_vllm=True")
@@ -57,7 +58,7 @@ def vllm_settings(config: ForeignConfig) -> dict[str, Any]:
         warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
     tp = config.vllm_tensor_parallel_size
     settings: dict[str, Any] = {"decoding_tp": tp} if url is None else {"rollout_servers": (url,)}
-    is_corrected = url is not None or "vllm_importance_sampling_mode" in config.given
+    is_corrected = url is not None or config.vllm_importance_sampling_mode != GRPOFields.vllm_importance_sampling_mode
     if is_corrected and config.vllm_importance_sampling_correction:
         settings["rollout_correction"] = config.vllm_importance_sampling_mode
         settings["rollout_correction_min"] = config.vllm_importance_sampling_clip_min
@@ -65,15 +66,18 @@ def vllm_settings(config: ForeignConfig) -> dict[str, Any]:
     return settings
 
 
-def _server_url(config: ForeignConfig) -> str | None:
+def _server_url(config: GRPOFields) -> str | None:
     """Returns the URL of the server that samples; None if the trainer's own engine does."""
-    host, has_server = config.vllm_server_host, config.vllm_mode == "server" or "vllm_server_host" in config.given
+    host, has_server = (
+        config.vllm_server_host,
+        config.vllm_mode == "server" or config.vllm_server_host != GRPOFields.vllm_server_host,
+    )
     if config.vllm_server_base_url is not None or not (has_server and host):
         return config.vllm_server_base_url
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{config.vllm_server_port}"
 
 
-def _warn_tp_unused(config: ForeignConfig, why: str) -> None:
+def _warn_tp_unused(config: GRPOFields, why: str) -> None:
     tp = config.vllm_tensor_parallel_size
     if tp != 1:
         warn(f"vllm_tensor_parallel_size={tp} changes nothing in groupax: {why}")

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from groupax.compat.fields import ForeignConfig, parse_mapping, warn
+from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.trl.training_arguments import TrainingArguments
 from groupax.settings.fields import nearest
 
 OPTIMIZERS = {"adamw": "adamw", "paged_adamw": "adamw", "adafactor": "adafactor", "lion": "lion", "sgd": "sgd"}
@@ -15,7 +16,7 @@ SCHEDULERS = {
 }
 
 
-def optimizer_settings(config: ForeignConfig) -> dict[str, Any]:
+def optimizer_settings(config: TrainingArguments) -> dict[str, Any]:
     """Returns the native settings for `optim`, `lr_scheduler_type` and the warm-up of transformers' arguments."""
     name = str(getattr(config.optim, "value", config.optim))
     known = [own for own in OPTIMIZERS if name == own or name.startswith(f"{own}_")]
@@ -43,7 +44,7 @@ def optimizer_settings(config: ForeignConfig) -> dict[str, Any]:
     return settings | warmup
 
 
-def _learning_rate_end(config: ForeignConfig) -> float:
+def _learning_rate_end(config: TrainingArguments) -> float:
     more = dict(parse_mapping(config.lr_scheduler_kwargs, "lr_scheduler_kwargs"))
     end = more.pop("min_lr", None)
     end = config.learning_rate * more.pop("min_lr_rate") if end is None and "min_lr_rate" in more else end
@@ -52,7 +53,7 @@ def _learning_rate_end(config: ForeignConfig) -> float:
     return end or 0.0
 
 
-def _warmup(config: ForeignConfig) -> dict[str, Any]:
+def _warmup(config: TrainingArguments) -> dict[str, Any]:
     if 0 < (config.warmup_steps or 0) < 1:
         return {"warmup_ratio": float(config.warmup_steps)}
     if not config.warmup_steps and config.warmup_ratio:

@@ -2,44 +2,45 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.fields import warn
+from groupax.compat.trl.advice import warn_about_losses, warn_about_rewards
+from groupax.compat.trl.attributes import Attributes, LastRollout
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
+from groupax.compat.trl.hooks import Overridable, hooks_of
+from groupax.compat.trl.layout import (
+    TRAINER_STATE,
+    check_output_dir,
+    checkpoint_to_resume,
+    flow_of,
+    run_folder,
+)
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.overrides import check_overrides
+from groupax.compat.trl.own_generate import own_generate
+from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
+from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.lora import as_lora_config
+from groupax.evaluation.sets import ONLY_SET
+from groupax.models.saving import source_folders
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
+from groupax.storage.buckets import is_remote
 from groupax.storage.folders import resolve_folder
 from groupax.storage.hub import push_folder
-
-# Settings that TRL's trainer also has as attributes, which functions that sample themselves read.
-FROM_ARGS = (
-    "num_generations",
-    "max_completion_length",
-    "max_tool_calling_iterations",
-    "chat_template_kwargs",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "use_vllm",
-    "vllm_mode",
-)
+from groupax.storage.replacing import check_disjoint
 
 
 class TrainOutput(NamedTuple):
@@ -50,20 +51,11 @@ class TrainOutput(NamedTuple):
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class _Policy:
-    """The model to train, its adapter config, and the quantization of its base weights."""
-
-    model: Any
-    peft_config: Any
-    weights: Any
-
-
-class GRPOTrainer:
+class GRPOTrainer(Overridable, Attributes):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
-        model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
+        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
         reward_funcs: One or several reward functions or reward models.
         args: Settings.
         train_dataset: Prompts to train on.
@@ -103,15 +95,22 @@ class GRPOTrainer:
         rollout_func: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
-        policy = _policy(model, args, quantization_config, peft_config)
+        check_overrides(self, GRPOTrainer)
+        warn_about_losses(args)
+        check_output_dir(args.output_dir)
+        policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         self._agents = agents = Agents(tools, environment_factory)
         rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         rewards = [] if reward_funcs is None else rewards
         if not rewards and not agents.reward_classes:
             raise ValueError(NO_REWARD)
+        self.reward_processing_classes = _one_per_reward(reward_processing_classes, len(rewards))
         num_prompts = args.schedule(num_devices).prompts_per_rollout
-        train_dataset, has_prompts = agents.rows(train_dataset, args.given.get("max_steps", -1), num_prompts)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        streams = Streams(args, num_devices)
+        train_dataset, eval_dataset = streams.training_rows(train_dataset), streams.evaluation_rows(eval_dataset)
+        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
         examples = load_examples(train_dataset)
         self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)
@@ -119,18 +118,25 @@ class GRPOTrainer:
             warn(f"{self._unknown_environment()}; `train` will refuse to run")
             examples = agents.routed_to_first(examples)
         settings = args.to_native(num_devices, len(examples))
-        settings = replace(settings, **torch_optimizer_settings(optimizers))
+        settings = replace(settings, **streams.settings, **torch_optimizer_settings(optimizers))
+        self._output_dir = settings.output_dir
+        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
+        flow = flow_of(args, self._output_dir, self.state)
+        if flow is not None:
+            more = {"save_total_limit": None, "metric_for_best_model": None}  # see `Flow`
+            settings = replace(settings, output_dir=run_folder(self._output_dir), **more)
         if policy.weights != "same":
-            settings = replace(settings, base_weights=policy.weights, **_adapter(policy.peft_config))
+            settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
             policy = replace(policy, peft_config=None)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1
             weights = (*settings.reward_weights, *(1.0 for _ in agents.reward_classes))
             settings = replace(settings, reward_weights=weights)
-        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
+        self._listener: CallbackListener | None = None
+        self._last_rollout = LastRollout()
         self.native = TRLBatchTrainer(
             args.schedule(num_devices),
             policy.model,
@@ -139,22 +145,22 @@ class GRPOTrainer:
             examples,
             agents.eval_rows(eval_dataset),
             processing_class,
-            reward_processing_classes,
+            self.reward_processing_classes,
             policy.peft_config,
             self._listeners,
             tools=agents.tools,
             environments=agents.environments(has_prompts),
             rollout_func=self._rollout_function(rewards, examples),
+            hooks=hooks_of(self, GRPOTrainer),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
+        check_disjoint(Path(self._output_dir), () if flow is None else source_folders(self.native.model))
+        self.native.flow = flow
+        self._trained = TrainedModel(policy.owner, self.native)
         args.warn_about_mesh(self.native.model)
         self.state.max_steps = self.native.num_steps
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in FROM_ARGS:
-            raise AttributeError(f"GRPOTrainer has no attribute {name!r}{nearest(name, FROM_ARGS)}")
-        return getattr(self.args, name)
+        if self.train_dataset is None:
+            self.train_dataset = train_dataset
 
     @property
     def tools(self) -> list[Any]:
@@ -174,32 +180,27 @@ class GRPOTrainer:
         return pool.of(names, trainer.args.num_generations)
 
     @property
-    def reward_func_names(self) -> list[str]:
-        """The names of the rewards, those of environments last."""
-        return [reward.name for reward in self.native.rewards]
-
-    @property
-    def reward_weights(self) -> np.ndarray:
-        """The weights of the rewards."""
-        return self.native.reward_weights
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer of the policy."""
-        return self.native.tokenizer
-
-    @property
-    def model(self) -> hf.CausalLM:
-        """The current policy."""
-        return hf.CausalLM(self.native.model)
+    def model(self) -> Any:
+        """The policy: the given model object, which is trained in place, or a `compat.hf` model of a given name."""
+        return self._trained.model
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback."""
         self.callbacks.append(callback)
+        self._listener = None
 
     def remove_callback(self, callback: Any) -> None:
         """Removes a callback, or all callbacks of a class."""
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
+        self._listener = None
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
+        found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
+        if found is not None:
+            self.callbacks = [own for own in self.callbacks if own is not found]
+            self._listener = None
+        return found
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Trains the policy and saves it in the run's `model/`.
@@ -214,16 +215,36 @@ class GRPOTrainer:
             raise ValueError(self._unknown_environment())
         trainer, args = self.native, self.args
         resume = resume_from_checkpoint or args.resume_from_checkpoint
-        trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
-        more = {"model": None, "processing_class": trainer.tokenizer, "train_dataloader": None}
-        steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
-        self._listeners[:] = [CallbackListener(self.callbacks, args, steps, self.state, more)]
+        resume = checkpoint_to_resume(resume, self._output_dir) if resume else "never"
+        trainer.args = replace(trainer.args, resume=resume)
+        if (state := Path(resume) / TRAINER_STATE).is_file():
+            self.state.load_json(state)
+        listener = self._callback_listener()
+        self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
+        self._choose_sampler()
+        if args.eval_on_start and resume == "never":
+            self.evaluate()
         result = trainer.train()
-        losses = [line["loss"] for line in self.state.log_history if "loss" in line]
+        self._trained.report_cost(result.train_seconds)
         if args.push_to_hub:
             self.push_to_hub()
-        metrics = {"train_runtime": result.train_seconds, **result.metrics}
-        return TrainOutput(result.num_steps, sum(losses) / max(len(losses), 1), metrics)
+        return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
+
+    def _choose_sampler(self) -> None:
+        """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
+        self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
+
+    def _callback_listener(self) -> CallbackListener:
+        """Returns the listener that calls the callbacks and keeps the state."""
+        if self._listener is None:
+            trainer = self.native
+            more = {"model": self.model, "processing_class": trainer.tokenizer, "train_dataloader": None}
+            steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
+            inputs = self.callbacks, self.args, steps, self.state, more, trainer.schedule.rows_per_step
+            self._listener = CallbackListener(*inputs, log=self._write_line)
+            if trainer.flow is not None:
+                trainer.flow.control = self._listener.control
+        return self._listener
 
     def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
         if self.rollout_func is None:
@@ -237,28 +258,51 @@ class GRPOTrainer:
             f"environment_factory{nearest(name, known)}; it has {', '.join(known)}"
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluates the current policy on `eval_dataset`, with `num_generations_eval` completions per prompt."""
-        trainer = self.native
-        metrics = {f"eval_{name}": value for name, value in trainer.evaluate().metrics.items()}
-        self.state.log_history.append({"step": trainer.cursor.step, **metrics})
-        return metrics
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluates the current policy, with `num_generations_eval` completions per prompt.
+
+        Args:
+            eval_dataset: Prompts, or several sets by name, or the name of one of the trainer's sets; by default those
+                that the trainer was given.
+            ignore_keys: Not used: there are no outputs of a model to gather.
+            metric_key_prefix: Beginning of the metrics' names, before the name of a set.
+        """
+        del ignore_keys
+        self._choose_sampler()
+        if isinstance(eval_dataset, str):
+            eval_dataset = self._eval_set(eval_dataset)
+        chosen = None if eval_dataset is None else self._agents.eval_rows(evaluation_rows(eval_dataset))
+        evaluation, metrics = self.native.evaluate(eval_dataset=chosen), {}
+        for name, each in evaluation.sets.items():
+            prefix = metric_key_prefix if name == ONLY_SET else f"{metric_key_prefix}_{name}"
+            own = {f"{prefix}_{metric}": value for metric, value in each.metrics.items()}
+            self._callback_listener().evaluated(self.native.cursor.step, own)
+            metrics |= own
+        return {**metrics, "epoch": self.state.epoch}
+
+    def _eval_set(self, name: str) -> Any:
+        if not isinstance(self.eval_dataset, Mapping) or name not in self.eval_dataset:
+            known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+            raise ValueError(f"there is no evaluation set {name!r}{nearest(name, known)}; give a dataset, or its name")
+        return self.eval_dataset[name]
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
 
         Args:
-            output_dir: Folder to write to; by default `model/` in the run's folder.
+            output_dir: Folder to write to; by default that of the settings.
         """
-        if output_dir is None:
+        if output_dir is None and is_remote(self._output_dir):
             self.native.save_model()
         else:
-            hf.save_policy(self.native, output_dir)
+            hf.save_policy(self.native, output_dir or self._output_dir)
 
     def push_to_hub(self, **inert: Any) -> str:
         """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
         hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
-        repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
+        repo_id = self.args.hub_model_id or Path(self._output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
 
@@ -268,48 +312,21 @@ def num_accelerators() -> int:
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
 
 
-def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
-    more = dict(parse_mapping(args.model_init_kwargs, "model_init_kwargs"))
-    if quantization_config is not None and "quantization_config" in more:
-        raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
-    quantization_config = quantization_config or more.pop("quantization_config", None)
-    more.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    for name, value in more.items():
-        if name not in (*hf.INERT, "dtype", "torch_dtype"):
-            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
-        why = hf.INERT.get(name, "master weights are float32, and bf16 chooses the dtype of the computation")
-        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
-    weights = hf.base_weights(quantization_config)
-    given = hf.as_model(model)
-    adapter = getattr(given, "adapter", None)
-    if adapter is not None and peft_config is not None:
-        if as_lora_config(peft_config) != adapter.config:
-            raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
-        warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
-        peft_config = None
-    if weights != "same" and not isinstance(given, (str, Path)):
-        warn("quantization_config changes nothing: the model is already loaded")
-        weights = "same"
-    return _Policy(given, peft_config, weights)
+def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:
+    """Returns the tokenizers of reward models as a list, None for those that are not given.
 
-
-def _adapter(peft_config: Any) -> dict[str, Any]:
-    """Returns an adapter config as native settings, which a base that is quantized while loading needs."""
-    if peft_config is None:
-        return {}
-    lora = as_lora_config(peft_config)
-    names = lora.target_modules
-    if isinstance(names, str) and names != "all-linear":
-        raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")
-    return {
-        "lora_r": lora.r,
-        "lora_alpha": float(lora.lora_alpha),
-        "lora_dropout": float(lora.lora_dropout),
-        "lora_target_modules": (names,) if isinstance(names, str) else tuple(names),
-        "lora_bias": lora.bias,
-        "use_rslora": lora.use_rslora,
-        "lora_modules_to_save": tuple(lora.modules_to_save),
-    }
+    Raises:
+        ValueError: There are more or fewer of them than reward functions.
+    """
+    if tokenizers is None:
+        return [None] * num_rewards
+    each = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(each) != num_rewards:
+        raise ValueError(
+            f"reward_processing_classes must match reward_funcs: it has {len(each)} entries for {num_rewards} reward "
+            "functions; give None for those that need no tokenizer"
+        )
+    return each
 
 
 def _reward(reward: Any) -> Any:

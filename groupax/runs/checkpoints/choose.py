@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from groupax.events import Emit, Message
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, damage
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences, incompatible
-from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
+from groupax.runs.checkpoints.store import HF, OWN, LocalStore, RemoteStore, Store
 from groupax.storage.buckets import RemoteFolder, is_remote
 
 FORMAT = 6  # of `state.json`
@@ -46,22 +46,29 @@ class Fault(NamedTuple):
 
 
 def store_of(run: str, scratch: Path) -> Store:
-    """Returns the checkpoints of a run by its folder or URL; `scratch` is a local folder for those in a bucket."""
-    return (
-        RemoteStore(RemoteFolder(run), scratch)
-        if is_remote(run)
-        else LocalStore(Path(run).expanduser() / "checkpoints")
-    )
+    """Returns the checkpoints of a run by its folder or URL; `scratch` is a local folder for those in a bucket.
+
+    They are in the folder's `checkpoints/`, or, named as transformers names them, in the folder itself or in the one
+    that it is in.
+    """
+    if is_remote(run):
+        return RemoteStore(RemoteFolder(run), scratch)
+    folder = Path(run).expanduser()
+    if not (folder / "checkpoints").is_dir():
+        for place in (folder, folder.resolve().parent) if folder.name == HF.inside else (folder,):
+            store = LocalStore(place, HF)
+            if store.steps():
+                return store
+    return LocalStore(folder / "checkpoints")
 
 
 def split_path(path: str) -> tuple[str, int | None]:
     """Returns the run folder of a path and, if the path is a checkpoint, its step."""
     head, _, name = path.rstrip("/").rpartition("/")
-    number = name.removeprefix(PREFIX)
-    if name.startswith(PREFIX) and number.isdigit():
-        return head.removesuffix("/checkpoints") if head.endswith("/checkpoints") else str(Path(head).parent), int(
-            number
-        )
+    if (step := HF.step_of(name)) is not None:
+        return head or ("/" if path.startswith("/") else "."), step
+    if (step := OWN.step_of(name)) is not None:
+        return head.removesuffix("/checkpoints") if head.endswith("/checkpoints") else str(Path(head).parent), step
     return path.rstrip("/"), None
 
 
@@ -197,7 +204,8 @@ def _unreadable(saved: Saved) -> str:
 def _there_are(store: Store, run: str) -> str:
     steps = store.steps()
     if steps:
-        return f"the checkpoints of {run} are {', '.join(f'checkpoints/{name_of(step)}' for step in steps)}"
+        names = ("/".join(store.where(step).split("/")[-2:]) for step in steps)
+        return f"the checkpoints of {run} are {', '.join(names)}"
     if isinstance(store, LocalStore) and not store.folder.parent.is_dir():
         return f"there is no run in {run}; a run is named by its output_dir, its checkpoints are RUN/checkpoints/step_N"
     return (

@@ -18,12 +18,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from groupax.config import GRPOConfig
+from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
 from groupax.models.checkpoint import Model
 from groupax.parallel.transfer import to_host
 
 # How each setting may change when a run is resumed (see `settings.fields.Resume`).
-_RESUME = {field.name: field.metadata.get("resume", "explicit") for field in fields(GRPOConfig)}
+_RESUME = {
+    field.name: field.metadata.get("resume", "explicit")
+    for settings in (SFTConfig, GRPOConfig)
+    for field in fields(settings)
+}
 SUB_BYTE = ("bool", "int2", "uint2", "int4", "uint4")
 LIBRARIES = ("groupax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
@@ -31,7 +35,7 @@ Identity = Mapping[str, Any]
 
 
 def identity_of(
-    args: GRPOConfig,
+    args: RunConfig,
     model: Model,
     tokenizer: Any,
     prompts: Sequence[np.ndarray],
@@ -160,7 +164,9 @@ def _processor() -> str:
 
 
 def _flat(identity: Identity) -> dict[str, Any]:
-    known = _plain(GRPOConfig().to_dict())  # what an older version did not have yet was as the default is
+    known = _plain(
+        config_class(identity["settings"])().to_dict()
+    )  # what an older version did not have yet was as the default is
     settings = {name: value for name, value in {**known, **identity["settings"]}.items() if _RESUME.get(name) != "free"}
     flat: dict[str, Any] = {}
     for name, value in identity.items():

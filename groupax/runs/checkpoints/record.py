@@ -139,6 +139,16 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
     learner.restore(TrainState(params, optimizer), reference)
 
 
+def restore_params(learner: Learner, folder: Path) -> None:
+    """Replaces a learner's weights by those of a checkpoint; the rest of its state stays as it is.
+
+    Raises:
+        ValueError: The folder has other arrays.
+    """
+    params = arrays.read(folder / PARAMS, arrays.abstract(learner.state.params))
+    learner.restore(TrainState(params, learner.state.opt_state), None)
+
+
 def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Learner) -> dict[int, Policy]:
     """Returns the policies that sample the next rollouts, by the rollout's number.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from groupax.config import GRPOConfig
+from groupax.config import RunConfig
 from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
 from groupax.events import Emit, Message
@@ -31,6 +31,7 @@ from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
+from groupax.storage.buckets import is_remote
 from groupax.training.learner import Learner
 
 PATIENCE_S = 1800.0  # that the end of a run waits for disk space
@@ -49,25 +50,29 @@ class RunSaver:
         learner: A new learner, whose saved state `begin` restores.
         log: The run's log.
         policies: Returns the earlier policies that sample the next rollouts (see `Pipeline.policies`).
+        store_in: Returns the checkpoints of a run in a local folder.
+        more: Called by all processes before a checkpoint is written; what it returns, if not None, writes further files
+            next to the checkpoint's folder, which it receives.
     """
 
     def __init__(
         self,
-        args: GRPOConfig,
+        args: RunConfig,
         identity: Identity,
         model: Model,
         folder: RunFolder,
         learner: Learner,
         log: RunLog,
         policies: Callable[[Cursor], Mapping[int, Policy]],
+        store_in: Callable[[Path], LocalStore],
+        more: Callable[[], Callable[[Path], None] | None],
     ) -> None:
         self.args, self.identity, self.model = args, identity, model
         self.folder, self.learner, self.log, self.policies = folder, learner, log, policies
         self.origin = args.resume if args.resume not in ("auto", "never") else None
         self.scratch = folder.path / "checkpoints" if folder.remote else Path(tempfile.gettempdir())
-        self.store: Store = (
-            RemoteStore(folder.remote, self.scratch) if folder.remote else LocalStore(folder.path / "checkpoints")
-        )
+        self.store_in, self.more = store_in, more
+        self.store: Store = RemoteStore(folder.remote, self.scratch) if folder.remote else store_in(folder.path)
         self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
 
     def begin(self) -> Saved | None:
@@ -107,7 +112,10 @@ class RunSaver:
     def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
         """Starts to write a checkpoint if one is due."""
         self.writer.look()
-        due = self.writer.due(cursor.step) or self._is_candidate_for_best(cursor)
+        self.save_if(self.writer.due(cursor.step) or self._is_candidate_for_best(cursor), cursor, experience)
+
+    def save_if(self, due: bool, cursor: Cursor, experience: Experience | None) -> None:
+        """Starts to write a checkpoint if the primary process says that one is due."""
         if cursor.step and processes.broadcast_object(due):
             self.save(cursor, experience)
 
@@ -115,6 +123,7 @@ class RunSaver:
         """Starts to write a checkpoint of the current state; the primary process writes it."""
         policies = self.policies(cursor)
         begin = start_writing(self.learner, policies, self.args.save_optimizer_state)
+        more = self.more()
         if not processes.is_primary():
             return
         self.folder.flush()
@@ -130,6 +139,8 @@ class RunSaver:
 
         def begin_with_metrics(folder: Path) -> Callable[[], None]:
             self.folder.settle()
+            if more is not None:
+                more(folder)
             return begin(folder)
 
         def write_more(folder: Path) -> None:
@@ -205,7 +216,7 @@ class RunSaver:
         Raises:
             ValueError: A process cannot read it.
         """
-        if not processes.is_primary() and str(saved.folder) != saved.where:  # it is a download of that process
+        if not processes.is_primary() and is_remote(saved.where):  # the folder is a download of that process
             run, _ = split_path(saved.where)
             saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))
         seen = processes.all_gather_object((saved.folder / STATE).is_file())
@@ -219,10 +230,10 @@ class RunSaver:
 
     def _follow_folder(self) -> None:
         """Moves the store to the current run folder."""
-        place = self.folder.path / "checkpoints"
-        if isinstance(self.store, LocalStore) and self.store.folder != place.resolve():
+        store = self.store_in(self.folder.path)
+        if isinstance(self.store, LocalStore) and self.store.folder != store.folder:
             self.writer.wait()
-            self.store = self.writer.store = LocalStore(place)
+            self.store = self.writer.store = store
             self.writer.last_step = None
 
     @property
@@ -275,7 +286,7 @@ class RunSaver:
 
 def remove_download(saved: Saved) -> None:
     """Deletes the local copy of a checkpoint from a bucket."""
-    if str(saved.folder) != saved.where:
+    if is_remote(saved.where):
         shutil.rmtree(saved.folder, ignore_errors=True)
 
 

@@ -8,13 +8,42 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, sync_to_disk
 from groupax.storage.buckets import RemoteFolder
+from groupax.storage.folders import RECORDS
 
-PREFIX = "step_"
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of checkpoints.
+
+    Attributes:
+        prefix: Start of a checkpoint's name, before its step.
+        num_digits: Least number of digits of the step.
+        inside: Folder within a checkpoint that has its files, if other programs' files are next to them.
+    """
+
+    prefix: str = "step_"
+    num_digits: int = 6
+    inside: str = ""
+
+    def name_of(self, step: int) -> str:
+        """Returns the name of a step's checkpoint folder."""
+        return f"{self.prefix}{step:0{self.num_digits}d}"
+
+    def step_of(self, name: str) -> int | None:
+        """Returns the step of a checkpoint folder; None if the name is another's."""
+        number = name.removeprefix(self.prefix)
+        return int(number) if name.startswith(self.prefix) and number.isdigit() else None
+
+
+OWN = Layout()
+# Folders of transformers, each with a model and in it what a run continues from.
+HF = Layout("checkpoint-", 1, RECORDS)
 
 
 @runtime_checkable
@@ -68,16 +97,6 @@ class Store(Protocol):
         ...
 
 
-def name_of(step: int) -> str:
-    """Returns the name of a step's checkpoint folder."""
-    return f"{PREFIX}{step:06d}"
-
-
-def _step_of(name: str) -> int | None:
-    number = name.removeprefix(PREFIX)
-    return int(number) if name.startswith(PREFIX) and number.isdigit() else None
-
-
 def _parsed(text: str | bytes) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
@@ -87,68 +106,78 @@ def _parsed(text: str | bytes) -> Mapping[str, Any]:
 
 
 class LocalStore:
-    """Stores checkpoints as folders in a local folder, which is created when needed."""
+    """Stores checkpoints as folders in a local folder, which is created when needed.
+
+    Args:
+        folder: Folder of the checkpoints.
+        layout: Their names; a folder of such a name without the one inside is no checkpoint.
+    """
 
     is_atomic = True
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+    def __init__(self, folder: Path, layout: Layout = OWN) -> None:
+        self.folder, self.layout = folder.resolve(), layout
 
     def steps(self) -> list[int]:
         entries = self.folder.iterdir() if self.folder.is_dir() else []
-        return sorted(step for entry in entries if (step := _step_of(entry.name)) is not None)
+        found = ((self.layout.step_of(entry.name), entry) for entry in entries)
+        return sorted(step for step, entry in found if step is not None and (entry / self.layout.inside).is_dir())
 
     def where(self, step: int) -> str:
-        return str(self.folder / name_of(step))
+        return str(self._place(step))
 
     def state(self, step: int) -> Mapping[str, Any]:
         try:
-            return _parsed((self.folder / name_of(step) / STATE).read_bytes())
+            return _parsed((self.local(step) / STATE).read_bytes())
         except OSError:
             return {}
 
     def aside(self, step: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_hidden()
-        aside = self._aside(step)
-        aside.mkdir()
+        aside = self._aside(step) / self.layout.inside
+        aside.mkdir(parents=True)
         return aside
 
     def publish(self, step: int) -> None:
-        place = self.folder / name_of(step)
+        place = self._place(step)
         if place.exists():
             self.delete(step)
         self._aside(step).rename(place)
         sync_to_disk(self.folder)
 
     def local(self, step: int) -> Path:
-        return self.folder / name_of(step)
+        return self._place(step) / self.layout.inside
 
     def delete(self, step: int) -> None:
-        hidden = self.folder / f".{name_of(step)}.deleted"
+        hidden = self.folder / f".{self.layout.name_of(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
-        (self.folder / name_of(step)).rename(hidden)
+        self._place(step).rename(hidden)
         shutil.rmtree(hidden)
 
     def set_aside(self, step: int) -> str:
-        place = self.folder / f"{name_of(step)}.aside"
+        place = self.folder / self.layout.inside / f"{self.layout.name_of(step)}.aside"
         shutil.rmtree(place, ignore_errors=True)
-        return str((self.folder / name_of(step)).rename(place))
+        place.parent.mkdir(exist_ok=True)
+        return str(self._place(step).rename(place))
 
     def free_bytes(self) -> int:
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         return shutil.disk_usage(existing).free
 
     def sibling_folder(self, name: str) -> Path | None:
-        folder = self.folder.parent / name
+        folder = (self.folder / self.layout.inside if self.layout.inside else self.folder.parent) / name
         return folder if folder.is_dir() else None
 
+    def _place(self, step: int) -> Path:
+        return self.folder / self.layout.name_of(step)
+
     def _aside(self, step: int) -> Path:
-        return self.folder / f".{name_of(step)}.partial"
+        return self.folder / f".{self.layout.name_of(step)}.partial"
 
     def _remove_hidden(self) -> None:
         for entry in self.folder.iterdir():
-            if entry.name.startswith(f".{PREFIX}"):
+            if entry.name.startswith(f".{self.layout.prefix}"):
                 shutil.rmtree(entry)
 
 
@@ -166,7 +195,7 @@ class RemoteStore:
         self.remote, self.scratch = remote, scratch
 
     def steps(self) -> list[int]:
-        return sorted(step for name in self.remote.folders("checkpoints") if (step := _step_of(name)) is not None)
+        return sorted(step for name in self.remote.folders("checkpoints") if (step := OWN.step_of(name)) is not None)
 
     def where(self, step: int) -> str:
         return self.remote.url_of(_path(step))
@@ -178,13 +207,13 @@ class RemoteStore:
             return {}
 
     def aside(self, step: int) -> Path:
-        aside = self.scratch / name_of(step)
+        aside = self.scratch / OWN.name_of(step)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         return aside
 
     def publish(self, step: int) -> None:
-        aside = self.scratch / name_of(step)
+        aside = self.scratch / OWN.name_of(step)
         if self.remote.exists(_path(step)):
             self.delete(step)
         files = [str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()]
@@ -193,7 +222,7 @@ class RemoteStore:
         shutil.rmtree(aside)
 
     def local(self, step: int) -> Path:
-        folder = Path(tempfile.mkdtemp(prefix=f"{name_of(step)}.", dir=self._create_scratch()))
+        folder = Path(tempfile.mkdtemp(prefix=f"{OWN.name_of(step)}.", dir=self._create_scratch()))
         self.remote.download(_path(step), folder)
         return folder
 
@@ -224,4 +253,4 @@ class RemoteStore:
 
 
 def _path(step: int) -> str:
-    return f"checkpoints/{name_of(step)}"
+    return f"checkpoints/{OWN.name_of(step)}"

@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 
 SHOWN = {
     "reward": "reward",
+    "loss": "loss",
     "kl": "kl",
     "completions/mean_length": "length",
     "rollout/tokens_per_s": "rollout tok/s",
     "train/tokens_per_s": "train tok/s",
 }
+OF_SUPERVISED = ("loss",)  # not shown where there are rewards
 COMPILE_FRAC = 0.1  # a step that spends more of its time compiling is not representative of later ones
 ETA_STEPS = 30
 
@@ -81,6 +83,8 @@ class Progress:
             case Evaluated():
                 for name, each in event.sets.items():
                     self._message(_evaluation_line(event.step, name, each), warning=False)
+                if not event.sets:
+                    self._message(f"step {event.step}: {_losses(event.metrics)}", warning=False)
             case Message() | Diagnosed():
                 self._message(event.text, isinstance(event, Diagnosed) or event.warning)
             case _:
@@ -118,6 +122,17 @@ class Progress:
     def _is_between_steps(self) -> bool:
         """Returns whether steps have been shown and more will follow."""
         return 0 < self.step_shown < self.num_steps
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """Returns the name of the metric that a run is about: the reward, or the loss if nothing gives rewards."""
+    return "reward" if "reward" in metrics else "loss"
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns the labels of the metrics to show, by name."""
+    hidden = () if headline(metrics) == "loss" else OF_SUPERVISED
+    return {name: label for name, label in SHOWN.items() if name in metrics and name not in hidden}
 
 
 class TimeLeft:
@@ -158,3 +173,8 @@ def _evaluation_line(step: int, name: str, evaluation: Any) -> str:
     estimates = evaluation.estimates
     shown = [f"{key} {estimates[key]}" for key in ("pass@1", "reward") if key in estimates]
     return f"step {step}: {name} ({len(evaluation.items)} prompts): {', '.join(shown) or 'no reward applies'}"
+
+
+def _losses(metrics: Metrics) -> str:
+    losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
+    return ", ".join(f"{name} {short_number(value)}" for name, value in losses.items())

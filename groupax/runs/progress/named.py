@@ -7,7 +7,7 @@ from typing import Any
 from groupax.events import Event, PhaseStarted
 from groupax.metrics.completions import json_numbers
 from groupax.parallel import processes
-from groupax.runs.progress.display import SHOWN, Progress, fact_lines, short_number
+from groupax.runs.progress.display import Progress, fact_lines, short_number, shown_metrics
 from groupax.runs.progress.rich import Rich
 from groupax.terminal.printable import printable
 from groupax.types import Metrics
@@ -66,7 +66,7 @@ class Tqdm(Progress):
             self.bar.set_description(phase.name, refresh=not self._is_between_steps)
 
     def _step(self, metrics: Metrics) -> None:
-        self.bar.set_postfix({label: short_number(metrics[name]) for name, label in SHOWN.items() if name in metrics})
+        self.bar.set_postfix({label: short_number(metrics[name]) for name, label in shown_metrics(metrics).items()})
         self.bar.update(self.step_shown - self.bar.n)
 
     def _message(self, text: str, warning: bool) -> None:

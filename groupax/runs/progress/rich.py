@@ -10,7 +10,15 @@ from typing import Any
 
 from groupax.data.tokenizer import last_text
 from groupax.events import PhaseStarted
-from groupax.runs.progress.display import SHOWN, Progress, TimeLeft, clock, fact_lines, short_number
+from groupax.runs.progress.display import (
+    Progress,
+    TimeLeft,
+    clock,
+    fact_lines,
+    headline,
+    short_number,
+    shown_metrics,
+)
 from groupax.terminal.printable import one_line, printable, short_repr
 from groupax.types import CallRecord, Metrics, Rollout
 
@@ -58,7 +66,7 @@ class Rich(Progress):
         self.step_printed = 0
         self.metrics: Mapping[str, float] = {}
         self.time_left = TimeLeft()
-        self.rewards: deque[float] = deque(maxlen=60)
+        self.headlines: deque[float] = deque(maxlen=60)
         self.sampled_s = self.line_s = float("-inf")
         self.shown_group: Sequence[Rollout] = ()
         self._live: Any = None
@@ -96,7 +104,7 @@ class Rich(Progress):
 
     def _step(self, metrics: Metrics) -> None:
         self.time_left.add(metrics)
-        self.rewards.append(metrics["reward"])
+        self.headlines.append(metrics[headline(metrics)])
         self.metrics, is_last = metrics, self.step_shown == self.num_steps
         if not self.is_live and (is_last or time.monotonic() - self.line_s > LINE_INTERVAL_S):
             self.line_s = time.monotonic()
@@ -128,7 +136,7 @@ class Rich(Progress):
         if left_s is not None and self.step_shown < self.num_steps:
             fields.append(f"eta {clock(left_s)}")
         return fields + [
-            f"{label} {short_number(self.metrics[name])}" for name, label in SHOWN.items() if name in self.metrics
+            f"{label} {short_number(self.metrics[name])}" for name, label in shown_metrics(self.metrics).items()
         ]
 
     def _panel(self) -> Any:
@@ -142,11 +150,11 @@ class Rich(Progress):
         if self.metrics:
             bar = Table.grid(expand=True)  # a bar alone ends no line, and what follows would be cut off
             bar.add_row(ProgressBar(total=self.num_steps, completed=self.step_shown))
-            reward = one_line(f"reward {sparkline(list(self.rewards))}", width)
+            curve = one_line(f"{headline(self.metrics)} {sparkline(list(self.headlines))}", width)
             parts += [
                 bar,
                 Text(fitting(self._fields(), width), no_wrap=True),
-                Text(reward, style="green", no_wrap=True),
+                Text(curve, style="green", no_wrap=True),
             ]
         if self.current is not None:
             parts.append(Text(one_line(self._phase_line(self.current), width), style="cyan", no_wrap=True))

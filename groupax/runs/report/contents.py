@@ -9,6 +9,7 @@ from typing import Any
 
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.model_card import shown_name
+from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number
 from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
@@ -18,7 +19,8 @@ from groupax.terminal.printable import printable
 CURVES = {
     "reward": ("reward",),
     "reward functions": ("rewards/*/mean",),
-    "evaluation": ("eval_*pass@1", "eval_*reward"),
+    "loss": ("loss",),
+    "evaluation": ("eval_*pass@1", "eval_*reward", "eval_*loss"),
     "KL to the reference, nats": ("kl",),
     "entropy, nats": ("entropy",),
     "completion length, tokens": ("completions/mean_length", "completions/max_length"),
@@ -33,6 +35,7 @@ CURVES = {
     "update over weight": ("weights/update_ratio_mean", "weights/update_ratio_max"),
 }
 TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "time/train_s": "update"}
+TIMES_OF_SUPERVISED = {"time/train_s": "update"}
 TIMES_AHEAD = {
     "time/wait_s": "waiting for rollouts",
     "time/train_s": "update",
@@ -124,6 +127,7 @@ def _subject(run: RunRecord) -> Rows:
         "dataset": command.get("dataset") or (None if command.get("recipe") else facts.get("dataset")),
         "held-out prompts": ", ".join(command.get("eval_dataset") or []),
         "prompts": facts.get("prompts"),
+        "examples": facts.get("examples"),
         "reward functions": facts.get("rewards") or ", ".join(rewards),
         "steps": facts.get("steps"),
         "command": repeating_command(command, run.settings) if command else "none: the run was started from Python",
@@ -142,7 +146,8 @@ def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[A
     own = json.loads(json.dumps(dict(load_recipe(recipe).config))) if recipe in RECIPES else {}
     options = {name: value for name, value in command.items() if value}
     options |= {name: value for name, (value, _) in settings.items() if name not in own or own[name] != value}
-    return " ".join(["groupax train", *(_option(name, value) for name, value in options.items())])
+    verb = "train" if "reward_funcs" in command else "sft"
+    return " ".join([f"groupax {verb}", *(_option(name, value) for name, value in options.items())])
 
 
 def _option(name: str, value: Any) -> str:
@@ -158,12 +163,12 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
     count, kind = run.num_paid
     hours = count * seconds / 3600
     rows = [("", ""), ("optimizer steps", f"{run.num_steps:,}")]
-    for name in ("reward", "pass@1", "kl", "entropy", "completions/mean_length"):
+    for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length"):
         if name in last:
             before = number(first.get(name, math.nan))
             rows.append((name, f"{before} → {number(last[name])} (first and last logged step)"))
     rows += [
-        ("sampled tokens", f"{last.get('num_tokens', math.nan):,.0f}"),
+        ("sampled tokens" if "reward" in last else "tokens", f"{last.get('num_tokens', math.nan):,.0f}"),
         ("time in steps", _duration(seconds)),
         (f"{kind} hours", f"{hours:.3g} ({count} x {seconds / 3600:.3g} h)"),
     ]
@@ -198,6 +203,8 @@ def _curves(run: RunRecord) -> list[Curve]:
         lines = run.evaluations if title == "evaluation" else run.metrics
         names = dict.fromkeys(name for line in (*lines[:1], *lines[-1:]) for name in line)
         found = [name for pattern in patterns for name in names if _matches(name, pattern)]
+        if title == "loss" and "reward" in names:  # GRPO's says nothing about progress
+            continue
         series = {name: [line.get(name, math.nan) for line in lines] for name in found}
         series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
         if series:
@@ -212,7 +219,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _time_split(run: RunRecord) -> dict[str, float]:
-    times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else TIMES
+    times = TIMES if "time/rollout_s" in run.metrics[-1] else TIMES_OF_SUPERVISED
+    times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else times
     split = {label: run.total(name) for name, label in times.items()}
     return split | {"the rest": max(0.0, run.total("step_time") - sum(split.values()))}
 

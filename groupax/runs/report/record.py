@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.config import GRPOConfig
+from groupax.config import config_class
 from groupax.evaluation.items import read_items
 from groupax.runs.rollout_log import prompt_text
+from groupax.storage.folders import run_folder_in
 from groupax.types import Metrics
 
 MAX_SAMPLES = 4
@@ -95,6 +96,7 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         ValueError: The folder has no run, or its run has no logged step yet.
     """
+    folder = run_folder_in(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
     lines = _json_lines(folder / "metrics.jsonl")
@@ -102,7 +104,7 @@ def read_run(folder: Path) -> RunRecord:
     if not metrics:
         raise ValueError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
     config = _json(folder / "config.json") or {}
-    defaults = json.loads(json.dumps(GRPOConfig().to_dict()))
+    defaults = json.loads(json.dumps(config_class(config)().to_dict()))
     return RunRecord(
         name=folder.resolve().name,
         metrics=metrics,

@@ -3,7 +3,7 @@
 import time
 from pathlib import PurePath
 
-from groupax.config import GRPOConfig
+from groupax.config import RunConfig
 from groupax.events import Diagnosed, Emit, Evaluated, Event, PhaseStarted, RunStarted, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.trackers.background import CLOSE_S, BackgroundTracker, Call
@@ -22,10 +22,14 @@ class Trackers:
         folder: The run folder.
         num_steps: Number of optimizer steps of the run.
         emit: Receives a `Diagnosed` event for each fault.
+        shows_samples: Whether trackers receive completions.
     """
 
-    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int, emit: Emit) -> None:
+    def __init__(
+        self, args: RunConfig, folder: RunFolder, num_steps: int, emit: Emit, shows_samples: bool = True
+    ) -> None:
         self.args, self.folder, self.num_steps, self.emit = args, folder, num_steps, emit
+        self.shows_samples = shows_samples
         self.running: list[BackgroundTracker] = []
         self._step = 0
         self._sampled_s = float("-inf")
@@ -76,7 +80,7 @@ class Trackers:
     def _samples(self, event: StepEnded) -> None:
         now_s = time.monotonic()
         is_due = now_s - self._sampled_s >= SAMPLES_INTERVAL_S or event.step == self.num_steps
-        if is_due and self.args.log_completions:
+        if is_due and self.shows_samples and event.rollouts:
             self._sampled_s = now_s
             self._call(lambda tracker: tracker.samples(samples_of(event.step, event.rollouts, NUM_SAMPLES)))
 

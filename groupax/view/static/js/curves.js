@@ -11,7 +11,7 @@ const SECTIONS = [
     ["Reward", ["reward"], "Mean of the weighted sum of all reward functions."],
     ["Rewards by function", /^rewards\/.+\/mean$/],
     ["Solved at the first try", ["pass@1"]],
-    ["Held out", /^eval_.*(pass@1|reward)$/],
+    ["Held out", /^eval_.*(pass@1|reward|loss)$/],
     ["Spread within groups", ["reward_std"], "Standard deviation of the reward within a group; at 0 there is nothing to learn."],
     ["Groups without signal", ["frac_reward_zero_std"], "Fraction of prompts whose completions all received the same reward."],
   ]],

@@ -92,8 +92,9 @@ function drawRuns() {
     item.style.setProperty("--key", runColour(name));
     status.className = `status ${run.status}`;
     status.textContent = run.status;
-    const reward = "reward" in run.latest ? ` · reward ${shown(run.latest.reward, 3)}` : "";
-    facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${reward}`;
+    const about = ["reward", "loss"].find((name) => name in run.latest);
+    const latest = about ? ` · ${about} ${shown(run.latest[about], 3)}` : "";
+    facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${latest}`;
     fault.textContent = visible(run.fault);
     bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
   }

@@ -1,0 +1,71 @@
+"""`groupax resume`: the command that started a run, with which it continues."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from groupax.cli.options import LISTS, check_flags, flag_value, overlaid, read_yaml
+from groupax.cli.sft import SFT, start_sft
+from groupax.cli.train import Train, start
+from groupax.config import SFTConfig, config_class
+from groupax.settings.command_line import parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(Train):
+    """Continue a run that was stopped, with the command that started it. Options given here take precedence."""
+
+    run_dir: tyro.conf.Positional[str]
+    """Run folder or URL, or one of its checkpoints."""
+
+
+def resume(arguments: Sequence[str]) -> None:
+    """Runs `groupax resume`: the command that started the run, with `resume` set to it."""
+    asks_help = bool({"-h", "--help"} & set(arguments))
+    if not asks_help and (not arguments or arguments[0].startswith("-")):
+        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train or sft that should differ]")
+    if asks_help:
+        parsed(Resume, "resume", ["--help"])
+    options = list(arguments[1:])
+    path = flag_value(options, "--config")
+    default = resumed_command(arguments[0].rstrip("/"))
+    check_flags(options, type(default.args))
+    default = overlaid(default, read_yaml(path), path) if path else default
+    command = parsed(type(default), "resume RUN_DIR", options, default)
+    start_sft(command) if isinstance(command, SFT) else start(command)
+
+
+def resumed_command(run: str) -> Train | SFT:
+    """Returns the command that started a run, changed to resume it.
+
+    Raises:
+        ValueError: there is no run, or it was not started by `groupax train` or `groupax sft`.
+    """
+    config = _run_file(run, "config.json")
+    if config is None:
+        raise ValueError(f"{run} is no run folder: it has no config.json")
+    command = _run_file(run, "command.json")
+    if command is None:
+        raise ValueError(
+            f"the run in {run} was started from Python; start that program again, which resumes it (resume='auto')"
+        )
+    kind = config_class(config)
+    args: Any = kind.from_mapping({**config, "output_dir": run, "resume": run})
+    lists = {name: tuple(command[name]) for name in LISTS if command.get(name) is not None}
+    return (SFT if kind is SFTConfig else Train)(**{**command, **lists}, args=args)
+
+
+def _run_file(run: str, name: str) -> dict[str, Any] | None:
+    from groupax.storage.buckets import RemoteFolder, is_remote
+
+    try:
+        text = RemoteFolder(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
+        return json.loads(text)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{run}/{name} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""The part of `easydel.infra` that scripts import."""

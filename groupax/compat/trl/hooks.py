@@ -1,0 +1,208 @@
+"""Overrides of TRL's trainer that take part in a run: those of the rewards, and of the lines of the log."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from groupax.compat.trl.overrides import check_assigned
+from groupax.config import GRPOConfig
+from groupax.rewards.contract import Reward, Scores
+from groupax.rewards.runner import RewardRunner
+from groupax.types import Metrics, Rollout
+
+# A function of groups and their scores by reward that returns the scores to use instead.
+Calculate = Callable[[Sequence[Sequence[Rollout]], list[list[Scores]]], list[list[Scores]]]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The changes by a subclass; None where there are none.
+
+    Attributes:
+        calculate_rewards: Returns the scores to use instead of those of the reward functions.
+        revise: Returns the metrics to log instead of these, at a step.
+    """
+
+    calculate_rewards: Calculate | None = None
+    revise: Callable[[int, Metrics], Metrics] | None = None
+
+
+NO_HOOKS = Hooks()
+
+
+class RevisedRewards(RewardRunner):
+    """A runner whose scores are revised, all groups of a rollout together.
+
+    Args:
+        rewards: The rewards.
+        settings: How to call them.
+        calculate: The revision.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], settings: GRPOConfig, calculate: Calculate) -> None:
+        super().__init__(rewards, settings)
+        self._calculate = calculate
+
+    def finish(self) -> list[list[Scores]]:
+        """Returns the revised scores of each group since this thread's last `finish`, by reward."""
+        groups = list(self._own.groups)
+        scores = super().finish()
+        return self._calculate(groups, scores) if groups else scores
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Completions that are scored together, and their rewards by the reward functions, [N, K]."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    rewards: np.ndarray
+
+
+class Overridable:
+    """The methods of a trainer that a subclass may override."""
+
+    native: Any
+    state: Any
+    args: Any
+    _callback_listener: Callable[[], Any]
+    _scored: _Batch | None = None  # while `_calculate_rewards` runs
+    _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
+    _revised: list[list[Mapping[str, Any]]]  # lines that the listener has not recorded yet
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_assigned(self, name)
+        super().__setattr__(name, value)
+
+    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
+        """Adds a line to `state.log_history` and calls the callbacks.
+
+        Numbers that a subclass adds to a line of the run also reach the run's metrics and trackers.
+
+        Args:
+            logs: Values by name.
+            start_time: Not used: the times are among the values.
+        """
+        del start_time
+        if self._passed is None:
+            self._callback_listener().record(self.native.cursor.step, dict(logs))
+        else:
+            self._passed.append(dict(logs))
+
+    def _calculate_rewards(
+        self, inputs: Sequence[Mapping[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Any:
+        """Returns the rewards of completions by the reward functions, [N, K]: a tensor if PyTorch is imported.
+
+        Args:
+            inputs: The dataset's row of each completion.
+            prompts: Its prompt.
+            completions: The completions.
+            completion_ids_list: Their tokens.
+
+        Raises:
+            ValueError: The completions are others than those that are being scored.
+        """
+        del inputs
+        batch = self._scored
+        given = list(prompts), list(completions), [list(ids) for ids in completion_ids_list]
+        if batch is None or given != (batch.prompts, batch.completions, batch.completion_ids):
+            raise ValueError(
+                "_calculate_rewards of groupax has the rewards of the completions that were sampled; call it with "
+                "these, and change what it returns, or call the reward functions yourself"
+            )
+        torch = sys.modules.get("torch")
+        return batch.rewards if torch is None else torch.tensor(batch.rewards, dtype=torch.float32)
+
+    def _write_line(self, step: int, metrics: Metrics) -> None:
+        """Records a line of the log: as it was revised, else through `log`."""
+        if self._revised:
+            for logs in self._revised.pop(0):
+                self._callback_listener().record(step, logs)
+        else:
+            self.log(dict(metrics))
+
+    def _revise(self, step: int, metrics: Metrics) -> Metrics:
+        """Passes metrics through `log`; returns them with the numbers that it adds or changes."""
+        is_line = step % max(1, self.state.logging_steps) == 0 or any(name.startswith("eval_") for name in metrics)
+        if not is_line:  # the last steps of a run belong to its closing line
+            return metrics
+        self._passed = passed = []
+        try:
+            self.log(dict(metrics))
+        finally:
+            self._passed = None
+        self._revised.append(passed)
+        numbers = {
+            name: float(value)
+            for logs in passed
+            for name, value in logs.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        return {**metrics, **numbers}
+
+    def _revise_rewards(self, groups: Sequence[Sequence[Rollout]], scores: list[list[Scores]]) -> list[list[Scores]]:
+        """Returns the scores that `_calculate_rewards` gives completions, in the order of their prompts."""
+        order = sorted(range(len(groups)), key=lambda index: groups[index][0].prompt_index)
+        rows = [row for index in order for row in groups[index]]
+        rewards = [np.stack([score.values for score in scores[index]], axis=1) for index in order]
+        batch = _Batch(
+            [row.prompt for row in rows],
+            [row.completion for row in rows],
+            [row.completion_ids.tolist() for row in rows],
+            np.concatenate(rewards),
+        )
+        self._scored = batch
+        try:
+            inputs = [dict(row.example) for row in rows]
+            found = self._calculate_rewards(inputs, batch.prompts, batch.completions, batch.completion_ids)
+        finally:
+            self._scored = None
+        matrix = _as_matrix(found, batch.rewards.shape, type(self).__name__)
+        revised, first = list(scores), 0
+        for index in order:
+            own = matrix[first : first + len(groups[index])]
+            revised[index] = [_with_values(score, own[:, k]) for k, score in enumerate(scores[index])]
+            first += len(groups[index])
+        return revised
+
+
+def hooks_of(trainer: Overridable, base: type) -> Hooks:
+    """Returns what a trainer's class changes in a run.
+
+    Args:
+        trainer: Trainer.
+        base: The class of groupax, which changes nothing.
+    """
+    trainer._revised = []
+    changes = {name: getattr(type(trainer), name) is not getattr(base, name) for name in ("log", "_calculate_rewards")}
+    return Hooks(
+        trainer._revise_rewards if changes["_calculate_rewards"] else None,
+        trainer._revise if changes["log"] else None,
+    )
+
+
+def _as_matrix(found: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """Returns rewards as float64 [N, K].
+
+    Raises:
+        ValueError: They have another shape.
+    """
+    values = found.detach().cpu().numpy() if hasattr(found, "detach") else found
+    matrix = np.asarray(values, np.float64)
+    if matrix.shape != shape:
+        raise ValueError(
+            f"_calculate_rewards of {name} must return a reward of each completion and reward function, "
+            f"{list(shape)}, got {list(matrix.shape)}"
+        )
+    return matrix
+
+
+def _with_values(score: Scores, values: np.ndarray) -> Scores:
+    if np.array_equal(values, score.values.astype(np.float32), equal_nan=True):
+        return score  # only rounded to PyTorch's float32
+    return replace(score, values=values, by_turn=[None] * len(values))

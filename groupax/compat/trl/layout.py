@@ -1,0 +1,243 @@
+"""TRL's layout of an output folder: `checkpoint-N/` are models, and groupax's own records are in `groupax/`.
+
+out/                     the model, once `save_model` is called
+out/checkpoint-N/        a model with its tokenizer, and trainer_state.json
+out/checkpoint-N/groupax what a run continues from (see `runs.checkpoints.record`)
+out/groupax/             the run folder (see `runs.folder`), which `groupax view` and `groupax report` show
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupax.compat.callbacks import Control, State
+from groupax.events import Message
+from groupax.parallel import processes
+from groupax.parallel.preemption import PreemptionHandler
+from groupax.parallel.transfer import to_host_on_primary
+from groupax.runs.checkpoints.record import restore_params
+from groupax.runs.checkpoints.saver import RunSaver
+from groupax.runs.checkpoints.store import HF, LocalStore
+from groupax.runs.files import free_name
+from groupax.runs.log import RunLog
+from groupax.runs.run import Run
+from groupax.storage.buckets import is_remote
+from groupax.storage.folders import list_names
+from groupax.storage.replacing import foreign_model_files
+
+TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass
+class Flow:
+    """When a run evaluates and saves, and which checkpoints it keeps, as transformers' trainer does.
+
+    Attributes:
+        output_dir: Folder of the checkpoints.
+        state: Progress of the run, written to each checkpoint.
+        control: Requests of callbacks, which are taken back when they are met.
+        only_best: Whether to save at evaluations that are the best so far, instead of at intervals.
+        evaluates_at_end: Whether to evaluate after the last step too.
+        eval_delay: Steps before the first evaluation at an interval.
+        limit: Number of checkpoints to keep, of which the best is one; None for all.
+        loads_best: Whether the policy becomes that of the best checkpoint at the end.
+    """
+
+    output_dir: Path
+    state: State
+    control: Control
+    only_best: bool = False
+    evaluates_at_end: bool = False
+    eval_delay: float = 0.0
+    limit: int | None = None
+    loads_best: bool = False
+
+    @property
+    def store(self) -> LocalStore:
+        """The checkpoints."""
+        return LocalStore(self.output_dir, HF)
+
+    def note_best(self, step: int) -> None:
+        """Notes the folder of the best evaluation's checkpoint, if it exists or is that of the present step."""
+        best = self.state.best_global_step
+        if best is not None and (best == step or best in self.store.steps()):
+            self.state.best_model_checkpoint = str(self.output_dir / HF.name_of(best))
+
+    def rotate(self, limit: int | None) -> None:
+        """Deletes the oldest checkpoints beyond the limit, but not the newest and the best."""
+        steps = self.store.steps()
+        if not limit or len(steps) <= limit:
+            return
+        best = self.state.best_global_step if self.state.best_model_checkpoint else None
+        kept = {steps[-1], best} & set(steps)
+        num_surplus = len(steps) - max(limit, len(kept))
+        for step in [step for step in steps if step not in kept][:num_surplus]:
+            self.store.delete(step)
+
+
+class TRLFolders(Run[Any]):
+    """A native trainer that evaluates and saves as TRL's if `flow` says how.
+
+    Attributes:
+        flow: When it evaluates and saves; None leaves that to the native settings.
+    """
+
+    flow: Flow | None = None
+    _is_at_end = False
+
+    def _has_eval_sets(self) -> bool:
+        """Returns whether there are evaluation sets."""
+        return True
+
+    def _policy_was_replaced(self) -> None:
+        """Is called after the learner's weights have become those of a checkpoint."""
+
+    def checkpoints_in(self, folder: Path) -> LocalStore:
+        """Returns the checkpoints of the run, which do not depend on its folder."""
+        return super().checkpoints_in(folder) if self.flow is None else self.flow.store
+
+    def checkpoint_files(self) -> Callable[[Path], None] | None:
+        """Returns what writes the model and `trainer_state.json` of a checkpoint."""
+        flow = self.flow
+        if flow is None:
+            return None
+        params = self.learner.state.params
+        params = to_host_on_primary(params) if processes.num_processes() > 1 else params
+
+        def write(folder: Path) -> None:
+            model = self._write_model(params, folder.parent / ".model")
+            for entry in model.iterdir():
+                entry.rename(folder.parent / entry.name)
+            model.rmdir()
+            flow.note_best(self.cursor.step)
+            flow.state.save_to_json(folder.parent / TRAINER_STATE)
+
+        return write
+
+    def _begin(self, log: RunLog) -> RunSaver:
+        saver = super()._begin(log)
+        if self.flow is not None and (self.run_folder.moved_aside or not self.cursor.step):
+            processes.run_on_primary(self._move_checkpoints_aside)
+        return saver
+
+    def _move_checkpoints_aside(self) -> None:
+        """Moves the checkpoints of an earlier run to its records."""
+        assert self.flow is not None, "the run has TRL's layout"
+        store = self.flow.store
+        if not store.steps():
+            return
+        place = Path(self.run_folder.moved_aside or free_name(self.run_folder.path))
+        place.mkdir(exist_ok=True)
+        for step in store.steps():
+            Path(store.where(step)).rename(place / HF.name_of(step))
+        self.emit(Message(f"the earlier checkpoints in {self.flow.output_dir} are now in {place}"))
+
+    def _save_if_due(self, saver: RunSaver) -> None:
+        flow, step = self.flow, self.cursor.step
+        if flow is None:
+            saver.save_if_due(self.cursor, self.experience)
+            return
+        is_best = self.cursor.evaluated_step == step == flow.state.best_global_step
+        saver.writer.look()
+        due = (
+            saver.writer.due(step)
+            or flow.control.take("should_save")
+            or (flow.only_best and is_best and saver.writer.last_step != step)
+        )
+        saver.save_if(due, self.cursor, self.experience)
+        saver.writer.wait()  # callbacks see the checkpoint and the policy of the same step
+        processes.run_on_primary(lambda: flow.rotate(flow.limit))
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        flow, step, every = self.flow, self.cursor.step, self.args.eval_steps
+        if flow is None or self.cursor.evaluated_step >= step or not self._has_eval_sets():
+            return flow is None and super()._evaluation_is_due
+        is_last = flow.evaluates_at_end and step == self.num_steps
+        is_timely = every > 0 and (step % every == 0 or is_last) and flow.eval_delay <= step
+        return flow.control.take("should_evaluate") or is_timely
+
+    def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
+        self._is_at_end = True
+        super()._end(log, saver, stop)
+        flow = self.flow
+        if flow is not None:
+            one = 1 if flow.limit == 1 and flow.state.best_model_checkpoint else None
+            processes.run_on_primary(lambda: flow.rotate(one or flow.limit))
+
+    def _save_result(self) -> None:
+        flow = self.flow
+        if flow is not None and flow.loads_best and self._is_at_end and flow.state.best_model_checkpoint:
+            step = flow.state.best_global_step
+            assert step is not None, "the best checkpoint has one"
+            restore_params(self.learner, flow.store.local(step))
+            self._policy_was_replaced()
+            self.emit(Message(f"the policy is now that of the best checkpoint, {flow.store.where(step)}"))
+        super()._save_result()
+
+
+def run_folder(output_dir: str) -> str:
+    """Returns the run folder in an output folder; a bucket is a run folder itself."""
+    return output_dir if is_remote(output_dir) else str(Path(output_dir) / HF.inside)
+
+
+def flow_of(args: Any, output_dir: str, state: State) -> Flow | None:
+    """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket."""
+    if is_remote(output_dir):
+        return None
+    saves, evaluates = (getattr(each, "value", each) for each in (args.save_strategy, args.eval_strategy))
+    return Flow(
+        Path(output_dir).expanduser(),
+        state,
+        Control(),
+        only_best=saves == "best",
+        evaluates_at_end=evaluates == "steps",
+        eval_delay=float(args.eval_delay) if evaluates == "steps" else 0.0,
+        limit=args.save_total_limit,
+        loads_best=args.load_best_model_at_end,
+    )
+
+
+def check_output_dir(output_dir: Any) -> None:
+    """Checks that a model and checkpoints can be written to an output folder without overwriting others.
+
+    Raises:
+        ValueError: There are files of another program.
+    """
+    folder = Path(output_dir).expanduser()
+    if is_remote(str(output_dir)) or not folder.is_dir():
+        return
+    foreign = foreign_model_files(folder)
+    foreign += [
+        entry.name
+        for entry in folder.iterdir()
+        if HF.step_of(entry.name) is not None and not (entry / HF.inside).is_dir()
+    ]
+    if foreign:
+        raise ValueError(
+            f"output_dir {output_dir} has {list_names(foreign)}, which groupax did not write and never overwrites; "
+            "choose another output_dir"
+        )
+
+
+def checkpoint_to_resume(resume: bool | str | Path, output_dir: str) -> str:
+    """Returns the checkpoint that `resume_from_checkpoint` names: a path, or True for the newest one.
+
+    Raises:
+        ValueError: There is none, or another program wrote it.
+    """
+    if not isinstance(resume, bool):
+        folder = Path(resume).expanduser()
+        if (folder / TRAINER_STATE).is_file() and not (folder / HF.inside).is_dir():
+            raise ValueError(
+                f"{resume} is a checkpoint that groupax did not write, or without its folder {HF.inside}/, and a run "
+                "cannot continue from it; pass it as model to start a new run from its weights"
+            )
+        return str(resume)
+    if is_remote(output_dir):
+        return "auto"
+    store = LocalStore(Path(output_dir).expanduser(), HF)
+    if not store.steps():
+        raise ValueError(f"resume_from_checkpoint=True: {output_dir} has no checkpoint; start without it, or name one")
+    return store.where(store.steps()[-1])

@@ -1,0 +1,311 @@
+"""Examples of supervised fine-tuning as tokens, some of them learned, and their packing. Imports no jax."""
+
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from groupax.data.assistant import learned_tokens, render_with_spans
+from groupax.data.chat import render_all
+from groupax.data.examples import Examples
+from groupax.data.prompts import row_template_kwargs
+from groupax.data.tokenizer import encode_texts, is_conversational
+from groupax.data.tools_column import tools_of_rows
+from groupax.settings.sft import ExampleSettings, PackingStrategy
+from groupax.settings.template_kwargs import check_template_kwargs
+from groupax.types import Prompt, Row
+
+PACKED_TOGETHER = 1000  # examples, in the order of the dataset
+NOT_LEARNED = -100  # in a column `labels`
+
+
+@dataclass(frozen=True, eq=False)
+class TokenExample:
+    """An example as tokens.
+
+    Attributes:
+        ids: Token ids.
+        learned: Tokens that count in the loss; never the first one, which nothing predicts.
+    """
+
+    ids: Int[np.ndarray, "T"]
+    learned: Bool[np.ndarray, "T"]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSet:
+    """Sequences of examples.
+
+    Attributes:
+        sequences: The examples of each sequence: one, or with packing as many as fit.
+        num_dropped: Number of examples without a token to learn, which are left out.
+        num_truncated: Number of examples that were cut off.
+        max_length: Longest sequence allowed, in tokens.
+    """
+
+    sequences: Sequence[Sequence[TokenExample]]
+    num_dropped: int
+    num_truncated: int
+    max_length: int
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples."""
+        return sum(map(len, self.sequences))
+
+
+def columns_of_examples(settings: ExampleSettings) -> tuple[str, ...]:
+    """Returns the columns of which each example has one."""
+    return "messages", "prompt", settings.dataset_text_field, "input_ids"
+
+
+def prompt_of(row: Mapping[str, Any], text_field: str) -> Prompt:
+    """Returns the prompt of an example: for one without, its text, or its conversation up to the last answer."""
+    if "prompt" in row or "messages" not in row:
+        return row.get("prompt") or row.get(text_field) or ""
+    messages = list(row["messages"])
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()
+    return messages or ""
+
+
+def encode_training_set(
+    examples: Examples, tokenizer: Any, settings: ExampleSettings, max_positions: int, name: str
+) -> TrainingSet:
+    """Returns examples as sequences of tokens.
+
+    An example is a conversation (`messages`), a `prompt` with a `completion`, both texts or lists of messages, a text,
+    or `input_ids`, with `labels` that are -100 where a token is not learned. Texts and completions end with the
+    tokenizer's end-of-sequence token.
+
+    Args:
+        examples: Rows of one of these kinds.
+        tokenizer: Tokenizer of the model.
+        settings: How they are encoded.
+        max_positions: Number of positions of the model.
+        name: Name of the dataset in an error.
+
+    Raises:
+        ValueError: A row is of no kind, or cannot be encoded; a setting does not apply; or no token can be learned.
+    """
+    max_length = min(settings.max_length or max_positions, max_positions)
+    encoded = list(_encoded(examples, tokenizer, settings, name))
+    is_cut = not settings.packing or settings.packing_strategy == "bfd"
+    num_truncated = sum(len(example.ids) > max_length for example in encoded) if is_cut else 0
+    if num_truncated:
+        encoded = [TokenExample(each.ids[:max_length], each.learned[:max_length]) for each in encoded]
+    kept = [example for example in encoded if example.learned.any()]
+    if not kept:
+        raise ValueError(
+            f"{name}: none of the {len(encoded)} examples has a token to learn within max_length {max_length}; raise "
+            "max_length, or check the completions"
+        )
+    sequences: list[list[TokenExample]] = [[example] for example in kept]
+    if settings.packing:
+        sequences = list(packed(kept, max_length, settings.packing_strategy))
+    return TrainingSet(sequences, len(encoded) - len(kept), num_truncated, max_length)
+
+
+def rows_of(sequences: Sequence[Sequence[TokenExample]]) -> list[Row]:
+    """Returns the examples of sequences as rows, whose prompt is what precedes the first learned token."""
+    numbers: dict[bytes, int] = {}  # rows of one number share the computation of their prompt
+    rows = []
+    for example in (example for sequence in sequences for example in sequence):
+        positions = np.flatnonzero(example.learned)
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        prompt, completion = example.ids[:first], example.ids[first:end]
+        ones = np.ones(end - first, np.float32)
+        rows.append(
+            Row(
+                group=numbers.setdefault(prompt.tobytes(), len(numbers)),
+                prompt=prompt,
+                completion=completion,
+                mask=example.learned[first:end],
+                advantages=ones,
+                rollout_logp=0 * ones,  # no engine has sampled them
+            )
+        )
+    return rows
+
+
+def packed(
+    examples: Sequence[TokenExample], max_length: int, strategy: PackingStrategy
+) -> Iterator[list[TokenExample]]:
+    """Yields sequences of at most `max_length` tokens, from `PACKED_TOGETHER` examples at a time."""
+    for start in range(0, len(examples), PACKED_TOGETHER):
+        block = examples[start : start + PACKED_TOGETHER]
+        if strategy == "wrapped":
+            ids, learned = (np.concatenate([getattr(each, name) for each in block]) for name in ("ids", "learned"))
+            sequences = [[piece] for piece in _pieces(ids, learned, max_length)]
+        else:
+            pieces = [piece for each in block for piece in _pieces(each.ids, each.learned, max_length)]
+            sequences = _best_fit_decreasing(pieces, max_length)
+        for sequence in sequences:
+            if kept := [example for example in sequence if example.learned.any()]:
+                yield kept
+
+
+def _pieces(ids: np.ndarray, learned: np.ndarray, max_length: int) -> list[TokenExample]:
+    starts = range(0, len(ids), max_length)
+    return [_example(ids[start : start + max_length], learned[start : start + max_length]) for start in starts]
+
+
+def _best_fit_decreasing(examples: Sequence[TokenExample], max_length: int) -> list[list[TokenExample]]:
+    """Puts each example, longest first, into the sequence in which it leaves the least room."""
+    sequences: list[list[TokenExample]] = []
+    by_room: defaultdict[int, deque[int]] = defaultdict(deque)  # sequences with this much room
+    rooms: list[int] = []  # that some sequence has, sorted
+    for example in sorted(examples, key=lambda each: -len(each.ids)):
+        length = len(example.ids)
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            index = by_room[room].popleft()
+            if not by_room[room]:
+                rooms.pop(place)
+        else:
+            room, index = max_length, len(sequences)
+            sequences.append([])
+        sequences[index].append(example)
+        room -= length
+        if room and not by_room[room]:
+            insort(rooms, room)
+        by_room[room].append(index)
+    return sequences
+
+
+def _example(ids: np.ndarray, learned: np.ndarray) -> TokenExample:
+    learned = learned.copy()
+    learned[:1] = False
+    return TokenExample(ids.astype(np.int32), learned)
+
+
+def _encoded(examples: Examples, tokenizer: Any, settings: ExampleSettings, name: str) -> Iterator[TokenExample]:
+    """Yields all examples as tokens."""
+    first, text_field = examples[0], settings.dataset_text_field
+    has_completions = "prompt" in first and "completion" in first
+    if settings.completion_only_loss and not has_completions:
+        raise ValueError(
+            f"{name}: completion_only_loss needs examples with prompt and completion, and they have "
+            f"{', '.join(map(str, first)):.200}; set it to False, or give such examples"
+        )
+    rows = [examples[index] for index in range(len(examples))]
+    names = [f"{name} {index}" for index in range(len(rows))]
+    if "input_ids" in first:
+        yield from map(_given, rows, names)
+    elif has_completions:
+        yield from _completions(rows, names, tokenizer, settings)
+    elif "messages" in first:
+        ids, learned = _conversations([row["messages"] for row in rows], rows, names, tokenizer, settings)
+        yield from map(_example, ids, learned)
+    elif text_field in first:
+        _refuse_settings_of_templates(settings, rows, name)
+        texts = [_ended(row[text_field], tokenizer, row_name) for row, row_name in zip(rows, names, strict=True)]
+        for ids in encode_texts(tokenizer, texts, [False] * len(texts)):
+            yield _example(ids, np.ones(len(ids), bool))
+    else:
+        raise ValueError(f"{name} has prompts without completions; give a column completion, or messages")
+
+
+def _completions(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], tokenizer: Any, settings: ExampleSettings
+) -> Iterator[TokenExample]:
+    """Yields examples of prompts with completions; these start where prompt and example differ."""
+    prompts, completions = ([row[column] for row in rows] for column in ("prompt", "completion"))
+    if is_conversational(prompts[0]):
+        kwargs, tools = _template_arguments(rows, settings, names)
+        starts = render_all(tokenizer, prompts, names, True, kwargs, tools)
+        prompt_ids = encode_texts(tokenizer, starts, [True] * len(rows))
+        both = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        ids, learned = _conversations(both, rows, names, tokenizer, settings)
+    else:
+        _refuse_settings_of_templates(settings, rows, names[0])
+        for row_name, prompt in zip(names, prompts, strict=True):
+            _check_text(prompt, row_name)
+        texts = [
+            prompt + _ended(completion, tokenizer, row_name)
+            for prompt, completion, row_name in zip(prompts, completions, names, strict=True)
+        ]
+        prompt_ids, ids = (encode_texts(tokenizer, each, [False] * len(rows)) for each in (prompts, texts))
+        learned = [np.ones(len(each), bool) for each in ids]
+    for start, each, mask in zip(prompt_ids, ids, learned, strict=True):
+        if settings.completion_only_loss is not False:
+            mask[: _num_common(start, each)] = False
+        yield _example(each, mask)
+
+
+def _conversations(
+    conversations: Sequence[Any],
+    rows: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    tokenizer: Any,
+    settings: ExampleSettings,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the token ids of conversations, and which of them are learned."""
+    kwargs, tools = _template_arguments(rows, settings, names)
+    if settings.assistant_only_loss:
+        given = [*render_with_spans(tokenizer, conversations, names, kwargs, tools)]
+        pairs = [learned_tokens(tokenizer, text, spans) for text, spans in zip(*given, strict=True)]
+        return [ids for ids, _ in pairs], [learned for _, learned in pairs]
+    texts = render_all(tokenizer, conversations, names, False, kwargs, tools)
+    ids = encode_texts(tokenizer, texts, [True] * len(texts))
+    return ids, [np.ones(len(each), bool) for each in ids]
+
+
+def _template_arguments(
+    rows: Sequence[Mapping[str, Any]], settings: ExampleSettings, names: Sequence[str]
+) -> tuple[list[Mapping[str, Any]], Sequence[Sequence[Mapping[str, Any]]]]:
+    arguments: list[Mapping[str, Any]] = []
+    for row, name in zip(rows, names, strict=True):
+        if row.get("chat_template_kwargs") is not None:
+            check_template_kwargs(row["chat_template_kwargs"], f"{name}: chat_template_kwargs")
+        arguments.append({**settings.chat_template_kwargs, **row_template_kwargs(row)})
+    tools = tools_of_rows(rows, None, False, names[0].rpartition(" ")[0])
+    return arguments, [()] * len(rows) if tools is None else tools
+
+
+def _given(row: Mapping[str, Any], name: str) -> TokenExample:
+    """Returns an example that has tokens already."""
+    ids = np.asarray(row["input_ids"], np.int32)
+    labels = row.get("labels")
+    learned = np.ones(len(ids), bool) if labels is None else np.asarray(labels) != NOT_LEARNED
+    if learned.shape != ids.shape or ids.ndim != 1:
+        raise ValueError(f"{name}: labels must be as many as input_ids, got {len(learned)} for {len(ids)}")
+    return _example(ids, learned)
+
+
+def _refuse_settings_of_templates(settings: ExampleSettings, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    if settings.assistant_only_loss:
+        raise ValueError(
+            f"{name}: assistant_only_loss is for conversations, and the examples are texts; set it to False"
+        )
+    if settings.chat_template_kwargs or any(row.get("chat_template_kwargs") or row.get("tools") for row in rows):
+        raise ValueError(
+            f"{name}: chat_template_kwargs and tools are for a chat template, which renders conversations, and the "
+            "examples are texts; leave them out"
+        )
+
+
+def _ended(text: Any, tokenizer: Any, name: str) -> str:
+    _check_text(text, name)
+    end = tokenizer.eos_token or ""
+    return text if text.endswith(end) else text + end
+
+
+def _check_text(text: Any, name: str) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a text like the others, got {text!r:.100}")
+
+
+def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns the number of tokens with which both begin."""
+    size = min(len(a), len(b))
+    differ = np.flatnonzero(a[:size] != b[:size])
+    return int(differ[0]) if len(differ) else size

@@ -1,0 +1,338 @@
+"""Supervised fine-tuning: the same rows, optimizer steps, checkpoints and run folder as GRPO, without rollouts.
+
+encode      examples as tokens, of which some are learned, and their sequences     data/supervised.py
+update      minimize the loss of the next sequences                               training/learner.py
+log, save   events to every sink, checkpoints                                      runs
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from groupax.config import SFTConfig
+from groupax.data.examples import Examples, describe_source, load_examples
+from groupax.data.order import visit_order
+from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS
+from groupax.data.supervised import TrainingSet, columns_of_examples, encode_training_set, prompt_of, rows_of
+from groupax.evaluation.sets import ONLY_SET, named_sets
+from groupax.events import Listener, Message, PhaseAdvanced, PhaseStarted, StepStarted
+from groupax.models.checkpoint import Model
+from groupax.objective.objective import zero_metrics
+from groupax.objective.supervised import find_supervised_loss
+from groupax.parallel.preemption import PreemptionHandler
+from groupax.rollouts.state import Cursor
+from groupax.runs.build import lora_for, tokenizer_for
+from groupax.runs.checkpoints.choose import Saved
+from groupax.runs.checkpoints.fingerprint import Identity, identity_of
+from groupax.runs.checkpoints.saver import RunSaver, remove_download
+from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
+from groupax.runs.header import model_facts, recomputation
+from groupax.runs.log import RunLog
+from groupax.runs.model_card import SFT, license_of, read_card, run_card
+from groupax.runs.progress.display import Progress
+from groupax.runs.run import Run
+from groupax.settings.objective import EntropySettings, ObjectiveSettings
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.sft import ExampleSettings
+from groupax.training.learner import LearnerSettings, Update
+from groupax.types import Metrics, Row
+
+MAX_DENOMINATOR = 10_000  # of a number of epochs
+OF_SAMPLING = ("ratio/", "rollout/")  # metrics of a comparison with a policy that sampled
+
+
+@dataclass(frozen=True)
+class SFTResult:
+    """The result of `SFTTrainer.train`.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
+            including that of earlier processes of the run.
+        metrics: Metrics of the last logged step.
+    """
+
+    num_steps: int
+    train_seconds: float
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The losses of a model on its evaluation sets.
+
+    Attributes:
+        metrics: Mean loss and entropy over the learned tokens of each set, in nats. If the sets have names, they
+            precede those of the metrics.
+        sets: Empty: there are no completions.
+        errors: Empty: there are no rewards.
+    """
+
+    metrics: Metrics
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+class SFTTrainer(Run[SFTConfig]):
+    """Trains a language model on given examples.
+
+    Args:
+        model: Folder, hub id, or `Model`, whose own weights are not changed.
+        args: Settings; None takes the defaults.
+        train_dataset: Examples: a `datasets.Dataset`, a list of dicts, a file of rows, a folder, or a hub id. Each has
+            `messages`, a `prompt` with a `completion`, a `text`, or `input_ids` (see docs/sft.md).
+        eval_dataset: Held-out examples for `evaluate` and `eval_steps`, or a dict of several sets by name.
+        processing_class: Tokenizer; None takes the one in the model's folder.
+        peft_config: A `LoRAConfig` or a `peft.LoraConfig`, to train an adapter instead of the model's weights. Without
+            it a model that has an adapter continues to train that one.
+        listeners: Called with every event of the run (see `groupax.events`); one that returns True ends the run.
+        progress: Display of the run; None takes the one that `progress_bar` names.
+
+    Raises:
+        ValueError: an argument or a setting would fail later.
+
+    Example:
+        >>> trainer = SFTTrainer("Qwen/Qwen3-0.6B-Base", train_dataset="solutions.jsonl")  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        args: SFTConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        listeners: Sequence[Listener] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        args = args or SFTConfig()
+        super().__init__(args, listeners, progress)
+        self.emit(PhaseStarted("loading the data"))
+        settings = learner_settings(args)
+        zero_metrics(settings.objective)
+        lora = lora_for(args, peft_config)
+        if train_dataset is None:
+            raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
+        if args.eval_steps and eval_dataset is None:
+            raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
+        eval_sets = {} if eval_dataset is None else named_sets(eval_dataset)
+        self._open_folder()
+        self.emit(PhaseStarted("loading the model"))
+        self._load_model(model, lora)
+        self.tokenizer = tokenizer_for(args, self._model, processing_class)
+        self.emit(PhaseStarted("encoding the examples"))
+        rows = self._load(train_dataset, "train_dataset", TRAIN_SPLITS)
+        self.first_prompt = prompt_of(rows[0], args.dataset_text_field)
+        self.examples = self._encode(rows, describe_source(train_dataset, "train_dataset"))
+        self.eval_examples = {
+            name: self._encode(self._load(dataset, f"eval_dataset {name!r}", EVAL_SPLITS), f"eval_dataset {name!r}")
+            for name, dataset in eval_sets.items()
+        }
+        self.emit(PhaseStarted("preparing the devices"))
+        self.num_steps = self._num_steps()
+        self._make_learner(settings, self._longest())
+        self.dataset_name = (
+            train_dataset if isinstance(train_dataset, str) else f"{self.examples.num_examples} examples"
+        )
+        self.held_out: dict[int, Metrics] = {}  # by the step before the evaluation
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def train(self) -> SFTResult:
+        """Runs the remaining steps, writes the run folder, and saves the trained model in its `model/`.
+
+        Raises:
+            DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
+            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            RunError: the run cannot continue; its state is saved if there is room.
+            ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
+            LockedError: another run works in the folder.
+        """
+        with self.holding_folder():
+            log = self._train()
+        return SFTResult(self.cursor.step, self.train_seconds, log.last)
+
+    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
+        while True:
+            self._evaluate_if_due(log, stop)
+            self._save_if_due(saver)
+            if self._is_over(log):
+                return
+            stop.check()
+            self.emit(StepStarted(self.cursor.step))
+            indices = self.visited(self.cursor.step)
+            rows = rows_of([self.examples.sequences[index] for index in indices])
+            update = self._update(rows, indices)
+            self._log(log, update)
+            self._stop_if_diverged(stop, rows, update)
+
+    def visited(self, step: int) -> list[int]:
+        """Returns the indices of the sequences that a step trains on."""
+        num, args = len(self.examples), self.args
+        epoch, batch = divmod(step, self._steps_per_epoch)
+        first = batch * args.batch_size
+        order = visit_order(num, epoch * num, num, args.seed, args.example_order)
+        return order[first : first + args.batch_size]
+
+    def _update(self, rows: Sequence[Row], indices: Sequence[int]) -> Update:
+        self._state_before = self.learner.state
+        self.emit(PhaseStarted("updating"))
+        update = self.learner.update(rows)
+        num_tokens = sum(len(example.ids) for index in indices for example in self.examples.sequences[index])
+        self.cursor = replace(
+            self.cursor,
+            step=self.cursor.step + 1,
+            num_prompts=self.cursor.num_prompts + len(indices),
+            num_tokens=self.cursor.num_tokens + num_tokens,
+            num_bad_steps=0 if update.applied else self.cursor.num_bad_steps + 1,
+        )
+        self._state_before = None
+        return update
+
+    def _log(self, log: RunLog, update: Update) -> None:
+        metrics = {name: value for name, value in update.metrics.items() if not name.startswith(OF_SAMPLING)}
+        metrics |= {"epoch": self.cursor.step / self._steps_per_epoch, "num_tokens": float(self.cursor.num_tokens)}
+        log.step(self.cursor.step, metrics, distributions=update.distributions)
+        self.last_metrics = log.last
+
+    def evaluate(self) -> HeldOut:
+        """Computes the loss of the present policy on the `eval_dataset`s.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.eval_examples:
+            raise ValueError("there is no eval_dataset to evaluate on; give one to SFTTrainer")
+        metrics: Metrics = {}
+        with self.progress:
+            self._introduce()
+            for name, examples in self.eval_examples.items():
+                prefix = "" if set(self.eval_examples) == {ONLY_SET} else f"{name}_"
+                metrics |= {f"{prefix}{key}": value for key, value in self._losses(name, examples).items()}
+        self.held_out[self.cursor.step] = metrics
+        return HeldOut(metrics)
+
+    def _losses(self, name: str, examples: TrainingSet) -> Metrics:
+        size, totals, num_tokens = self.args.batch_size, [0.0, 0.0], 0
+        self.emit(PhaseStarted(f"evaluating: {name}", len(examples)))
+        for start in range(0, len(examples), size):
+            rows = rows_of(examples.sequences[start : start + size])
+            values = self.learner.logprobs(self.learner.policy, rows)
+            for index, own in enumerate(values):
+                totals[index] += sum(float(x[row.mask].sum()) for x, row in zip(own, rows, strict=True))
+            num_tokens += sum(int(row.mask.sum()) for row in rows)
+            self.emit(PhaseAdvanced(min(start + size, len(examples))))
+        return {"loss": -totals[0] / num_tokens, "entropy": totals[1] / num_tokens}
+
+    # -- its parts -------------------------------------------------------------------------------------------------
+
+    def _load(self, dataset: Any, name: str, splits: Sequence[str]) -> Examples:
+        return load_examples(dataset, name, splits, columns_of_examples(self.args.part(ExampleSettings)))
+
+    def _encode(self, examples: Examples, name: str) -> TrainingSet:
+        settings, config = self.args.part(ExampleSettings), self._model.config
+        encoded = encode_training_set(examples, self.tokenizer, settings, config.max_positions, name)
+        largest = max(int(example.ids.max()) for sequence in encoded.sequences for example in sequence)
+        if largest >= config.vocab_size:
+            raise ValueError(
+                f"{name} has token {largest}, the model's vocabulary has {config.vocab_size} tokens: is this its "
+                "tokenizer?"
+            )
+        return encoded
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        num, size = len(self.examples), self.args.batch_size
+        return num // size if self.args.drop_last else -(-num // size)
+
+    def _num_steps(self) -> int:
+        args, steps = self.args, self._steps_per_epoch
+        if not steps:
+            raise ValueError(
+                f"the dataset has {len(self.examples)} sequences and a step takes {args.batch_size}, which leaves "
+                "nothing of an epoch (drop_last); lower batch_size"
+            )
+        if args.max_steps > 0:
+            return args.max_steps
+        return max(1, math.ceil(Fraction(args.num_train_epochs).limit_denominator(MAX_DENOMINATOR) * steps))
+
+    def _longest(self) -> tuple[int, int]:
+        rows = rows_of(self.examples.sequences)
+        return max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
+
+    # -- its start and results -------------------------------------------------------------------------------------
+
+    def _describe(self) -> Identity:
+        examples = [example for sequence in self.examples.sequences for example in sequence]
+        tokens = [array for example in examples for array in (example.ids, example.learned)]
+        return identity_of(self.args, self._model, self.tokenizer, tokens, (), self.num_steps)
+
+    def _restore(self, saved: Saved, log: RunLog) -> None:
+        self.cursor = Cursor(**saved.state["cursor"])
+        log.resume(saved.state["log"], [], {})
+        remove_download(saved)
+
+    @property
+    def _diagnose(self) -> Diagnose:
+        return supervised_diagnostics
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        args, examples = self.args, self.examples
+        held_out = "".join(f", {each.num_examples:,} held out ({name})" for name, each in self.eval_examples.items())
+        packed = f" in {len(examples):,} sequences" if args.packing else ""
+        unit = "sequences" if args.packing else "examples"
+        return {
+            **model_facts(self._model),
+            "examples": f"{examples.num_examples:,}{packed}{held_out}",
+            "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
+            **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),
+        }
+
+    def _card(self) -> str:
+        adapter = self._model.adapter
+        return run_card(
+            self.args,
+            adapter.base_name if adapter else self._model.name,
+            None if adapter is None else asdict(adapter.config),
+            self.dataset_name,
+            (),
+            self.cursor.step,
+            self.last_metrics,
+            is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
+            license_id=license_of(read_card(self._model.source)),
+            method=SFT,
+        )
+
+    def _report_setup(self, log: RunLog) -> None:
+        del log
+        sets = {"train_dataset": self.examples} | {
+            f"eval_dataset {name!r}": examples for name, examples in self.eval_examples.items()
+        }
+        for name, examples in sets.items():
+            if examples.num_dropped + examples.num_truncated:
+                did = (
+                    f"{examples.num_truncated} are longer than {examples.max_length} tokens and cut off, "
+                    f"{examples.num_dropped} have no token to learn and are dropped, {examples.num_examples} are left"
+                )
+                self.emit(Message(f"{name}: {did}", warning=True))
+
+
+def learner_settings(args: SFTConfig) -> LearnerSettings:
+    """Returns the settings of updates: the loss is an objective in which every token has the advantage 1.
+
+    Raises:
+        ValueError: there is no such loss.
+    """
+    return args.part(
+        LearnerSettings,
+        objective=args.part(ObjectiveSettings, loss_type=find_supervised_loss(args.loss_type)),
+        entropy=EntropySettings(),
+        optimizer=args.part(OptimizerSettings),
+        schedule=args.part(LearningRateSettings),
+    )
