@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def by_block(self) -> bool:
-        """Whether programs compute by blocks of columns, so that the numbers of columns do not change any result."""
+        """True if programs compute by blocks of columns, so that the numbers of columns do not change any result."""
         return self.adapts and self.conversations is not None
 
     def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":

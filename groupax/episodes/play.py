@@ -131,9 +131,11 @@ class Table:
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
         if self.rules.has_turns and isinstance(self._session, ConversingSession):
-            max_tokens = self.params.max_tokens
-            longest = max((len(ids) for ids in prompt_ids), default=0) + max_tokens
-            self._places = iter(self._session.converse(len(examples) * self.params.n, longest, max_tokens))
+            longest, number = (
+                max(map(len, prompt_ids), default=0) + self.params.max_tokens,
+                len(examples) * self.params.n,
+            )
+            self._places = iter(self._session.converse(number, longest, self.params.max_tokens))
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
