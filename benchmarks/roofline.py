@@ -81,7 +81,7 @@ def part_seconds(model: Model, cache: Cache, with_attention: bool, with_head: bo
 
     def local(params: Any, cache: Cache, tokens: Any) -> Any:
         full = jnp.full(tokens.shape, cache.num_columns)
-        past = Past(jnp.zeros_like(cache.prompt_starts), jnp.int32(cache.num_columns - 1), full)
+        past = Past(jnp.zeros_like(cache.prompt_starts), full)
 
         def attend(attn: Any, kept: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             if not with_attention:

@@ -12,8 +12,8 @@ from groupax.parallel.mesh import make_mesh
 
 
 @pytest.mark.parametrize("num_kept", [1, 4])
-@pytest.mark.parametrize(("num_columns", "shift"), [(32, 0), (32, 5), (64, -3), (16, 7)])
-def test_rows_are_kept_and_their_columns_are_turned_and_cut(num_kept, num_columns, shift):
+@pytest.mark.parametrize("num_columns", [32, 64, 16])
+def test_rows_are_kept_with_columns_cut_or_added_at_their_end(num_kept, num_columns):
     mesh = make_mesh((-1, 1, 1, 1, 1))
     num_devices, before = mesh.devices.size, 32
     kept = np.tile(np.arange(num_kept)[::-1], num_devices).astype(np.int32)
@@ -25,8 +25,7 @@ def test_rows_are_kept_and_their_columns_are_turned_and_cut(num_kept, num_column
     ):
         x = np.random.default_rng(0).integers(0, 99, (16 * num_devices, *shape)).astype(dtype)
         on_devices = jax.device_put(x, NamedSharding(mesh, pspec_of(jnp.asarray(x))))
-        moved = move(on_devices, rows, jnp.int32(shift), axis=axis, num_columns=num_columns, mesh=mesh)
+        moved = move(on_devices, rows, axis=axis, num_columns=num_columns, mesh=mesh)
         shards = x.reshape(num_devices, 16, *shape)[:, kept[:num_kept]].reshape(-1, *shape)
-        turned = np.roll(shards, shift, axis)
         added = [(0, max(0, num_columns - before) if dim == axis else 0) for dim in range(x.ndim)]
-        np.testing.assert_array_equal(moved, np.take(np.pad(turned, added), np.arange(num_columns), axis))
+        np.testing.assert_array_equal(moved, np.take(np.pad(shards, added), np.arange(num_columns), axis))

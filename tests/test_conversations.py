@@ -1,5 +1,7 @@
 """Keys and values of conversations between their turns: stored, stored in part, and computed again."""
 
+import random
+import time
 from dataclasses import replace
 
 import jax
@@ -79,7 +81,7 @@ def test_the_next_turn_is_the_same_however_much_is_stored(engine, max_tokens):
 
 def test_places_are_for_one_set_of_weights_and_divide_the_memory(engine):
     session = engine.session()
-    [place] = session.places(1)
+    [place] = session.converse(1, 100, 30)
     first = turn(session, PROMPT, place)
     assert place.prefix is not None
     num_bytes, reused = place.prefix.num_bytes, engine.prefixes.num_reused_tokens
@@ -88,17 +90,21 @@ def test_places_are_for_one_set_of_weights_and_divide_the_memory(engine):
     turn(session, np.concatenate([PROMPT, first.tokens]).astype(np.int32), place)
     assert engine.prefixes.num_reused_tokens == reused
     assert len(engine.prefixes) == 0, "none is stored where other conversations would find it"
-    assert sum(each.max_tokens for each in session.places(7)) * engine.bytes_per_token <= 1 << 22
+    assert sum(each.max_tokens for each in engine.session().converse(7, 100, 30)) * engine.bytes_per_token <= 1 << 22
 
 
 class Conversation:
-    """Answers three times, more and more."""
+    """Answers three times, more and more, and sometimes late."""
+
+    delays = random.Random(0)
+    longest_s = 0.0
 
     def reset(self, row, seed):
         self.heard = 0
         return f" {seed % 7}" * (1 + seed % 5)
 
     def act(self, message):
+        time.sleep(self.delays.random() * self.longest_s)
         self.heard += 1
         return Step(f"{len(message['content'])}?" * self.heard, done=self.heard == 4)
 
@@ -131,6 +137,22 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
         for index, each in enumerate(rollouts)
     ]
     return rows, engine.prefixes.num_reused_tokens
+
+
+@pytest.mark.parametrize("num_bytes", rest_heavy([1 << 30, 0, 5 * 100 * 512], quick=1))
+@pytest.mark.parametrize("family", rest_heavy(["llama", "gemma2"], quick=1))
+def test_the_order_of_answers_changes_no_bit(family, num_bytes, monkeypatch):
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "head_dim": 8}
+    model = init_model({**TINY, "model_type": family, **sizes}, seed=1)
+    model = replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+    played = []
+    for longest_s in (0.0, 0.05, 0.1):
+        monkeypatch.setattr(Conversation, "longest_s", longest_s)
+        rows, _ = rows_of_episodes(model, 3, num_bytes)
+        played.append([(row.completion.tolist(), row.rollout_logp.tobytes()) for row in rows])
+    assert played[1] == played[0]
+    assert played[2] == played[0]
+    assert max(len(tokens) for tokens, _ in played[0]) > 128, "the number of columns has grown"
 
 
 FAMILIES = [("llama", {}), ("gemma2", {"sliding_window": 24, "attn_logit_softcapping": 2.0})]

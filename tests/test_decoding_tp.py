@@ -169,7 +169,7 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     assert dict(engine.mesh.shape) == {"dp": 4 // tp, "fsdp": 1, "ep": 1, "tp": tp, "sp": 1}
     batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
     static = {"config": engine.config, "mesh": engine.mesh, "num_steps": 8, "sampling": "plain"}
-    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, np.int32(0), **static)
+    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, **static)
     num_rows = batch.shape.num_slots
     rows, one_of_all, logits = ("psum", (num_rows, 32)), ("pmax", ()), ("all_gather", (num_rows, 48))
     embedding = 1

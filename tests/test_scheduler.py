@@ -122,7 +122,6 @@ def test_columns_for_another_chunk_are_bounded_by_the_longest_completion():
     assert scheduler.num_columns(64) == 128
     sequences[1].tokens += [7] * 128
     assert scheduler.num_columns(64) == 200
-    assert scheduler.num_columns(64, unread=8) == 208
 
 
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():

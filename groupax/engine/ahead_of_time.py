@@ -128,7 +128,7 @@ class Tracer:
         """Returns the traced `decode_chunk` for caches of a shape and a kind of sampling."""
         cache, slots = self.cache(shape), self._slots(shape)
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
-        return decode_chunk.trace(self.params, cache, slots, np.int32(0), **static)
+        return decode_chunk.trace(self.params, cache, slots, **static)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
@@ -147,7 +147,7 @@ class Tracer:
         prompt_slots = self._rows(after.num_prompt_slots) if has_prompts else None
         columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
         cache = self.cache(before)
-        calls = moves(cache, rows, prompt_slots, 0, **columns, mesh=self.mesh)
+        calls = moves(cache, rows, prompt_slots, **columns, mesh=self.mesh)
         pairs = zip(calls, jax.tree.leaves(cache), strict=True)
         for call, x in {(call, x.shape): (call, x) for call, x in pairs}.values():  # once for all layers
             if call is not None:

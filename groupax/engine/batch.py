@@ -47,8 +47,6 @@ class Batch:
     Attributes:
         scheduler: Assigns sequences to slots.
         cache, slots: The arrays on the devices.
-        column: The column of the cache that all slots write next.
-        num_steps: Number of tokens that were decoded since the start.
 
     Raises:
         ValueError: The plan does not allow two of the longest sequences.
@@ -57,8 +55,8 @@ class Batch:
     def __init__(self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int) -> None:
         self.core, self.plan, self.patience = core, plan, patience
         self.mesh, self.chunk_steps = core.mesh, core.chunk_steps
-        # the generation of the weights and the number of steps at which each sequence started
-        self._starts: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
+        # the generation of the weights with which each sequence started
+        self._generations: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
@@ -68,7 +66,6 @@ class Batch:
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
         self.slots = to_slots(self._idle_slots(), self._on_rows)
-        self.column = self.num_steps = 0
 
     @property
     def shape(self) -> CacheShape:
@@ -121,7 +118,7 @@ class Batch:
 
     def fit_columns(self) -> None:
         """Provides columns for another chunk; preempts the shortest sequences if there is no room for that."""
-        now, needed = self.shape, self.scheduler.num_columns(self.chunk_steps, self.core.num_unread)
+        now, needed = self.shape, self.scheduler.num_columns(self.chunk_steps)
         shape = replace(now, num_columns=self.plan.num_columns(needed, self.demand, now.num_columns))
         if shape.num_columns > now.num_columns or (shape != now and self._is_prepared(shape)):
             self._change_to(self.plan.smaller(shape))
@@ -139,14 +136,12 @@ class Batch:
             params,
             self.cache,
             self.slots,
-            np.int32(self.column),
             config=self.core.config,
             mesh=self.mesh,
             num_steps=self.chunk_steps,
             sampling=self._sampling(running),
+            by_block=self.plan.by_block,
         )
-        self.num_steps += self.chunk_steps
-        self.column = (self.column + self.chunk_steps) % self.cache.num_columns
         grown = self.scheduler.append(_fetched(chunk, running))
         return [(sequence, lengths[id(sequence)]) for sequence in grown]
 
@@ -171,7 +166,7 @@ class Batch:
             return False
         # of another generation some was computed by other weights
         has_room = sequence.place is None or sequence.place.max_tokens > 0
-        return has_room and self._starts[sequence][0] == self.core.prefixes.generation
+        return has_room and self._generations[sequence] == self.core.prefixes.generation
 
     def _read(self, slots: tuple[int | None, ...]) -> dict[str, Any]:
         """Returns the keys and values of one slot of each shard, or of its first one, and those of its prompt."""
@@ -186,13 +181,11 @@ class Batch:
     def _store(self, sequence: Sequence | None, stored: dict[str, Any]) -> None:
         """Stores keys and values that were read from the slot of a sequence."""
         assert sequence is not None, "it has a slot"
-        generation, start = self._starts[sequence]
-        first = (self.column - (self.num_steps - start)) % self.cache.num_columns
-        prefix = prefix_of(stored, first, sequence.prompt, sequence.tokens)
+        prefix = prefix_of(stored, sequence.prompt, sequence.tokens)
         if sequence.place is None:
             self.core.prefixes.add(prefix)
         else:
-            sequence.place.put(prefix, generation)
+            sequence.place.put(prefix, self._generations[sequence])
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
@@ -209,7 +202,7 @@ class Batch:
         Each number of slots needs its own programs, which do not pay off for the last few chunks.
         """
         scheduler = self.scheduler
-        if not self.plan.adapts:
+        if not self.plan.adapts or self.plan.conversations is not None:
             return
         needed = max(self._num_needed, power_of_two(scheduler.num_slots_needed()))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
@@ -273,16 +266,11 @@ class Batch:
 
     def _resize(self, rows: np.ndarray | None, prompt_slots: np.ndarray | None, shape: CacheShape) -> None:
         """Moves these slots and prompt slots into arrays of a shape; None keeps all, with their columns."""
-        before, shift = self.cache.num_columns, 0
-        if shape.num_columns != before:  # the newest columns become the first ones
-            shift = min(before, shape.num_columns) - self.column
-            self.column = min(before, shape.num_columns) % shape.num_columns
         rows_on_devices = None if rows is None else self._on_rows(rows)
         self.cache = resize(
             self.cache,
             rows_on_devices,
             None if prompt_slots is None else self._on_rows(prompt_slots),
-            shift,
             num_columns=shape.num_columns,
             num_prompt_columns=shape.num_prompt_columns,
             mesh=self.mesh,
@@ -302,7 +290,7 @@ class Batch:
         for slot, sequence in admission.slots:
             is_new[slot] = True
             places[row_of[slot // self.scheduler.share]] = sequence.place
-            self._starts[sequence] = self.core.prefixes.generation, self.num_steps
+            self._generations[sequence] = self.core.prefixes.generation
             fill(admitted[slot], sequence)
         self.cache, self.slots = admit(
             params,
@@ -317,6 +305,7 @@ class Batch:
             self._known(prompts, starts, places),
             config=self.core.config,
             mesh=self.mesh,
+            by_block=self.plan.by_block,
         )
 
     def _row_of(self, prompt_slot: int, index: int) -> int:

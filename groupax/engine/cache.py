@@ -1,10 +1,8 @@
 """The key-value cache: prompts apart from what follows them.
 
 A prompt's columns are stored once in a prompt slot, which the neighbouring slots that continue the prompt read
-together. Each slot has further columns of its own, one per token that it has fed, its prompt's last token first. They
-are a ring: all slots write the same column next, so that writing it is one update in place, and after the last column
-comes the first one again. A slot's own columns are the newest ones, as many as it has fed tokens; the others are
-masked. So a ring with as many columns as the longest completion has tokens never runs out.
+together. Each slot has further columns of its own, one per token that it has fed, its prompt's last token first; those
+after them are masked.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
+from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.slots import Slots
 
 
@@ -18,7 +18,6 @@ def resize(
     cache: Cache,
     rows: Int[Array, "B"] | None,
     prompt_slots: Int[Array, "Q"] | None,
-    shift: int,
     *,
     num_columns: int,
     num_prompt_columns: int,
@@ -30,14 +29,13 @@ def resize(
         cache: The old cache; it must not be used again.
         rows: Old index on its device of each new slot, -1 for an idle one; None if neither slots nor columns change.
         prompt_slots: Likewise for the prompt slots; None if neither they nor their columns change.
-        shift: Number of columns by which the slots' contents move around their ring before its size changes.
-        num_columns: Number of columns of a slot.
+        num_columns: Number of columns of a slot, at least as many as its sequence has.
         num_prompt_columns: Number of columns of a prompt slot, at least as many as before.
         mesh: Devices of the cache.
     """
     columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
     arrays, structure = jax.tree.flatten(cache)
-    for index, call in enumerate(moves(cache, rows, prompt_slots, shift, **columns, mesh=mesh)):
+    for index, call in enumerate(moves(cache, rows, prompt_slots, **columns, mesh=mesh)):
         if call is not None:
             old, arrays[index] = arrays[index], jax.block_until_ready(call(arrays[index]))
             old.delete()
@@ -45,12 +43,12 @@ def resize(
 
 
 def moves(
-    cache: Cache, rows: Any, prompt_slots: Any, shift: int, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
+    cache: Cache, rows: Any, prompt_slots: Any, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
 ) -> list[partial[Array] | None]:
     """Returns the call of a jitted function that changes each array of the cache as `resize` does, None for none."""
     tokens = k = v = prompt_tokens = starts = prompt_k = prompt_v = None
     if rows is not None:
-        in_slots = partial(move, rows=rows, shift=jnp.int32(shift), num_columns=num_columns, mesh=mesh)
+        in_slots = partial(move, rows=rows, num_columns=num_columns, mesh=mesh)
         tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
     if prompt_slots is not None:
         added = num_prompt_columns - cache.num_prompt_columns
@@ -63,20 +61,16 @@ def moves(
 
 
 @partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
-def move(x: Array, rows: Int[Array, "B"], shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the slots, with its columns, at `axis`, shifted around and then cut or added
-    at their end."""
+def move(x: Array, rows: Int[Array, "B"], *, axis: int, num_columns: int, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the slots, with columns, at `axis`, cut or added at their end."""
 
-    def local(x: Array, rows: Array, shift: Array) -> Array:
-        # not jnp.roll: of a single row XLA makes a CPU kernel that never ends (jaxlib 0.10.2)
-        kept, length = x[rows], x.shape[axis]
-        turned = lax.dynamic_slice_in_dim(jnp.concatenate([kept, kept], axis), (-shift) % length, length, axis)
-        added = max(0, num_columns - length)
-        padded = jnp.pad(turned, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
-        return lax.slice_in_dim(padded, 0, num_columns, axis=axis)
+    def local(x: Array, rows: Array) -> Array:
+        kept = lax.slice_in_dim(x, 0, min(num_columns, x.shape[axis]), axis=axis)[rows]
+        added = num_columns - kept.shape[axis]
+        return jnp.pad(kept, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
 
-    in_specs = (pspec_of(x), ROWS, REPLICATED)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows, shift)
+    in_specs = (pspec_of(x), ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
 
 
 @partial(jax.jit, static_argnames=("axis", "added", "mesh"))

@@ -97,13 +97,8 @@ class EngineCore:
 
     def demand(self, plan: Plan, sequences: Iterable[Sequence]) -> Demand:
         """Returns what these sequences, or those that are expected, need of the cache."""
-        demand = demand_of(sequences, self.num_unread)
-        return demand if self.expected is None else plan.raised(demand, self.expected)
-
-    @property
-    def num_unread(self) -> int:
-        """Number of columns that may be written after a sequence has finished and before its prefix is stored."""
-        return self.chunk_steps if self.prefixes.max_bytes else 0
+        demand, expected = demand_of(sequences), plan.conversations or self.expected
+        return demand if expected is None else plan.raised(demand, expected)
 
     @property
     def bytes_per_token(self) -> int:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
+from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -56,37 +56,40 @@ class Chunk:
     alternative_logps: Float[Array, "B C A"] | None
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "num_steps", "sampling"), donate_argnames=("cache", "slots"))
+@partial(
+    jax.jit,
+    static_argnames=("config", "mesh", "num_steps", "sampling", "by_block"),
+    donate_argnames=("cache", "slots"),
+)
 def decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
-    column: Int[Array, ""],
     *,
     config: ModelConfig,
     mesh: Mesh,
     num_steps: int,
     sampling: SamplingKind,
+    by_block: bool = False,
 ) -> tuple[Cache, Slots, Chunk]:
     """Samples up to `num_steps` tokens in every busy slot.
 
     Args:
         params: The weights.
-        cache, slots: Donated.
-        column: The first column to be written; after the last one follows the first one again. The cache must have as
-            many columns as any slot will have fed tokens.
+        cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
+        by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
-    attend_past = select_attend_past(mesh.devices.flat[0])
+    attend_past = select_attend_past(mesh.devices.flat[0], by_block)
 
-    def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, column, layout)
+    def local(params: Params, cache: Cache, slots: Slots) -> tuple[Cache, Slots, Chunk]:
+        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, layout)
 
-    in_specs, out_specs = (partition_specs(config, mesh, params), of_cache, ROWS, REPLICATED), (of_cache, ROWS, ROWS)
+    in_specs, out_specs = (partition_specs(config, mesh, params), of_cache, ROWS), (of_cache, ROWS, ROWS)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return program(params, cache, slots, column)
+    return program(params, cache, slots)
 
 
 def _decode_chunk(
@@ -97,7 +100,6 @@ def _decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
-    column: Int[Array, ""],
     layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
@@ -114,8 +116,7 @@ def _decode_chunk(
 
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
-        current = (column + index) % cache.num_columns
-        logits, cache, history = _feed(config, attend_past, params, cache, slots, current, layout)
+        logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
         sampled = sample(logits, uniform[:, index], slots.settings, history if sampling == "general" else None)
         slots, chunk = _append(chunk, slots, index, sampled)
         return index + 1, slots, cache, chunk
@@ -148,11 +149,10 @@ def _feed(
     params: Params,
     cache: Cache,
     slots: Slots,
-    current: Int[Array, ""],
     layout: Layout,
 ) -> tuple[Float[Array, "B V"], Cache, History]:
-    """Feeds each slot's next token, whose keys and values go into column `current`."""
-    past = Past(cache.prompt_starts, current, jnp.where(slots.remaining > 0, slots.length + 1, 0))
+    """Feeds each busy slot's next token, whose keys and values go into its next column."""
+    past = Past(cache.prompt_starts, jnp.where(slots.remaining > 0, slots.length + 1, 0))
 
     def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
         return attend_past(attn, past, layer, *qkv)
@@ -161,7 +161,7 @@ def _feed(
     hidden, layers, _ = forward(config, params, slots.token, slots.position, attend, layers, layout=layout)
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
-    tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
+    tokens = past.write(cache.tokens, slots.token, axis=1)
     history = History(
         prompt_tokens=cache.prompt_tokens,
         prompt_seen=past.prompt_visible(cache.num_prompt_columns),

@@ -82,12 +82,35 @@ class Plan:
         max_slots: Maximum number of completions decoded at once.
         adapts: Whether the numbers of slots and columns follow the running sequences. Each shape needs a program of its
             own, which pays where idle slots and columns cost time, as on a CPU.
+        conversations: What conversations need at most; None without any. With them the number of slots never changes,
+            and numbers of columns are powers of two. So the results of a turn do not depend on the others that are
+            decoded at the same time, which tools decide by their speed.
     """
 
     max_tokens: int
     num_layers: int
     max_slots: int
     adapts: bool = False
+    conversations: Demand | None = None
+
+    @property
+    def by_block(self) -> bool:
+        """True if programs compute by blocks of columns, so that the numbers of columns do not change any result."""
+        return self.adapts and self.conversations is not None
+
+    def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":
+        """Returns the plan for conversations.
+
+        Args:
+            demand: What they need at most.
+            num_shards: Number of shards.
+        """
+        plan = replace(self, conversations=demand, max_slots=min(demand.num_rows, self.max_slots))
+        longest = plan.smallest_shape(plan.raised(demand, demand))
+        num_slots = power_of_two(plan.max_slots, num_shards)
+        while num_slots > 1 and not self.allows(replace(longest, num_slots=num_slots)):
+            num_slots //= 2
+        return replace(plan, max_slots=num_slots * num_shards)
 
     def raised(self, demand: Demand, expected: Demand) -> Demand:
         """Returns the demand to choose a batch's shape by, so that the batches of a run have few shapes.
@@ -98,7 +121,11 @@ class Plan:
         """
         groups, columns = demand.group_sizes, max(demand.columns, expected.columns)
         prompt_columns = max(demand.prompt_columns, expected.prompt_columns)
-        if self.adapts:
+        if self.conversations is not None:
+            groups = (1,) * max(self.max_slots, demand.num_rows)
+            needed = demand.prompt_columns if self.adapts else prompt_columns
+            prompt_columns, columns = (in_steps(size, CACHE_COLUMNS, 2) for size in (needed, columns))
+        elif self.adapts:
             sizes = halvings(bucket(prompt_columns, PREFILL_COLUMNS), PREFILL_COLUMNS)
             prompt_columns = next(size for size in sizes if size >= demand.prompt_columns)
         elif demand.num_rows < expected.num_rows and _shared_rows(groups) == _shared_rows(expected.group_sizes):
@@ -177,6 +204,14 @@ class Plan:
             share = shape.share if shape.num_prompt_slots > 1 else shape.share // 2
             shape = replace(shape, num_slots=shape.num_slots // 2, share=share)
         return shape
+
+
+def in_steps(size: int, smallest: int, step: int) -> int:
+    """Returns the smallest of 1, step, step^2, ... times `smallest` that is at least `size`."""
+    columns = smallest
+    while columns < size:
+        columns *= step
+    return columns
 
 
 def halvings(size: int, smallest: int) -> list[int]:

@@ -18,6 +18,7 @@ from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.plan import piece_size
 from groupax.engine.slots import Slots
 from groupax.models.attention import attend_masked, within_window
+from groupax.models.column_blocks import BLOCK
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import to_cache
 from groupax.models.decoder import forward
@@ -42,7 +43,7 @@ class Known:
     v: list[Float[Array, "P K S H"]]
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("config", "mesh", "by_block"), donate_argnames=("cache", "slots"))
 def admit(
     params: Params,
     cache: Cache,
@@ -57,6 +58,7 @@ def admit(
     *,
     config: ModelConfig,
     mesh: Mesh,
+    by_block: bool = False,
 ) -> tuple[Cache, Slots]:
     """Computes each prompt once and stores it where the slots that continue it read it.
 
@@ -71,13 +73,14 @@ def admit(
         admitted: Their new contents.
         known: Keys and values that need not be computed.
         config, mesh: Static.
+        by_block: Static: whether prompts are computed one by one, by blocks of columns (see `Plan.by_block`).
     """
     layout = layout_of(config, mesh)
 
     def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
         prompts, starts, num_prompts, source, is_new, admitted, *known = given
         stored = known[0] if known else None
-        keys, values = _prefill(config, params, prompts, starts, num_prompts[0], cache.k[0], stored, layout)
+        keys, values = _prefill(config, params, prompts, starts, num_prompts[0], cache.k[0], stored, layout, by_block)
         cache = _stored(cache, prompts, starts, source, keys, values)
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
@@ -124,6 +127,7 @@ def _prefill(
     like: Float[Array, "B K H T"],
     known: Known | None,
     layout: Layout,
+    by_block: bool,
 ) -> tuple[list[Array], list[Array]]:
     """Computes the prompts' keys and values, per layer, in pieces: some prompts, some columns from the first unknown
     one on.
@@ -133,6 +137,7 @@ def _prefill(
     """
     (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
     num, M = piece_size(P, S, config.num_heads // config.num_kv_heads * K, traced_platform())
+    num, M = (1, min(S, BLOCK)) if by_block else (num, M)
     if known is None:
         keys = [jnp.zeros((P, K, H, S), dtype) for _ in range(config.num_layers)]
         values = [jnp.zeros((P, K, S, H), dtype) for _ in range(config.num_layers)]
@@ -156,6 +161,7 @@ def _prefill(
             visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
             distance=(own[:, None] - columns)[None],
             is_unknown=None if known is None else own[None, :] >= unknown[:, None],
+            by_block=by_block,
         )
         tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
         positions = jnp.maximum(own[None, :] - begin[:, None], 0)
@@ -182,6 +188,7 @@ class _Piece:
         visible: [R, M, S] columns that each column attends to, without a window.
         distance: [1, M, S] how far before it these are.
         is_unknown: [R, M] columns that are computed; None computes all.
+        by_block: Whether attention is computed by blocks of columns.
     """
 
     row: Array
@@ -189,6 +196,7 @@ class _Piece:
     visible: Array
     distance: Array
     is_unknown: Array | None
+    by_block: bool
 
     def __call__(
         self, attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
@@ -205,7 +213,8 @@ class _Piece:
         values = lax.dynamic_update_slice(values, v, at_values)
         own_keys, own_values = (lax.dynamic_slice_in_dim(x, self.row, R) for x in (keys, values))
         seen = self.visible & within_window(self.distance, attn.window)
-        return attend_masked(q, own_keys, own_values, seen, attn).reshape(R * M, *q.shape[2:]), (keys, values)
+        out = attend_masked(q, own_keys, own_values, seen, attn, self.by_block)
+        return out.reshape(R * M, *q.shape[2:]), (keys, values)
 
 
 def _like(mask: Bool[Array, "B"], x: Array) -> Array:

@@ -62,17 +62,16 @@ class Place:
         return length, self.prefix if length else None
 
 
-def prefix_of(stored: Mapping[str, Any], first: int, prompt: np.ndarray, tokens: list[int]) -> Prefix:
+def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int]) -> Prefix:
     """Returns the prefix of a prompt and its completion.
 
     Args:
         stored: What `cache_ops.read_slots` returns for its slot, on the host.
-        first: The slot's first column in the ring.
         prompt: Token ids of the prompt.
         tokens: Sampled tokens, of which the last was not fed.
     """
     in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
-    in_row = (first + np.arange(len(tokens))) % stored["k"][0].shape[-1]
+    in_row = slice(len(tokens))
     pairs = zip(stored["prompt_k"], stored["k"], strict=True)
     k = [np.concatenate([before[..., in_prompt], row[..., in_row]], axis=2) for before, row in pairs]
     pairs = zip(stored["prompt_v"], stored["v"], strict=True)

@@ -12,7 +12,7 @@ from typing import get_args
 from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
-from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan
+from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.parallel.mesh import num_data_shards
@@ -121,7 +121,7 @@ def usual_programs(core: EngineCore, plan: Plan, clients: Iterable[int], num_tok
         num_tokens: Maximum number of tokens of their prompts, and of their completions.
     """
     prompt_columns = in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP)
-    columns = in_steps(num_tokens + core.num_unread, CACHE_COLUMNS, COLUMNS_STEP)
+    columns = in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP)
     demands = [Demand((1,) * number, prompt_columns, columns) for number in sorted(set(clients))]
     demands = [demand for demand in demands if plan.allows(plan.smallest_shape(demand))]
     firsts = {plan.first_shape(demand, num_data_shards(core.mesh)): demand for demand in demands}
@@ -137,11 +137,3 @@ def usual_programs(core: EngineCore, plan: Plan, clients: Iterable[int], num_tok
         for number in columns
     ]
     return needed
-
-
-def in_steps(size: int, smallest: int, step: int) -> int:
-    """Returns the smallest of 1, step, step^2, ... times `smallest` that is at least `size`."""
-    columns = smallest
-    while columns < size:
-        columns *= step
-    return columns

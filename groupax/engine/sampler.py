@@ -33,11 +33,11 @@ class SamplingSession(Protocol):
 
 
 @runtime_checkable
-class StoringSession(SamplingSession, Protocol):
-    """A session that stores keys and values of conversations between their turns."""
+class ConversingSession(SamplingSession, Protocol):
+    """A session whose turns of conversations do not depend on each other, and which stores their keys and values."""
 
-    def places(self, number: int) -> list[Place]:
-        """Returns places for the keys and values of as many conversations."""
+    def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
+        """Begins conversations, and returns a place for each (see `Session.converse`)."""
         ...
 
 

@@ -82,15 +82,14 @@ class Scheduler:
         """True while any sequence waits or runs."""
         return bool(self.waiting) or bool(self.running)
 
-    def num_columns(self, chunk_steps: int, unread: int = 0) -> int:
+    def num_columns(self, chunk_steps: int) -> int:
         """Returns the number of columns that running and waiting sequences need for another chunk.
 
         Args:
             chunk_steps: Number of tokens of a chunk.
-            unread: Number of columns that may be written after a sequence has finished and before it is read.
         """
         sequences = [*self.running, *self.queued]
-        ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens + unread) for each in sequences)
+        ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens) for each in sequences)
         return max(ends, default=0)
 
     def num_blocked(self, others: Iterable[Sequence] = ()) -> int:

@@ -65,12 +65,11 @@ class Sequence:
             del values[num_tokens:]
 
 
-def demand_of(sequences: Iterable[Sequence], unread: int = 0) -> Demand:
+def demand_of(sequences: Iterable[Sequence]) -> Demand:
     """Returns what sequences need of the cache at most.
 
     Args:
         sequences: The sequences, at least one.
-        unread: Number of columns that may be written after a sequence has finished and before it is read.
     """
     sizes: dict[Any, int] = {}
     longest_prompt = longest_completion = 0
@@ -80,4 +79,4 @@ def demand_of(sequences: Iterable[Sequence], unread: int = 0) -> Demand:
         sizes[shares] = sizes.get(shares, 0) + 1
         longest_prompt = max(longest_prompt, len(sequence.prompt))
         longest_completion = max(longest_completion, sequence.params.max_tokens)
-    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion + unread)
+    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)

@@ -9,15 +9,14 @@ from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
+from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
 from groupax.engine.prepared import PreparedBatch, first_programs, server_demand, usual_programs
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
+from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import sampling_kind
-
-# The patience of sessions with conversations, whose next turns are soon to come.
-CONVERSATION_PATIENCE = 64
 
 
 class Session:
@@ -26,9 +25,9 @@ class Session:
         submit ──► waits ──► step ──► step ──► ... each yields the sequences that have grown
 
     A sequence comes out as if it ran alone, whenever others join or leave, up to the rounding of its log-probs, which
-    depends on the columns of the cache that it has. Between two steps requests may be added,
-    sequences cancelled (`Sequence.cancel`) and the engine's weights changed; all of that in the thread that steps.
-    While nothing runs, no memory is held for keys and values.
+    depends on the number of slots; with conversations that number never changes. Between two steps requests may be
+    added, sequences cancelled (`Sequence.cancel`) and the engine's weights changed; all of that in the thread that
+    steps. While nothing runs, no memory is held for keys and values.
 
     Args:
         engine: The engine; its memory for keys and values is measured now and belongs to this session until it ends.
@@ -88,10 +87,21 @@ class Session:
         assert self.programs is not None, "for a session that compiles while it decodes"
         return self.programs.missing(usual_programs(self.engine, self._plan, clients, num_tokens))
 
-    def places(self, number: int) -> list[Place]:
-        """Returns places for the keys and values of as many conversations, among which `prefix_bytes` are divided."""
-        self.patience = max(self.patience, CONVERSATION_PATIENCE)
-        tokens = self.engine.prefixes.max_bytes // (self.engine.bytes_per_token * self.engine.mesh.shape["tp"])
+    def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
+        """Begins conversations; to be called while nothing waits or runs.
+
+        Args:
+            number: Number of conversations.
+            max_prompt_tokens: Number of tokens that the prompt of a turn has at most, with all turns before it.
+            max_tokens: Number of tokens that a turn has at most.
+
+        Returns:
+            The place of each for its keys and values; `prefix_bytes` are divided among them.
+        """
+        assert not self.busy, "shapes are chosen before the first turn"
+        engine, demand = self.engine, Demand((1,) * number, max_prompt_tokens - 1, max_tokens)
+        self._plan = self._plan.with_conversations(demand, num_data_shards(engine.mesh))
+        tokens = engine.prefixes.max_bytes // (engine.bytes_per_token * engine.mesh.shape["tp"])
         return [Place(tokens // number) for _ in range(number)]
 
     def submit(self, sequences: Iterable[Sequence]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import BatchSession, Sampler, SamplingSession, StoringSession
+from groupax.engine.sampler import BatchSession, ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
@@ -130,8 +130,12 @@ class Table:
         examples = [given[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
-        if self.rules.has_turns and isinstance(self._session, StoringSession):
-            self._places = iter(self._session.places(len(examples) * self.params.n))
+        if self.rules.has_turns and isinstance(self._session, ConversingSession):
+            longest, number = (
+                max(map(len, prompt_ids), default=0) + self.params.max_tokens,
+                len(examples) * self.params.n,
+            )
+            self._places = iter(self._session.converse(number, longest, self.params.max_tokens))
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from groupax.models import column_blocks
 from groupax.models.config import AttentionConfig
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
@@ -70,15 +71,29 @@ def attend_masked(
     values: Float[Array, "B K S H"],
     visible: Bool[Array, "B T S"],
     attn: AttentionConfig,
+    by_block: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Computes attention with an explicit mask, over keys and values in the cache's layout and dtype."""
+    """Computes attention with an explicit mask, over keys and values in the cache's layout and dtype.
+
+    Args:
+        q, keys, values: The queries, and the keys and values of S columns.
+        visible: Columns that each query sees.
+        attn: Settings of the layer's attention.
+        by_block: Whether to compute by blocks of columns (see `column_blocks`).
+    """
     B, T, N, H = q.shape
     K = keys.shape[1]
+    blocked = (column_blocks.key_scores, column_blocks.weighted_values, column_blocks.total_weights)
+    scores_of, values_of, sum_of = blocked if by_block else (matmul, matmul, _row_sum)
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     grouped = scaled(q, attn.scale).reshape(B, T, K, N // K, H)
-    scores = jnp.where(visible[:, None, None], softcapped(_scores(grouped, keys), attn.softcap), MASKED)
+    by_head = grouped.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    scores = softcapped(scores_of(by_head, keys).reshape(B, K, N // K, T, -1), attn.softcap)
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
     weights = jnp.exp(scores - _row_max(scores))
-    out = _weighted_values(weights.astype(q.dtype), values) / _row_sum(weights)
+    by_head = weights.reshape(B, K, -1, keys.shape[3])
+    out = values_of(by_head.astype(q.dtype), values) / sum_of(by_head)
+    out = out.reshape(B, K, N // K, T, H)
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 

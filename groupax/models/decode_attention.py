@@ -1,17 +1,17 @@
 """Attention while decoding: one query per row over the cache of its prompt and of its own tokens.
 
-A row's own columns are a ring: every row writes its newest keys and values into the same column, and the columns before
-it, modulo their number T, hold its earlier tokens. `attend_past` defines the computation;
-`models.fused_decode_attention` chooses between it and kernels that agree with it.
+A row's own tokens have its first columns, in their order, so that a row is computed alike whenever it started.
+`attend_past` defines the computation, and `models.fused_decode_attention` chooses between it and kernels that agree
+with it.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.attention import MASKED, within_window
+from groupax.models.column_blocks import key_scores, total_weights, weighted_values
 from groupax.models.config import AttentionConfig
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
@@ -24,24 +24,17 @@ class Past:
 
     Attributes:
         prompt_starts: First column of each right-aligned prompt; its number of columns S for an empty prompt.
-        column: Column of the rows' newest tokens, in [0, T).
-        lengths: Number of own columns that each row sees, the newest included; 0 for an idle row, whose result is
-            undefined but finite.
+        lengths: Number of own columns that each row sees, up to that of its newest token; 0 for an idle row, whose
+            result is undefined but finite and whose columns stay as they are.
     """
 
     prompt_starts: Int[Array, "Q"]
-    column: Int[Array, ""]
     lengths: Int[Array, "B"]
-
-    def ages(self, num_columns: int) -> Int[Array, "T"]:
-        """Returns how many tokens before the newest one each own column was written, if it was."""
-        ages = self.column - jnp.arange(num_columns)
-        return jnp.where(ages < 0, ages + num_columns, ages)
 
     def visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "B T"]:
         """Returns which own columns each row sees, with a window only the newest ones."""
-        ages = self.ages(num_columns)[None, :]
-        return (ages < self.lengths[:, None]) & within_window(ages, window)
+        distance = self.lengths[:, None] - 1 - jnp.arange(num_columns)[None, :]
+        return (distance >= 0) & within_window(distance, window)
 
     def prompt_visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "Q S"] | Bool[Array, "B S"]:
         """Returns which columns of its prompt each row sees, with a window those that are near enough to the row."""
@@ -51,6 +44,12 @@ class Past:
             return visible
         distance = self.lengths[:, None] - 1 + num_columns - columns
         return jnp.repeat(visible, len(distance) // len(visible), axis=0) & within_window(distance, window)
+
+    def write(self, x: Array, newest: Array, axis: int) -> Array:
+        """Returns the rows' arrays `x`, whose columns are at `axis`, with the newest column of each busy row."""
+        column = jnp.where(self.lengths > 0, self.lengths - 1, x.shape[axis])  # beyond the last one nothing is written
+        index = (jnp.arange(len(x)), *[slice(None)] * (axis - 1), column)
+        return x.at[index].set(newest, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 class LayerCache(NamedTuple):
@@ -77,16 +76,19 @@ def attend_past(
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
+    by_block: bool = False,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
-    """Writes the newest tokens' keys and values into the cache, and computes their queries' attention."""
-    keys = lax.dynamic_update_index_in_dim(cache.k, to_cache(k, cache.k.dtype), past.column, axis=3)
-    values = lax.dynamic_update_index_in_dim(cache.v, to_cache(v, cache.v.dtype), past.column, axis=2)
-    cache = cache._replace(k=keys, v=values)
-    return attend_cached(attn, past, cache, q), cache
+    """Writes the newest tokens' keys and values into the cache, and computes their queries' attention.
+
+    With `by_block` it computes by blocks of columns (see `column_blocks`).
+    """
+    keys = past.write(cache.k, to_cache(k, cache.k.dtype), axis=3)
+    cache = cache._replace(k=keys, v=past.write(cache.v, to_cache(v, cache.v.dtype), axis=2))
+    return attend_cached(attn, past, cache, q, by_block), cache
 
 
 def attend_cached(
-    attn: AttentionConfig, past: Past, cache: LayerCache, q: Float[Array, "B N H"]
+    attn: AttentionConfig, past: Past, cache: LayerCache, q: Float[Array, "B N H"], by_block: bool = False
 ) -> Float[Array, "B N H"]:
     """Computes attention of one query per row over its prompt's and its own visible columns.
 
@@ -95,6 +97,8 @@ def attend_cached(
     B, N, H = q.shape
     Q, K, S, _ = cache.prompt_v.shape
     R, G = B // Q, N // K  # rows per prompt, query heads per kv head
+    blocked = (key_scores, weighted_values, total_weights)
+    scores_of, values_of, sum_of = blocked if by_block else (matmul, matmul, _row_sum)
     common = max(q.dtype, cache.k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own dtype
     prompt_k, prompt_v, keys, values = (x.astype(common) for x in cache)
 
@@ -105,21 +109,21 @@ def attend_cached(
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
     queries = scaled(q, attn.scale).reshape(B, K, G, H).astype(common)
-    prompt_scores = softcapped(matmul(to_prompts(queries), prompt_k), attn.softcap)
+    prompt_scores = softcapped(scores_of(to_prompts(queries), prompt_k), attn.softcap)
     prompt_visible = past.prompt_visible(S, attn.window)
     if len(prompt_visible) == Q:
         prompt_visible = prompt_visible[:, None, None]
     else:
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, S), G, axis=2)
     prompt_scores = jnp.where(prompt_visible, prompt_scores, MASKED)
-    row_scores = softcapped(matmul(queries, keys), attn.softcap)
+    row_scores = softcapped(scores_of(queries, keys), attn.softcap)
     visible = past.visible(values.shape[2], attn.window)
     row_scores = jnp.where(visible[:, None, None], row_scores, MASKED)
     highest = jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores))
     prompt_weights, row_weights = jnp.exp(prompt_scores - to_prompts(highest)), jnp.exp(row_scores - highest)
-    prompt_out = matmul(prompt_weights.astype(values.dtype), prompt_v)
-    row_out = matmul(row_weights.astype(values.dtype), values)
-    out = (to_rows(prompt_out) + row_out) / (to_rows(_row_sum(prompt_weights)) + _row_sum(row_weights))
+    prompt_out = values_of(prompt_weights.astype(values.dtype), prompt_v)
+    row_out = values_of(row_weights.astype(values.dtype), values)
+    out = (to_rows(prompt_out) + row_out) / (to_rows(sum_of(prompt_weights)) + sum_of(row_weights))
     return out.astype(q.dtype).reshape(B, N, H)
 
 

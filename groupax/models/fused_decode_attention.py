@@ -4,6 +4,7 @@ Modules with kernels are imported lazily.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxtyping import Array
@@ -20,15 +21,18 @@ TRITON_CAPABILITY = (8, 0)  # the first compute capability of GPUs that multiply
 AttendPast = Callable[[AttentionConfig, Past, LayerCache, Array, Array, Array], tuple[Array, LayerCache]]
 
 
-def select_attend_past(device: Any) -> AttendPast:
-    """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one."""
+def select_attend_past(device: Any, by_block: bool = False) -> AttendPast:
+    """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one.
+
+    Kernels always compute by blocks of columns; with `by_block` the plain form does so too.
+    """
     if device.platform == "tpu":
         from groupax.models import tpu_attention
 
         return tpu_attention.attend_past
     capability = cuda_capability(device)
     if capability is None or capability < TRITON_CAPABILITY:
-        return decode_attention.attend_past
+        return partial(decode_attention.attend_past, by_block=by_block)
     from groupax.models import triton_attention
 
     return triton_attention.attend_past

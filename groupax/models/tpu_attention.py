@@ -43,7 +43,6 @@ class _Sizes(NamedTuple):
         heads: Number P of kv heads in a pack.
         queries: Number M of a pack's query heads, padded to whole registers.
         rows: Number R of rows that read a prompt together.
-        columns: Number T of a row's own columns.
         block, prompt_block: Number of columns in a block of a row's own, and of a prompt.
         by_dim: Whether values are laid out as [.., H, T], as XLA does if H does not fill registers.
     """
@@ -52,7 +51,6 @@ class _Sizes(NamedTuple):
     heads: int
     queries: int
     rows: int
-    columns: int
     block: int
     prompt_block: int
     by_dim: bool
@@ -62,7 +60,7 @@ class _Work(NamedTuple):
     """The U blocks that the kernel may have to go through, and what it has to know about rows.
 
     Attributes:
-        column: Column of the newest tokens.
+        newest: Own column of each row's newest token, -1 for an idle row.
         num_seen: Number of own columns that each row sees.
         prompt_first: First column of its prompt that each row sees, S if none.
         kind: Sum of the constants above.
@@ -70,7 +68,7 @@ class _Work(NamedTuple):
         prompt, prompt_block: Prompt, and block of its columns; in a row's block those that are read before or after.
     """
 
-    column: Int[Array, "1"]
+    newest: Int[Array, "B"]
     num_seen: Int[Array, "B"]
     prompt_first: Int[Array, "B"]
     kind: Int[Array, "U"]
@@ -118,7 +116,7 @@ def _sizes(q: Float[Array, "B N H"], cache: LayerCache) -> _Sizes:
     block, prompt_block = (_block_size(columns, column_bytes) for columns in (T, S))
     most_rows = max(1, MAX_SCORES_BYTES // (4 * K // heads * queries * prompt_block))
     rows = max(each for each in range(1, B // Q + 1) if (B // Q) % each == 0 and each <= most_rows)
-    return _Sizes(K // heads, heads, queries, rows, T, block, prompt_block, H % LANES != 0)
+    return _Sizes(K // heads, heads, queries, rows, block, prompt_block, H % LANES != 0)
 
 
 def _block_size(columns: int, column_bytes: int) -> int:
@@ -135,30 +133,30 @@ def _list_blocks(sizes: _Sizes, attn: AttentionConfig, past: Past, cache: LayerC
     if attn.window is not None:
         num_seen = jnp.minimum(num_seen, attn.window)
         prompt_first = jnp.clip(past.lengths + S - attn.window, prompt_first, S)
-    older = jnp.maximum(num_seen - 1 - past.column % sizes.block, 0)  # columns before the newest block's first
-    own = jnp.where(num_seen > 0, jnp.minimum(1 - (-older // sizes.block), num_blocks), 0)
+    column = past.lengths - 1
+    newest = jnp.maximum(column, 0) // sizes.block
+    own = jnp.where(num_seen > 0, newest + 1 - (past.lengths - num_seen) // sizes.block, 0)
     own = jnp.where((jnp.arange(B) == 0) & ~jnp.any(num_seen > 0), 1, own).reshape(-1, R)
     first = jnp.where(num_seen > 0, prompt_first, S).reshape(-1, R).min(axis=1, keepdims=True) // sizes.prompt_block
 
     # a group of R rows has a part for the blocks of each row, and one for those of the prompt
-    rows, groups = jnp.arange(B).reshape(-1, R), jnp.arange(B // R)[:, None]
+    rows, groups, newest = jnp.arange(B).reshape(-1, R), jnp.arange(B // R)[:, None], newest.reshape(-1, R)
     last = jnp.max(jnp.where(own > 0, rows, 0), axis=1, keepdims=True)
-    newest = past.column // sizes.block
     # a prompt's first block is read ahead with its rows; where none of it is, the last of the prompt before stays
     read = lax.cummax(jnp.where(first < num_prompt_blocks, groups, 0))
     ahead = jnp.where(read == groups, jnp.minimum(first, num_prompt_blocks - 1), num_prompt_blocks - 1)
     counts = jnp.concatenate([own, num_prompt_blocks - first], axis=1)
     ends = jnp.cumsum(counts.reshape(-1)).reshape(counts.shape)
-    oldest = newest + 1 - jnp.sum(jnp.where(rows == last, own, 0), axis=1, keepdims=True)
+    oldest = jnp.sum(jnp.where(rows == last, newest + 1 - own, 0), axis=1, keepdims=True)
     unit, starts = jnp.arange(B * num_blocks + B // R * num_prompt_blocks), ends - counts
     of_rows = (1, starts[:, :-1], ends[:, -1:], rows, newest, read, ahead)
     of_prompts = (0, starts[:, -1:], ends[:, -1:], last, oldest, read, first)
     is_own, start, end, slot, block, group, prompt_block = _look_up(unit, ends, of_rows, of_prompts)
     index = unit - start
     kind = is_own * (_OWN + jnp.where(index == 0, _FIRST, 0)) + jnp.where(unit == end - 1, _LAST, 0)
-    block, prompt_block = (block - is_own * index) % num_blocks, prompt_block + (1 - is_own) * index
+    block, prompt_block = block - is_own * index, prompt_block + (1 - is_own) * index
     prompt = group * R * len(cache.prompt_k) // B
-    return _Work(past.column[None], num_seen, prompt_first, kind, slot, block, prompt, prompt_block), ends[-1, -1]
+    return _Work(column, num_seen, prompt_first, kind, slot, block, prompt, prompt_block), ends[-1, -1]
 
 
 def _look_up(
@@ -217,7 +215,7 @@ def _call_kernel(
     ]
     own = [blocks(sizes.block, dim, lambda i, work: (work.slot[i], work.block[i])) for dim in (of_keys, of_values)]
     newest = [
-        blocks(size, dim, lambda i, work, size=size: (work.slot[i], work.column[0] // size))
+        blocks(size, dim, lambda i, work, size=size: (work.slot[i], jnp.maximum(work.newest[work.slot[i]], 0) // size))
         for size, dim in zip(written, (of_keys, of_values), strict=True)
     ]
     sums = [pltpu.VMEM((C, M, size), jnp.float32) for size in (1, 1, D)]
@@ -259,7 +257,8 @@ def _kernel(sizes: _Sizes, attn: AttentionConfig, *refs: Any) -> None:
     q, new_k, new_v, prompt_k, prompt_v, keys, values, out, new_keys, new_values, *scratch = refs
     packed, highest, total, summed, first = scratch
     unit = pl.program_id(0)
-    kind, slot, column = work.kind[unit], work.slot[unit], work.column[0]
+    kind, slot = work.kind[unit], work.slot[unit]
+    column = work.newest[slot]
     M = sizes.queries
     rows = pl.ds(pl.multiple_of(slot % sizes.rows * M, M), M)
     sums = (highest, total, summed)
@@ -279,7 +278,6 @@ def _kernel(sizes: _Sizes, attn: AttentionConfig, *refs: Any) -> None:
     @pl.when(kind & _OWN != 0)
     def _() -> None:
         ages = column - work.block[unit] * sizes.block - lax.broadcasted_iota(jnp.int32, (1, sizes.block), 1)
-        ages = jnp.where(ages < 0, ages + sizes.columns, ages)
         visible = (ages > 0) & (ages < work.num_seen[slot])  # the newest one is in the sums already
         _accumulate(sizes, attn, packed[:, rows], keys[0], values[0], visible, rows, sums)
 
@@ -354,13 +352,13 @@ def _multiply(x: Array, y: Array, contracted: tuple[int, int]) -> Array:
 
 
 def _write(block: Any, newest: Float[Array, "C 1 D"], out: Any, dim: int, column: Array, size: int) -> None:
-    """Writes those registers of a block that have the newest column, with it."""
-    width = out.shape[dim]
-    start = 0 if width == size else pl.multiple_of(column % size // width * width, width)
+    """Writes those registers of a block that have the newest column, with it; of an idle row as they are."""
+    width, own = out.shape[dim], jnp.maximum(column, 0)
+    start = 0 if width == size else pl.multiple_of(own % size // width * width, width)
     wide = jnp.broadcast_to(newest, (len(newest), width, newest.shape[2]))
     if dim == 3:
         old, wide = block[0, :, :, pl.ds(start, width)], wide.swapaxes(1, 2)
     else:
         old = block[0, :, pl.ds(start, width)]
-    is_new = lax.broadcasted_iota(jnp.int32, wide.shape, dim - 1) == column % width
+    is_new = (lax.broadcasted_iota(jnp.int32, wide.shape, dim - 1) == own % width) & (column >= 0)
     out[0] = jnp.where(is_new, wide, old.astype(jnp.float32)).astype(out.dtype)

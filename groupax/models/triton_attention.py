@@ -121,7 +121,7 @@ def _attend_parts(
     parts of prompts, then [B, K, P, G, H] and [B, K, P, G] for those of own columns.
     """
 
-    def call(kernel: Any, scalars: tuple[Array, Array], keys: Array, values: Array, M: int, P: int, tiles: int) -> Any:
+    def call(kernel: Any, scalars: tuple[Array, ...], keys: Array, values: Array, M: int, P: int, tiles: int) -> Any:
         X, K, H, columns = keys.shape
         per_head = lambda x, head, _: (x, head, 0, 0)  # noqa: E731
         return pl.pallas_call(
@@ -129,7 +129,7 @@ def _attend_parts(
             out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((X, K, P, M, H), (X, K, P, M))],
             grid=(X, K, P * tiles),
             in_specs=[
-                *[pl.no_block_spec] * 3,
+                *[pl.no_block_spec] * (1 + len(scalars)),
                 pl.BlockSpec((None, None, H, columns), per_head),
                 pl.BlockSpec((None, None, columns, H), per_head),
             ],
@@ -146,8 +146,7 @@ def _attend_parts(
     scalars, queries = (past.prompt_starts, past.lengths), sizes.rows * sizes.group
     results = call(_attend_prompt, scalars, cache.prompt_k, cache.prompt_v, queries, sizes.num_parts, sizes.num_tiles)
     if sizes.num_own_parts > 1:
-        scalars = (past.column, past.lengths)
-        results += call(_attend_own, scalars, cache.k, cache.v, sizes.group, sizes.num_own_parts, 1)
+        results += call(_attend_own, (past.lengths,), cache.k, cache.v, sizes.group, sizes.num_own_parts, 1)
     return tuple(results)
 
 
@@ -199,7 +198,6 @@ def _attend_own(
     attn: AttentionConfig,
     sizes: Sizes,
     heads: Any,
-    column: Any,
     lengths: Any,
     keys: Any,
     values: Any,
@@ -207,7 +205,7 @@ def _attend_own(
     lse: Any,
 ) -> None:
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    own = _own_columns(attn, sizes, keys.shape[1], column[...], lengths[row])
+    own = _own_columns(attn, sizes, lengths[row])
     per_part = blocks_per_part(own.num_blocks, sizes.num_own_parts)
     begin, end = part * per_part, jnp.minimum((part + 1) * per_part, own.num_blocks)
     queries = _own_queries(sizes, heads, keys, row, head)
@@ -239,7 +237,7 @@ def _attend_rows(
         grid=(B, K),
         in_specs=[
             *own_specs,
-            *[pl.no_block_spec] * 4,
+            *[pl.no_block_spec] * 3,
             *(_per_head_spec(each, rows) for each, rows in zip(parts, (sizes.rows, sizes.rows, 1, 1), strict=False)),
         ],
         out_specs=[pl.BlockSpec((None, sizes.heads, H), lambda row, _: (row, 0, 0)), *own_specs],
@@ -248,7 +246,7 @@ def _attend_rows(
         cost_estimate=_cost(len(own_read) * B * sizes.heads * T // 2, H, [heads, *parts, *own_read]),
         interpret=interpret,
         name="attend_row",
-    )(cache.k, cache.v, heads, past.prompt_starts, past.lengths, past.column, *parts)
+    )(cache.k, cache.v, heads, past.prompt_starts, past.lengths, *parts)
     return out, cache._replace(k=keys, v=values)
 
 
@@ -261,18 +259,17 @@ def _attend_row(
     heads: Any,
     starts: Any,
     lengths: Any,
-    column: Any,
     prompt_out: Any,
     prompt_lse: Any,
     *own_parts_and_results: Any,
 ) -> None:
     *own_parts, out, new_keys, new_values = own_parts_and_results
     row, head = pl.program_id(0), pl.program_id(1)
-    newest, length = column[...], lengths[row]
+    length = lengths[row]
     queries = _own_queries(sizes, heads, keys, row, head)
-    key, value = _write_newest(sizes, heads, row, head, newest, new_keys, new_values)
+    key, value = _write_newest(sizes, heads, row, head, length, new_keys, new_values)
     softmax = one_column(attn, queries, key.astype(queries.dtype), value.astype(queries.dtype))
-    own = _own_columns(attn, sizes, keys.shape[1], newest, length)
+    own = _own_columns(attn, sizes, length)
     query = jnp.arange(sizes.own_tile)
     is_query = query < sizes.group
     if own_parts:
@@ -300,43 +297,40 @@ def _own_queries(sizes: Sizes, heads: Any, keys: Any, row: Array, head: Array) -
 
 
 def _write_newest(
-    sizes: Sizes, heads: Any, row: Array, head: Array, newest: Array, keys: Any, values: Any
+    sizes: Sizes, heads: Any, row: Array, head: Array, length: Array, keys: Any, values: Any
 ) -> tuple[Array, Array]:
-    """Writes a row's newest key and value into the cache, and returns them in its dtype."""
+    """Writes a busy row's newest key and value into the cache, and returns them in its dtype."""
     dim = jnp.arange(sizes.dims)
-    mask = dim < heads.shape[2]
+    mask, newest = dim < heads.shape[2], jnp.maximum(length, 1) - 1
+    is_written = mask & (length > 0)
     key_head = sizes.heads + head
     key = to_cache(triton.load(heads.at[row, key_head, dim], mask=mask, other=0.0), keys.dtype)
     value_head = key_head + pl.num_programs(1)
     value = to_cache(triton.load(heads.at[row, value_head, dim], mask=mask, other=0.0), values.dtype)
-    triton.store(keys.at[dim, newest], key, mask=mask)
-    triton.store(values.at[newest, dim], value, mask=mask)
+    triton.store(keys.at[dim, newest], key, mask=is_written)
+    triton.store(values.at[newest, dim], value, mask=is_written)
     return key, value
 
 
 class _OwnColumns(NamedTuple):
-    """A row's own columns before the newest: first those at the ring's end, if any, then those up to the newest.
+    """The own columns that a row sees before its newest one.
 
     Attributes:
-        first: The first column; negative for a column at the ring's end.
-        newest: The newest column.
-        num_wrapped: Number of blocks at the ring's end.
-        num_blocks: Number of all blocks.
+        first: The first column.
+        newest: The newest column, which is not one of them.
+        num_blocks: Number of blocks that have them.
     """
 
     first: Array
     newest: Array
-    num_wrapped: Array
     num_blocks: Array
 
 
-def _own_columns(attn: AttentionConfig, sizes: Sizes, num_columns: int, newest: Array, length: Array) -> _OwnColumns:
+def _own_columns(attn: AttentionConfig, sizes: Sizes, length: Array) -> _OwnColumns:
     seen = length if attn.window is None else jnp.minimum(length, attn.window)
-    first = newest - jnp.maximum(seen, 1) + 1
-    wrapped = pl.cdiv(num_columns, sizes.block) - lax.div(first + num_columns, sizes.block)
-    num_wrapped = jnp.where(first < 0, wrapped, 0)
-    num_own = pl.cdiv(newest, sizes.block) - lax.div(jnp.maximum(first, 0), sizes.block)
-    return _OwnColumns(first, newest, num_wrapped, jnp.where(seen > 1, num_wrapped + num_own, 0))
+    first, newest = length - seen, jnp.maximum(length, 1) - 1
+    num_blocks = pl.cdiv(newest, sizes.block) - lax.div(first, sizes.block)
+    return _OwnColumns(first, newest, jnp.where(seen > 1, num_blocks, 0))
 
 
 def _add_own(
@@ -351,17 +345,12 @@ def _add_own(
     end: Array,
 ) -> Softmax:
     """Adds the blocks of a row's own columns from `begin` to before `end`."""
-    T = keys.shape[1]
-    dim = jnp.arange(sizes.dims)
+    dim, first_block = jnp.arange(sizes.dims), lax.div(own.first, sizes.block)
 
     def add_block(index: Array, softmax: Softmax) -> Softmax:
-        is_wrapped = index < own.num_wrapped
-        first = jnp.where(is_wrapped, own.first + T, jnp.maximum(own.first, 0))
-        last = jnp.where(is_wrapped, T, own.newest)
-        block = lax.div(first, sizes.block) + jnp.where(is_wrapped, index, index - own.num_wrapped)
-        column = block * sizes.block + jnp.arange(sizes.block)
-        block_keys, block_values = load_columns(keys, values, dim, column, first, last)
-        visible = ((column >= first) & (column < last))[None, :]
+        column = (first_block + index) * sizes.block + jnp.arange(sizes.block)
+        block_keys, block_values = load_columns(keys, values, dim, column, own.first, own.newest)
+        visible = ((column >= own.first) & (column < own.newest))[None, :]
         return add_columns(attn, softmax, queries, block_keys, block_values, visible)
 
     return lax.fori_loop(begin, end, add_block, softmax)
