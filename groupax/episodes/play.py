@@ -388,12 +388,7 @@ class Table:
         self.closing.close_all(episode)
 
     def _call(
-        self,
-        episode: Episode,
-        what: str,
-        method: Method,
-        then: Callable[[Outcome], None],
-        finish: Callable[[Any], Any],
+        self, episode: Episode, what: str, method: Method, then: Callable[[Outcome], None], finish: Callable[[Any], Any]
     ) -> None:
         assert self.calls is not None, "there are environments"
         self.calls.call(episode.question(what), method, then, finish)

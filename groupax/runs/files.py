@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ def free_name(path: Path) -> Path:
     while path.with_name(f"{path.name}.{number}").exists():
         number += 1
     return path.with_name(f"{path.name}.{number}")
+
+
+@contextlib.contextmanager
+def refusing_unwritable(output_dir: str) -> Iterator[None]:
+    """Turns an OSError of its block into a ValueError that refuses `output_dir`."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"output_dir {output_dir} cannot be written to ({error}); choose another") from error
 
 
 def check_writable(folder: Path) -> None:

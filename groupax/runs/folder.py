@@ -17,7 +17,15 @@ from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
 from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.metrics.completions import json_numbers
-from groupax.runs.files import check_writable, free_name, has_results, parsed_record, replace_text, upload_changes
+from groupax.runs.files import (
+    check_writable,
+    free_name,
+    has_results,
+    parsed_record,
+    refusing_unwritable,
+    replace_text,
+    upload_changes,
+)
 from groupax.runs.metrics_file import NAME as METRICS
 from groupax.runs.metrics_file import MetricsFile
 from groupax.runs.rollout_log import RolloutLog, write_records
@@ -89,7 +97,7 @@ class RunFolder:
         self._tables: deque[Callable[[], object]] = deque()  # writers of other files, to be called
         self._num_dropped = 0  # tables that waited too long
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of each uploaded file
-        with self._refusing_unwritable():
+        with refusing_unwritable(self.uri):
             if self.remote is not None:
                 self.remote.check()
             else:
@@ -107,7 +115,7 @@ class RunFolder:
         if self.remote is not None or self._lock is not None:
             return False
         self._is_new = not self.path.exists()
-        with self._refusing_unwritable():
+        with refusing_unwritable(self.uri):
             self._lock = RunLock(self.path)
         return True
 
@@ -345,13 +353,6 @@ class RunFolder:
 
     def _warn(self, text: str) -> None:
         self.emit(Message(text, warning=True))
-
-    @contextlib.contextmanager
-    def _refusing_unwritable(self) -> Any:
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(f"output_dir {self.uri} cannot be written to ({error}); choose another") from error
 
     def _restore(self) -> None:
         """Rewrites files that were deleted or moved away since the run started.

@@ -381,14 +381,9 @@ class Learner:
         return explain_out_of_memory(packed, num_shards, self.micro_batch_tokens, checkpointing)
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
+        cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix
         packed, self.shapes = pack(
-            rows,
-            num_data_shards(self.mesh),
-            self.micro_batch_tokens,
-            self.shapes,
-            self.settings.share_prefix,
-            self.longest,
-            attention_cost_with(self.execution.attention),
+            rows, num_data_shards(self.mesh), self.micro_batch_tokens, self.shapes, share_prefix, self.longest, cost
         )
         return packed
 

@@ -180,7 +180,9 @@ class TorchWeights:
 
         own = self.torch_model
         named = {name: _as_torch(tensor) for name, tensor in tensors.items()}
-        converted = type(own).from_pretrained(None, config=own.config, state_dict=named, dtype=own.dtype)
+        converted = type(own).from_pretrained(
+            None, config=own.config, state_dict=named, dtype=own.dtype, trust_remote_code=False
+        )
         with torch.no_grad():
             for parameter, new in zip(own.parameters(), converted.parameters(), strict=True):
                 parameter.copy_(new)

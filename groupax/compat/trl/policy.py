@@ -49,8 +49,6 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
         ImportError: PEFT is needed and not installed.
     """
     model, quantization_config = resolve_model(model, args, quantization_config)
-    if getattr(args, "disable_dropout", False) and peft_config is not None and as_lora_config(peft_config).lora_dropout:
-        raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
         _check_processes(model)
@@ -70,6 +68,12 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
         _check_reference(adapter, args.beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
     return Policy(given, peft_config, weights, owner)
+
+
+def check_dropout(peft_config: Any) -> None:
+    """Raises a ValueError if an adapter is asked for whose dropout `disable_dropout` would disable."""
+    if peft_config is not None and as_lora_config(peft_config).lora_dropout:
+        raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
 
 
 def _check_reference(adapter: Adapter, beta: float) -> None:

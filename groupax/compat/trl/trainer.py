@@ -19,7 +19,7 @@ from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.own_generate import own_generate
-from groupax.compat.trl.policy import policy_of
+from groupax.compat.trl.policy import check_dropout, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
@@ -77,6 +77,8 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         check_overrides(self, GRPOTrainer)
         warn_about_losses(args)
         check_output_dir(args.output_dir)
+        if args.disable_dropout:
+            check_dropout(peft_config)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         self._agents = agents = Agents(tools, environment_factory)
