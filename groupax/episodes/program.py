@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from groupax.episodes.environment import EnvironmentClass
-from groupax.episodes.transcript import Asked
+from groupax.episodes.asked import Asked
 from groupax.tools.threads import Outcome
 
 MODEL = "policy"  # name of the model for programs

@@ -20,8 +20,9 @@ from starlette.routing import Route
 
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.stop_strings import text_before_stop
+from groupax.episodes.asked import Asked
 from groupax.episodes.program import MODEL, Answer, Session
-from groupax.episodes.transcript import Asked, Templates
+from groupax.episodes.transcript import Templates
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, PieceStream, Writer
 from groupax.serve.requests import ChatRequest, CompletionRequest, Request, parse

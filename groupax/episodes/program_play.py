@@ -20,6 +20,7 @@ from groupax.data.tokenizer import decode
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sampler import BatchSession, ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
+from groupax.episodes.asked import Asked
 from groupax.episodes.branches import SampledTurn
 from groupax.episodes.calls import Calls
 from groupax.episodes.environment import warn_of_failure
@@ -29,7 +30,7 @@ from groupax.episodes.program_rollout import rollout_of
 from groupax.episodes.program_runs import Runs
 from groupax.episodes.record import LEFT, Question
 from groupax.episodes.rules import Rules
-from groupax.episodes.transcript import Asked, Templates, Transcript
+from groupax.episodes.transcript import Templates, Transcript
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.runner import TIMED_OUT

@@ -18,6 +18,7 @@ import numpy as np
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.messages import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
+from groupax.episodes.asked import Asked
 from groupax.serve.exchange import TokenTexts
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import Turn, TurnReader
@@ -26,36 +27,6 @@ from groupax.tools.formats.choose import call_opening
 KINDS = 64  # of tools and template arguments that are kept ready
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a program asks the model, in the form that all protocols are converted to. It can be written as JSON.
-
-    Attributes:
-        prompt: Messages, a text, or token ids.
-        tools: Schemas of functions in OpenAI's format.
-        template_kwargs: Arguments for the chat template.
-        n: Number of turns to sample.
-        max_tokens: Most tokens of a turn; None for the limit of the run.
-        stop: Texts that end a turn, in addition to those of the run.
-        tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
-        parallel: Whether a turn may have several calls.
-    """
-
-    prompt: Any
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_kwargs: Mapping[str, Any] | None = None
-    n: int = 1
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    tool_choice: Any = "auto"
-    parallel: bool = True
-
-    @property
-    def is_chat(self) -> bool:
-        """True if the prompt is a list of messages."""
-        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], int)
 
 
 @dataclass(frozen=True, eq=False)
