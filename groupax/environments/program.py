@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from groupax.episodes.program import Endpoint, ProgramClass
 from groupax.errors import InfrastructureError
@@ -21,18 +21,17 @@ from groupax.errors import InfrastructureError
 POLL_S = 0.2  # in which a program learns that nobody waits for it any more
 NEEDED = ("pydantic", "starlette", "uvicorn")  # of the extra `serve`
 LAST_CHARACTERS = 2000  # of what a command that failed has written
-Score = Literal["return", "exit", "stdout"]
 
 
 def program(
     run: Callable[..., Any] | str | Sequence[str],
     *,
     name: str | None = None,
-    score: Score | None | Literal["default"] = "default",
-    timeout_s: float = 600.0,
+    score: str | None = "default",
+    timeout_s: int | float = 600.0,
     max_concurrent: int | None = None,
-    error_reward: float | None = None,
-    branches: Literal["all", "longest"] = "all",
+    error_reward: int | float | None = None,
+    branches: str = "all",
     env: Mapping[str, str] | None = None,
 ) -> ProgramClass:
     """Returns a program as an environment, for `GRPOTrainer(environments=...)`.
@@ -102,7 +101,7 @@ def program(
 
 
 def _run_function(
-    function: Callable[..., Any], score: Score | None, endpoint: Endpoint, example: Mapping[str, Any], seed: int
+    function: Callable[..., Any], score: str | None, endpoint: Endpoint, example: Mapping[str, Any], seed: int
 ) -> Any:
     arguments = _arguments(function, endpoint, example, seed)
     returned = function(**arguments)
@@ -142,7 +141,7 @@ async def _unless_over(work: Any, endpoint: Endpoint) -> Any:
 
 def _run_command(
     words: Sequence[str],
-    score: Score | None,
+    score: str | None,
     env: Mapping[str, str],
     endpoint: Endpoint,
     example: Mapping[str, Any],
@@ -188,7 +187,7 @@ def _run_command(
         return _score_of_command(words[0], score, process.returncode, _end_of(stdout), _end_of(stderr))
 
 
-def _score_of_command(name: str, score: Score | None, code: int, stdout: str, stderr: str) -> float | None:
+def _score_of_command(name: str, score: str | None, code: int, stdout: str, stderr: str) -> float | None:
     if score == "exit":
         return float(code == 0)
     if code:

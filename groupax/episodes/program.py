@@ -65,9 +65,9 @@ class ProgramClass(EnvironmentClass):
     """
 
     run: Callable[[Endpoint, Mapping[str, Any], int], Any] = field(default=lambda *_: None)
-    timeout_s: float = 600.0
+    timeout_s: int | float = 600.0
     max_concurrent: int | None = None
-    error_reward: float | None = None
+    error_reward: int | float | None = None
     has_branches: bool = True
 
 
