@@ -54,7 +54,7 @@ def user(text):
 
 def rendered(messages, tools=None):
     text = TOKENIZER.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    return TOKENIZER.encode(text)
+    return TOKENIZER.encode(str(text))
 
 
 def written(text):
@@ -110,7 +110,7 @@ def test_requests_become_turns_of_an_episode_token_for_token():
         assert len(row.turns) == 2
         assert not row.branches
         assert row.turns[0].calls[0].result == str(5 + sample)
-        assert [message["role"] for message in row.completion] == ["assistant", "tool", "assistant"]
+        assert [message["role"] for message in row.messages or ()] == ["assistant", "tool", "assistant"]
         whole = np.concatenate([row.prompt_ids, row.completion_ids])
         tokens = [row.completion_ids[turn.start : turn.end].tolist() for turn in row.turns]
         assert tokens == [written(answer("", sample, turn)) for turn in (0, 1)]
@@ -203,7 +203,10 @@ def test_the_streams_of_an_unruly_agent_are_those_built_by_hand():
     system = {"role": "system", "content": "Name it."}
     plan = (rendered([user("plan")]), None), (written("think"), True)
     history = (rendered([user("So far: a title")]), None), (written("fine"), True)
-    bridge = lambda text: TOKENIZER.encode(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+
+    def bridge(text):
+        return TOKENIZER.encode(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+
     expected = [
         stream(*history, (bridge("go on"), False), (written("on it"), True)),
         stream((rendered([system, user("plan")]), None), (written("a title"), True)),
@@ -218,7 +221,8 @@ def test_the_streams_of_an_unruly_agent_are_those_built_by_hand():
     assert sorted(ids for ids, _ in rest) == sorted(ids for ids, _ in whole)
     counts = [mask[:shared] for _, mask in rest]
     assert sorted(counts) == [[False] * shared, [True] * shared]
-    assert all(dict(map(lambda each: (tuple(each[0]), each[1][shared:]), whole))[tuple(ids)] == mask[shared:] for ids, mask in rest)
+    later = {tuple(ids): mask[shared:] for ids, mask in whole}
+    assert all(later[tuple(ids)] == mask[shared:] for ids, mask in rest)
     assert row.num_sampled_tokens == sum(len(written(text)) for name, text in UNRULY.items() if name != "nobody")
 
 
@@ -241,11 +245,14 @@ def test_equal_requests_are_different_turns_with_their_own_randomness():
         said(base_url, [user("?")])
         return float(len(choices))
 
-    script = Script(lambda *_: "yes")
     keys = []
-    submit = script.submit
-    script.submit = lambda sequences: (keys.extend(tuple(each.key) for each in sequences), submit(sequences))
-    [row], _ = played(twice, n=1, script=script)
+
+    class WithKeys(Script):
+        def turn(self, sequence):
+            keys.append(tuple(sequence.key))
+            return super().turn(sequence)
+
+    [row], _ = played(twice, n=1, script=WithKeys(lambda *_: "yes"))
     assert row.environment_reward == 2.0
     assert len(set(keys)) == len(keys) == 3
     assert row.num_sampled_tokens == 3 * len(written("yes"))
@@ -279,7 +286,8 @@ def test_coroutine_functions_and_commands_are_programs_too():
     code = (
         "import json, os, sys, urllib.request as r; "
         "body = json.dumps({'messages': [{'role': 'user', 'content': sys.argv[1]}]}).encode(); "
-        "q = r.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, {'content-type': 'application/json'}); "
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'; "
+        "q = r.Request(url, body, {'content-type': 'application/json'}); "
         "text = json.loads(r.urlopen(q).read())['choices'][0]['message']['content']; "
         "print('noise'); print(0.25); sys.exit(text != json.loads(os.environ['GROUPAX_ROW'])['word'])"
     )
@@ -317,7 +325,9 @@ def test_a_program_that_fails_begins_again_and_is_left_out_in_the_end():
     with pytest.warns(UserWarning, match="failed"), pytest.raises(RunError, match="ended without asking the model"):
         played(lambda: 1.0)
     with pytest.warns(UserWarning, match="longer than"):
-        [row], _ = played(lambda base_url: (said(base_url, [user("?")]), time.sleep(1)), n=1, timeout_s=0.3, environment_retries=0)
+        [row], _ = played(
+            lambda base_url: (said(base_url, [user("?")]), time.sleep(1)), n=1, timeout_s=0.3, environment_retries=0
+        )
     assert row.finish_reason == "timeout"
 
 

@@ -1,4 +1,4 @@
-"""What a program asks the model, in the form that all protocols are converted to. Imports no jax."""
+"""A program's request for turns, in the form that all protocols are converted to. Imports no jax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -87,7 +87,9 @@ def parents_of(turns: Sequence[SampledTurn]) -> list[int | None]:
     for index, turn in enumerate(turns):
         prompt = turn.prompt_ids
         shorter = (other for other in by_length if other != index and len(streams[other]) <= len(prompt))
-        parents.append(next((each for each in shorter if np.array_equal(streams[each], prompt[: len(streams[each])])), None))
+        parents.append(
+            next((each for each in shorter if np.array_equal(streams[each], prompt[: len(streams[each])])), None)
+        )
     return parents
 
 

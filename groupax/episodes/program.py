@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from groupax.episodes.environment import EnvironmentClass
 from groupax.episodes.asked import Asked
+from groupax.episodes.environment import EnvironmentClass
 from groupax.tools.threads import Outcome
 
 MODEL = "policy"  # name of the model for programs
@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a program needs to ask the model.
+    """The address at which a program asks the model.
 
     Attributes:
         url: Address of the session; requests to it belong to one episode.

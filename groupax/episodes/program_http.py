@@ -93,7 +93,7 @@ class _Handlers:
     def __init__(self, sessions: Mapping[str, Session], templates: Templates) -> None:
         self._sessions, self._templates = sessions, templates
 
-    async def models(self, http: HttpRequest) -> Response:
+    async def models(self, _: HttpRequest) -> Response:
         """Handles /v1/models."""
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupax"}
         return JSONResponse({"object": "list", "data": [card]})

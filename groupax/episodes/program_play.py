@@ -140,9 +140,7 @@ class ProgramTable:
         self._numbers = itertools.count()
         self._prompt_ids: dict[int, np.ndarray] = {}  # of the dataset's prompts
 
-    def play(
-        self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int
-    ) -> Iterator[list[Rollout]]:
+    def play(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> Iterator[list[Rollout]]:
         """Runs the programs of all groups, and yields each group when its last run has ended."""
         examples = [given[index] for index in range(len(prompt_ids))]
         params, self._prompt_ids = self._params, dict(enumerate(prompt_ids, first_prompt))
@@ -401,5 +399,3 @@ class ProgramTable:
 def _begins_with(prompt: np.ndarray, turn: SampledTurn) -> bool:
     stream = turn.stream
     return len(stream) <= len(prompt) and np.array_equal(stream, prompt[: len(stream)])
-
-

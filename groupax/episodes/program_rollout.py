@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from groupax.episodes.branches import SampledTurn, Stream, streams_of
-from groupax.types import CallRecord, FinishReason, Rollout, Turn
+from groupax.types import CallRecord, FinishReason, Rollout
 
 
 def rollout_of(

@@ -66,4 +66,3 @@ class ProgramServer:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(START_S)
         self._socket.close()
-
