@@ -21,9 +21,7 @@ def determinized(nfa: Nfa, max_states: int) -> tuple[np.ndarray, np.ndarray]:
     closures: dict[int, frozenset[int]] = {}
     starts = sorted({0, *(b for edges in nfa.bytes for low, high, _ in edges for b in (low, high + 1))} - {256})
     class_of = np.searchsorted(starts, np.arange(256), side="right") - 1
-    edges = [
-        [(int(class_of[low]), int(class_of[high]) + 1, after) for low, high, after in each] for each in nfa.bytes
-    ]
+    edges = [[(int(class_of[low]), int(class_of[high]) + 1, after) for low, high, after in each] for each in nfa.bytes]
     first = _closure(nfa, nfa.start, closures)
     numbers, order, rows = {first: 0}, [first], []
     for state in order:  # which grows meanwhile

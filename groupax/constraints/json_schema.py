@@ -1,49 +1,27 @@
 """Regular expressions of the JSON documents that a schema allows. Imports no jax.
 
 The documents are a subset of the valid ones: properties are in the schema's order, additional properties occur only in
-objects without named ones, and there are no spaces but single ones after commas and colons. What a schema cannot be
-translated to is refused, not ignored.
+objects without named ones, and there are no spaces but single ones after commas and colons. Keywords that cannot be
+translated are refused, not ignored. Of the schemas of `oneOf` a document may satisfy several.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
 from groupax.constraints.json_numbers import integer_regex, number_regex, one_of
 from groupax.constraints.json_strings import STRING, format_regex, pattern_regex, string_regex
+from groupax.constraints.schema_merging import COMBINING, KEYWORDS, REFUSED, RULES, merged, short
 
 MAX_DEPTH = 3  # arrays and objects within each other where a schema allows any value
 MAX_RECURSION = 3  # times that a definition contains itself
-MAX_CHARACTERS = 1 << 20
+MAX_VALUES_WRITTEN = 100_000  # including those within others, wherever a reference repeats them
+MAX_CHARACTERS_WRITTEN = 1 << 25
+MAX_VALUES = 10_000  # of numbers with multipleOf
 _SPACE = " ?"
-_KEYWORDS: dict[str, tuple[str, ...]] = {
-    "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties", "patternProperties"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_REFUSED = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "minContains",
-    "maxContains",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "propertyNames",
-    "unevaluatedItems",
-    "additionalItems",
-    "$dynamicRef",
-    "$recursiveRef",
-)
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
-MAX_VALUES = 10_000  # of integers with multipleOf
 
 
 def regex_of_schema(text: str) -> str:
@@ -71,7 +49,7 @@ class _Translator:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self._num_characters = 0
+        self._num_values = self._num_characters = 0
 
     def value(self, schema: Any, entered: Mapping[str, int], depth: int) -> str | None:
         """Returns the expression of a value.
@@ -81,10 +59,13 @@ class _Translator:
             entered: Number of times that each definition contains this one.
             depth: Number of arrays and objects within each other, where any value is allowed.
         """
+        self._num_values += 1
+        if self._num_values > MAX_VALUES_WRITTEN:
+            raise ValueError(f"json_schema describes more than {MAX_VALUES_WRITTEN:,} values; simplify its references")
         regex = self._value(schema, entered, depth)
         self._num_characters += len(regex or "")
-        if self._num_characters > 64 * MAX_CHARACTERS or len(regex or "") > MAX_CHARACTERS:
-            raise ValueError(f"json_schema becomes an expression of more than {MAX_CHARACTERS:,} characters; simplify it")
+        if self._num_characters > MAX_CHARACTERS_WRITTEN:
+            raise ValueError("json_schema becomes too long an expression; simplify its references")
         return regex
 
     def _value(self, schema: Any, entered: Mapping[str, int], depth: int) -> str | None:
@@ -93,11 +74,11 @@ class _Translator:
         if schema is True or schema == {}:
             return any_value(depth)
         if not isinstance(schema, dict):
-            raise ValueError(f"a schema must be an object or a boolean, got {_short(schema)}")
-        for keyword in _REFUSED:
+            raise ValueError(f"a schema must be an object or a boolean, got {short(schema)}")
+        for keyword in REFUSED:
             if keyword in schema:
                 raise ValueError(f"json_schema has {keyword!r}, which is not supported")
-        for keyword in _COMBINING:
+        for keyword in COMBINING:
             if keyword in schema:
                 return self._combined(keyword, schema, entered, depth)
         if "const" in schema or "enum" in schema:
@@ -119,7 +100,10 @@ class _Translator:
         if keyword == "allOf":
             return self.value(merged([rest, *(self._resolved(part) for part in parts)]), entered, depth)
         # one of several schemas: documents that satisfy two of them are not ruled out
-        return one_of(self.value(merged([rest, self._resolved(part)]) if _has_rules(rest) else part, entered, depth) for part in parts)
+        return one_of(
+            self.value(merged([rest, self._resolved(part)]) if _has_rules(rest) else part, entered, depth)
+            for part in parts
+        )
 
     def _resolved(self, schema: Any) -> Any:
         """Returns a schema with its reference replaced by the definition, so that others can be merged with it."""
@@ -134,7 +118,9 @@ class _Translator:
 
     def _definition(self, path: str) -> Any:
         if path != "#" and not path.startswith("#/"):
-            raise ValueError(f"json_schema has the reference {path!r}; only those within the schema (#/...) are supported")
+            raise ValueError(
+                f"json_schema has the reference {path!r}; only those within the schema (#/...) are supported"
+            )
         found = self.root
         for name in path.split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -195,7 +181,9 @@ class _Translator:
         low, high = _count(schema, "minProperties", 0), _count(schema, "maxProperties", None)
         if properties:
             if low > len(required) or (high is not None and high < len(properties)):
-                raise ValueError("json_schema has minProperties or maxProperties beside properties; this is not supported")
+                raise ValueError(
+                    "json_schema has minProperties or maxProperties beside properties; this is not supported"
+                )
             pairs = []
             for name, each in properties.items():
                 value = self.value(each, entered, depth - 1) if depth > 0 or each is not True else any_value(0)
@@ -229,70 +217,23 @@ def any_value(depth: int) -> str:
     if depth <= 0:
         return str(scalar)
     inner = any_value(depth - 1)
-    return f"(?:{scalar}|{_list('[', ']', [], inner, 0, None)}|{_list('{', '}', [], f'{STRING}:{_SPACE}{inner}', 0, None)})"
-
-
-def merged(schemas: Iterable[Any]) -> Any:
-    """Returns a schema that allows what all of these allow.
-
-    Raises:
-        ValueError: Two of them set one keyword to different values, in a way that is not supported.
-    """
-    result: dict[str, Any] = {}
-    for schema in schemas:
-        if schema is False:
-            return False
-        if schema is True:
-            continue
-        if not isinstance(schema, dict):
-            raise ValueError(f"a schema must be an object or a boolean, got {_short(schema)}")
-        for name, value in schema.items():
-            if name not in result or result[name] == value:
-                result[name] = value
-            elif name in _MERGES:
-                result[name] = _MERGES[name](result[name], value)
-            elif name in _RULES:
-                raise ValueError(f"json_schema combines two different values of {name!r}; this is not supported")
-    return result
-
-
-def _merged_types(one: Any, other: Any) -> Any:
-    one, other = ([each] if isinstance(each, str) else list(each) for each in (one, other))
-    return [each for each in one if each in other or (each == "integer" and "number" in other)] + [
-        each for each in other if each == "integer" and "number" in one and "integer" not in one
-    ]
-
-
-def _merged_properties(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {name: merged([part[name] for part in (one, other) if name in part]) for name in {**one, **other}}
-
-
-_MERGES: dict[str, Callable[[Any, Any], Any]] = {
-    "type": _merged_types,
-    "properties": _merged_properties,
-    "required": lambda one, other: [*one, *(each for each in other if each not in one)],
-    "enum": lambda one, other: [each for each in one if each in other],
-    "additionalProperties": lambda one, other: merged([one, other]),
-    "allOf": lambda one, other: [*one, *other],
-    **{name: max for name in ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")},
-    **{name: min for name in ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")},
-}
-_RULES = {*_COMBINING, *_REFUSED, "type", "enum", "const", *(name for names in _KEYWORDS.values() for name in names)}
+    array = _list("[", "]", [], inner, 0, None)
+    return f"(?:{scalar}|{array}|{_list('{', '}', [], f'{STRING}:{_SPACE}{inner}', 0, None)})"
 
 
 def _has_rules(schema: Mapping[str, Any]) -> bool:
-    return any(name in _RULES for name in schema)
+    return any(name in RULES for name in schema)
 
 
 def _types_of(schema: dict[str, Any]) -> list[str]:
     """Returns the types that a schema names, or else those that its keywords are for."""
     given = schema.get("type")
     if given is None:
-        found = [kind for kind, names in _KEYWORDS.items() if any(name in schema for name in names)]
+        found = [kind for kind, names in KEYWORDS.items() if any(name in schema for name in names)]
         return found or [kind for kind in _TYPES if kind != "integer"]
     kinds = [given] if isinstance(given, str) else given
     if not isinstance(kinds, list) or not all(kind in _TYPES for kind in kinds):
-        raise ValueError(f"json_schema has the type {_short(given)}; types are {', '.join(_TYPES)}")
+        raise ValueError(f"json_schema has the type {short(given)}; types are {', '.join(_TYPES)}")
     return kinds
 
 
@@ -311,7 +252,7 @@ def _string(schema: dict[str, Any]) -> str | None:
 
 
 def _number(schema: dict[str, Any], is_integer: bool) -> str | None:
-    bounds = {name: _bound(schema, name) for name in _KEYWORDS["number"]}
+    bounds = {name: _bound(schema, name) for name in KEYWORDS["number"]}
     low, high, above, below = bounds["minimum"], bounds["maximum"], False, False
     if (exclusive := bounds["exclusiveMinimum"]) is not None and (low is None or exclusive >= low):
         low, above = exclusive, True
@@ -333,7 +274,8 @@ def _multiples(step: Decimal, low: Decimal | None, high: Decimal | None, above: 
         return integer_regex(low, high)
     if low is None or high is None or step <= 0 or (high - low) / step > MAX_VALUES:
         raise ValueError(
-            f"json_schema has multipleOf={step}; it is supported with a minimum and a maximum, of up to {MAX_VALUES:,} values"
+            f"json_schema has multipleOf={step}; it is supported with a minimum and a maximum, of up to {MAX_VALUES:,} "
+            "values"
         )
     first = -(-low // step) if low >= 0 or low % step == 0 else low // step
     values = [number * step for number in range(int(first) - 1, int(high // step) + 2)]
@@ -346,7 +288,7 @@ def _bound(schema: dict[str, Any], name: str) -> Decimal | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"json_schema has {name}={_short(value)}, which must be a number")
+        raise ValueError(f"json_schema has {name}={short(value)}, which must be a number")
     return Decimal(str(value))
 
 
@@ -355,7 +297,7 @@ def _count(schema: dict[str, Any], name: str, default: Any) -> Any:
     if value is default:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
-        raise ValueError(f"json_schema has {name}={_short(value)}, which must be a natural number")
+        raise ValueError(f"json_schema has {name}={short(value)}, which must be a natural number")
     return int(value)
 
 
@@ -363,7 +305,7 @@ def _typed(schema: dict[str, Any], name: str, kind: type, default: Any = ...) ->
     value = schema.get(name, default)
     if value is not default and not isinstance(value, kind):
         words = {str: "a text", list: "an array", dict: "an object"}
-        raise ValueError(f"json_schema has {name}={_short(value)}, which must be {words[kind]}")
+        raise ValueError(f"json_schema has {name}={short(value)}, which must be {words[kind]}")
     return value
 
 
@@ -395,7 +337,10 @@ def _in_order(pairs: list[tuple[str, bool]]) -> str:
         parts = [f"(?:{pair}{comma})?" for pair, _ in pairs[:first]] + [pairs[first][0]]
         parts += [f"{comma}{pair}" if must else f"(?:{comma}{pair})?" for pair, must in pairs[first + 1 :]]
         return "".join(parts)
-    starts = [pair + "".join(f"(?:{comma}{later})?" for later, _ in pairs[index + 1 :]) for index, (pair, _) in enumerate(pairs)]
+    starts = [
+        pair + "".join(f"(?:{comma}{later})?" for later, _ in pairs[index + 1 :])
+        for index, (pair, _) in enumerate(pairs)
+    ]
     return f"(?:{'|'.join(starts)})?" if starts else ""
 
 
@@ -410,8 +355,3 @@ def _is_of(value: Any, kind: str) -> bool:
         return isinstance(value, kinds[kind])
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and (kind == "number" or value == int(value))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -19,8 +19,9 @@ _CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
 _OFFSET = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[a-z0-9](?:[a-z0-9-]{0,20}[a-z0-9])?"
+_MINUTES = "M(?:[0-9]{1,2}S)?"
 _DURATION = (
-    r"P(?:[0-9]{1,4}W|[0-9]{1,4}D(?:T[0-9]{1,2}H)?|T[0-9]{1,4}(?:H(?:[0-9]{1,2}M(?:[0-9]{1,2}S)?)?|M(?:[0-9]{1,2}S)?|S))"
+    f"P(?:[0-9]{{1,4}}W|[0-9]{{1,4}}D(?:T[0-9]{{1,2}}H)?|T[0-9]{{1,4}}(?:H(?:[0-9]{{1,2}}{_MINUTES})?|{_MINUTES}|S))"
 )
 # Strings of a format; none of their characters needs to be escaped. Other formats are annotations.
 FORMATS = {
@@ -60,13 +61,14 @@ _CLASSES: dict[str, Ranges] = {
 }
 _CLASSES |= {name.upper(): complement(ranges) for name, ranges in _CLASSES.items()}
 _CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+_ANY = _PLAIN
 _UNSUPPORTED = re.compile(r"\(\?(?!:)|\\[1-9bBAZzGkpPcux]")
 
 
 def pattern_regex(pattern: str) -> str:
-    r"""Returns the expression of the strings that a pattern of a schema matches somewhere, as far as they need no escapes.
+    """Returns the expression of the strings that a pattern of a schema matches, as far as they need no escapes.
 
-    A pattern is an expression of ECMA 262; classes such as \\d mean ASCII.
+    A pattern is an expression of ECMA 262 that matches anywhere in a string; its classes, such as digits, mean ASCII.
 
     Raises:
         ValueError: The pattern has look-around, backreferences, or anchors other than at its ends.

@@ -1,7 +1,6 @@
 """Nondeterministic automata over bytes, from regular expressions in Python's syntax. Imports neither jax nor numpy."""
 
 import re
-from collections.abc import Sequence
 from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
@@ -53,9 +52,9 @@ class Nfa:
         self.free.append([])
         return len(self.bytes) - 1
 
-    def _sequence(self, parts: Sequence[Any], end: int) -> int:
+    def _sequence(self, parts: Any, end: int) -> int:
         """Adds parts that follow each other and returns their first node."""
-        for op, argument in reversed(parts):
+        for op, argument in reversed(list(parts)):
             end = self._part(str(op), argument, end)
         return end
 

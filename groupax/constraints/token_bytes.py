@@ -38,7 +38,11 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
 
 
 _UNFIT = "this tokenizer cannot be used with regex or json_schema:"
-_LETTERS = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that are written as the character of their code
+_LETTERS = [
+    *range(33, 127),
+    *range(161, 173),
+    *range(174, 256),
+]  # bytes that are written as the character of their code
 _OTHERS = [byte for byte in range(256) if byte not in _LETTERS]
 _BYTE_OF = {chr(byte): byte for byte in _LETTERS} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 

@@ -95,9 +95,7 @@ def decode_chunk(
         return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, constraints, layout)
 
     in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints)
-    program = jax.shard_map(
-        local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False
-    )
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
     return program(params, cache, slots, constraints)
 
 

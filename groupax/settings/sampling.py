@@ -141,8 +141,9 @@ class RolloutSamplingSettings(SamplingSettings):
     reward functions see them; such a completion does not count as truncated."""
 
     def check(self) -> None:
-        """Raises a ValueError for stop strings that cannot be looked for."""
+        """Raises a ValueError for stop strings that cannot be looked for, and for two constraints."""
         check_stop_strings("stop", self.stop)
+        check_constraint(self.regex, self.json_schema)
 
 
 @dataclass(frozen=True, kw_only=True)
