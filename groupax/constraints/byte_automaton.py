@@ -66,7 +66,7 @@ def _read(done: "subprocess.CompletedProcess[bytes]", regex: str) -> tuple[np.nd
             f"the regular expression {shown!r} takes more than {MAX_SECONDS} s or {MAX_BYTES >> 30} GiB to compile; "
             "simplify it, for example its repetitions within repetitions"
         )
-    with np.load(io.BytesIO(done.stdout), allow_pickle=False) as arrays:
+    with np.load(io.BytesIO(done.stdout)) as arrays:
         return arrays["next_state"], arrays["accepting"]
 
 

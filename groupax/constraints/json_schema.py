@@ -182,7 +182,7 @@ class _Translator:
         if properties:
             if low > len(required) or (high is not None and high < len(properties)):
                 raise ValueError(
-                    "json_schema has minProperties or maxProperties beside properties; this is not supported"
+                    "json_schema has minProperties or maxProperties together with properties; this is not supported"
                 )
             pairs = []
             for name, each in properties.items():
@@ -212,7 +212,7 @@ class _Translator:
 
 
 def any_value(depth: int) -> str:
-    """Returns the expression of any value with so many arrays and objects within each other."""
+    """Returns the expression of any value with at most this number of arrays and objects within each other."""
     scalar = one_of([STRING, number_regex(None, None, False, False), "true", "false", "null"])
     if depth <= 0:
         return str(scalar)

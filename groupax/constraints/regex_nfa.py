@@ -73,7 +73,8 @@ class Nfa:
                 self.free[start] += [self._sequence(_without_anchors(list(branch)), end) for branch in argument[1]]
                 return start
             case "MAX_REPEAT" | "MIN_REPEAT":
-                return self._repeat(*argument, end)
+                low, high, inner = argument
+                return self._repeat(low, high, inner, end)
         names = {"AT": "an anchor or a word boundary in its middle", "GROUPREF": "a backreference"}
         raise ValueError(f"it has {names.get(op, 'look-around or an atomic group')}, which is not supported")
 

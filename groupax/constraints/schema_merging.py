@@ -52,8 +52,9 @@ def merged(schemas: Iterable[Any]) -> Any:
             elif name in RULES:
                 raise ValueError(f"json_schema combines two different values of {name!r}; this is not supported")
     for schema in schemas:
-        others = result.get("properties", {}).keys() - schema.get("properties", {}).keys() if schema is not True else ()
-        if others and schema.get("additionalProperties", True) is not True:
+        own: dict[str, Any] = {} if schema is True else schema
+        others = result.get("properties", {}).keys() - own.get("properties", {}).keys()
+        if others and own.get("additionalProperties", True) is not True:
             raise ValueError(
                 f"json_schema combines the property {min(others)!r} with additionalProperties that rule it out"
             )

@@ -115,9 +115,9 @@ def _decode_chunk(
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
 
-    classes = None if constraints is None else slot_classes(constraints)
     if constraints is not None:
         chunk = replace(chunk, state=constraints.slot_state)
+        classes = slot_classes(constraints)
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
         index, slots, _, _ = carry
@@ -130,7 +130,7 @@ def _decode_chunk(
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
         seen = history if sampling == "general" else None
-        if constraints is None:
+        if constraints is None or chunk.state is None:
             sampled = sample(logits, uniform[:, index], slots.settings, seen)
         else:
             allowed = allowed_tokens(constraints, classes, chunk.state, slots.remaining)

@@ -67,11 +67,11 @@ class PreparedBatch(Batch):
 
     def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
         """Returns what the sequences need, or what includes it where only that is compiled."""
-        needed = super()._decoding(sequences)
-        sizes = dict.fromkeys((needed[1], self.table_size))
-        candidates = [(sampling, size) for size in sizes for sampling in dict.fromkeys((needed[0], "general"))]
+        sampling, size = super()._decoding(sequences)
+        kinds: tuple[SamplingKind, ...] = (sampling, "general")
+        candidates = [(kind, each) for each in dict.fromkeys((size, self.table_size)) for kind in kinds]
         compiled = (each for each in candidates if not self.programs.missing([Decode(self.shape, *each)]))
-        return next(compiled, needed)
+        return next(compiled, (sampling, size))
 
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):
