@@ -7,8 +7,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,11 +23,13 @@ from starlette.routing import Route
 from groupax.models.checkpoint import Model
 from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck
+from groupax.serve.deltas import collect, no_tokens, to_queue
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.loop import ClosedError, Delta, EngineLoop, Job, QueueFullError
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
+from groupax.serve.prompt_scoring import PromptScorer
 from groupax.serve.protocols import anthropic_messages
 from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.protocols.table import PROTOCOLS, Protocol
@@ -122,7 +123,7 @@ class Server:
     def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights, log: RateLimitedLog | None = None) -> None:
         self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics, self.log = Metrics(loop), log or RateLimitedLog()
-        self._preparing = CapacityLimiter(PREPARING_THREADS)
+        self._preparing, self._scorer = CapacityLimiter(PREPARING_THREADS), PromptScorer(loop)
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
         self.models = {name: _served_model(name, loop) for name in loop.engines}
@@ -160,20 +161,24 @@ class Server:
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
         prepared = await self._prepared(incoming, name, deadline_s)
-        deltas: asyncio.Queue[Delta] = asyncio.Queue()
-        job = await run_in_threadpool(self._submit, prepared, name, _to_queue(deltas))
-        arriving = self._arriving(job, deltas, started_s)
-        writer = protocol.writer(prepared.exchange)
+        exchange = await self._with_prompt_logps(prepared, http, deadline_s)
+        num = len(exchange.prompts) * request.n
+        if request.max_tokens == 0:
+            arriving, cancel = no_tokens(num), lambda: None
+        else:
+            deltas: asyncio.Queue[Delta] = asyncio.Queue()
+            job = await run_in_threadpool(self._submit, prepared, name, to_queue(deltas))
+            arriving, cancel = self._arriving(job, deltas, started_s), partial(self.loop.cancel, job)
+        writer = protocol.writer(exchange)
         if request.stream:
-            events = self._events(prepared.exchange, writer, job, arriving)
-            cancel = partial(self.loop.cancel, job)
+            events = self._events(exchange, writer, num, arriving)
             return EventStream(events, protocol, cancel, deadline_s, self.limits.send_timeout_s)
-        work = asyncio.ensure_future(_collect(arriving, len(job.sequences)))
+        work = asyncio.ensure_future(collect(arriving, num))
         try:
             completions = await unless_disconnected(work, http.receive, deadline_s)
         finally:
             work.cancel()
-            self.loop.cancel(job)
+            cancel()
         return JSONResponse(await run_in_threadpool(writer.full, completions))
 
     async def count_tokens(self, http: HttpRequest) -> Response:
@@ -250,6 +255,21 @@ class Server:
         work = partial(prepare, incoming, self.models[name], limits.max_completions, limits.default_max_tokens)
         return await self._in_time(work, deadline_s)
 
+    async def _with_prompt_logps(self, prepared: Prepared, http: HttpRequest, deadline_s: float) -> Exchange:
+        """Returns the exchange with the log-probs of its prompts, if the request wants them."""
+        exchange, num = prepared.exchange, prepared.exchange.request.num_prompt_logprobs
+        if num is None:
+            return exchange
+        scores = self._scorer.score(exchange.model, prepared.prompts, prepared.params.temperature, num)
+        work = asyncio.ensure_future(scores)
+        try:
+            found = await unless_disconnected(work, http.receive, deadline_s)
+        except ClosedError as error:
+            raise _stopping() from error
+        finally:
+            work.cancel()
+        return replace(exchange, prompt_logps=found)
+
     async def _in_time(self, work: Callable[[], T], deadline_s: float) -> T:
         """Returns the result of work in a thread, which is abandoned at the deadline."""
         try:
@@ -287,10 +307,10 @@ class Server:
             yield delta
 
     async def _events(
-        self, exchange: Exchange, writer: Writer, job: Job, arriving: AsyncIterator[Delta]
+        self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]
     ) -> AsyncIterator[dict[str, Any]]:
-        tokenizer = self.models[job.model].tokenizer
-        streams = [PieceStream(exchange, index, tokenizer) for index in range(len(job.sequences))]
+        tokenizer = self.models[exchange.model].tokenizer
+        streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
         completions = [Completion() for _ in streams]
         for event in writer.first_events():
             yield event
@@ -346,26 +366,8 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, config.vocab_size, config.max_positions)
 
 
-def _to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:
-    """Returns a listener that passes deltas from the engine's thread to this one."""
-    call_here = asyncio.get_running_loop().call_soon_threadsafe
-
-    def listener(delta: Delta) -> None:
-        with suppress(RuntimeError):  # the server was stopped without waiting
-            call_here(deltas.put_nowait, delta)
-
-    return listener
-
-
 def _stopping() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
-
-
-async def _collect(arriving: AsyncIterator[Delta], num: int) -> list[Completion]:
-    completions = [Completion() for _ in range(num)]
-    async for delta in arriving:
-        completions[delta.index].add(delta)
-    return completions
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
