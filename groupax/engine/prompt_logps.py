@@ -113,7 +113,7 @@ def _score(
 
     def local(params: Params, tokens: Array, lengths: Array, temperature: Array) -> TokenLogps:
         return lax.map(
-            lambda row: _score_row(config, params, *row, temperature, kv_dtype, mesh.shape["tp"], layout),
+            lambda row: _score_row(config, params, row[0], row[1], temperature, kv_dtype, mesh.shape["tp"], layout),
             (tokens, lengths),
         )
 
