@@ -110,8 +110,9 @@ class _Handlers:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # noqa: BLE001 - sent, and logged
-            refusal = isinstance(error, ValueError)
-            fault = ApiError(400, str(error)) if refusal else as_api_error(error, http.scope)
+            refused = isinstance(error, ValueError)
+            fault = ApiError(400, str(error)) if refused else as_api_error(error, http.scope)
+            self._note(http, fault)
             return JSONResponse(fault.body, fault.status, fault.headers)
         prompt = answer.prompt_ids.tolist()
         texts = self._templates.token_texts
@@ -122,6 +123,12 @@ class _Handlers:
             events = self._events(exchange, writer, turns)
             return EventStream(events, lambda: None, math.inf, SEND_TIMEOUT_S)
         return JSONResponse(await run_in_threadpool(writer.full, [_completed(turn) for turn in turns]))
+
+    def _note(self, http: HttpRequest, fault: ApiError) -> None:
+        """Notes a refusal, with which an episode without turns is explained."""
+        session = self._sessions.get(http.path_params["session"])
+        if session is not None:
+            session.refusal = fault.message
 
     async def _answer(self, session: Session, asked: Asked, is_retry: bool, http: HttpRequest) -> Answer:
         """Returns the answer to a request.
