@@ -322,7 +322,7 @@ def test_a_program_that_fails_begins_again_and_is_left_out_in_the_end():
     assert (row.environment_reward, row.finish_reason) == (None, "env_error")
     [row], _ = played(never, n=1, error_reward=-1.0)
     assert (row.environment_reward, row.finish_reason) == (-1.0, "done")
-    with pytest.warns(UserWarning, match="failed"), pytest.raises(RunError, match="ended without asking the model"):
+    with pytest.warns(UserWarning, match="failed"), pytest.raises(RunError, match="ended without a turn of the model"):
         played(lambda: 1.0)
     with pytest.warns(UserWarning, match="longer than"):
         [row], _ = played(

@@ -97,7 +97,12 @@ class Answer:
 
 
 class Session:
-    """One run of a program, in the process that runs it. Threads may share it."""
+    """One run of a program, in the process that runs it. Threads may share it.
+
+    Attributes:
+        has_ended: Whether the program has ended, or nobody waits for it.
+        refusal: Why a request was refused that could not be read; empty if none was.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +112,7 @@ class Session:
         self._futures: list[concurrent.futures.Future[Answer]] = []  # by the number of the request
         self._digests: list[str] = []
         self._left: set[int] = set()  # requests whose clients have gone
-        self.has_ended = False
+        self.has_ended, self.refusal = False, ""
 
     def listen(self, report: Callable[[Outcome], None]) -> None:
         """Has the next events reported, as the value of an outcome: once, as soon as there are any."""
@@ -162,7 +167,8 @@ class Session:
         """
         with self._lock:
             if not self.has_ended:
-                self._add({"kind": "end", "value": value, "error": kind, "message": message})
+                end = {"kind": "end", "value": value, "error": kind, "message": message, "refusal": self.refusal}
+                self._add(end)
                 self.has_ended = True
 
     def close(self) -> None:

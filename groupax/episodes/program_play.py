@@ -260,11 +260,15 @@ class ProgramTable:
             )
             self._refuse(episode, number, "length", message)
             return
-        episode.num_asked += asked.n
         most = min(room, asked.max_tokens or room, settings.max_turn_tokens or room)
         stop = tuple(dict.fromkeys((*self._stop, *asked.stop)))
         params = replace(self._params, n=1, max_tokens=most, stop=stop)
-        sequences = [self._new_sequence(episode, prompt, params) for _ in range(asked.n)]
+        try:
+            sequences = [self._new_sequence(episode, prompt, params) for _ in range(asked.n)]
+        except ValueError as error:  # e.g. a token that is not in the vocabulary
+            self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_prompt", str(error))))
+            return
+        episode.num_asked += asked.n
         request = _Request(episode, number, asked, sequences)
         self._requests |= {id(sequence): request for sequence in sequences}
         self._to_submit += sequences
@@ -325,7 +329,9 @@ class ProgramTable:
             self._fail(episode, outcome)
             return
         if not self._turns(episode):
-            message = "it ended without asking the model; give its client the base URL of the session"
+            refusal = event["refusal"]
+            advice = f"its last request was refused: {refusal}" if refusal else "give its client the base URL"
+            message = f"it ended without a turn of the model; {advice}"
             self._fail(episode, Outcome(message=message, kind="ValueError"))
             return
         episode.reward = (episode.program.error_reward or 0.0) if event["error"] else event["value"]
