@@ -68,10 +68,12 @@ class PreparedBatch(Batch):
     def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
         """Returns what the sequences need, or what includes it where only that is compiled."""
         sampling, size = super()._decoding(sequences)
-        kinds: tuple[SamplingKind, ...] = (sampling, "general")
-        candidates = [(kind, each) for each in dict.fromkeys((size, self.table_size)) for kind in kinds]
-        compiled = (each for each in candidates if not self.programs.missing([Decode(self.shape, *each)]))
-        return next(compiled, (sampling, size))
+        kinds: dict[SamplingKind, None] = {sampling: None, "general": None}
+        for each in dict.fromkeys((size, self.table_size)):
+            for kind in kinds:
+                if not self.programs.missing([Decode(self.shape, kind, each)]):
+                    return kind, each
+        return sampling, size
 
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):
