@@ -85,6 +85,7 @@ class Request(BaseModel):
         weights_state: The weights to sample from (see `serve.weights`); with others the request is refused.
         prompts: Strings or lists of token ids; for a chat one list of messages.
         logprobs: Number of alternatives to report for each token; None reports no log-probs.
+        prompt_logprobs: The same for the tokens of the prompts.
     """
 
     model_config = ConfigDict(strict=True)
@@ -113,6 +114,12 @@ class Request(BaseModel):
     ignore_eos: bool = False
     prompts: list[Any]
     logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to report for each token of the prompt; None if its log-probs are not requested."""
+        return self.prompt_logprobs
 
     @property
     def is_chat(self) -> bool:
@@ -126,6 +133,10 @@ class Request(BaseModel):
             ApiError: a setting is out of its range.
         """
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
+        if max_tokens == 0 and self.num_prompt_logprobs is None and not getattr(self, "echo", False):
+            message = "max_tokens is 0, but nothing of the prompt is requested; set echo or prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens")
+        max_tokens = max_tokens or 1  # of a request that samples nothing
         settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         settings["stop_token_ids"] = tuple(self.stop_token_ids)
         try:
@@ -141,6 +152,12 @@ class CompletionRequest(Request):
     prompts: Annotated[list[Any], BeforeValidator(_prompts)] = Field(validation_alias="prompt")
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(lambda num: None if num is False else num)] = None
     echo: bool = False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The larger of the numbers that `prompt_logprobs` and, with `echo`, `logprobs` request."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
 
 class ChatRequest(Request):
@@ -228,6 +245,8 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     if isinstance(given.get("stream_options"), dict):
         check_known(given["stream_options"], STREAM_OPTIONS, "stream_options", param="stream_options")
     request = validated(schema, {name: value for name, value in given.items() if value is not None})
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
     if isinstance(request, ChatRequest):
         if request.logprobs is not None and not request.has_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
@@ -236,8 +255,6 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
             request.max_tokens = request.max_completion_tokens
         check_tool_choice(request.tool_choice, request.tools)
         check_last_message(request.messages, request.add_generation_prompt, request.continue_final_message)
-    elif request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo with logprobs needs log-probs of the prompt, which are not computed", "echo")
     return request
 
 
