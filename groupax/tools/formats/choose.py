@@ -110,7 +110,7 @@ def call_opening(
 
 @dataclass(frozen=True)
 class CallFrame:
-    """What a model writes around a call whose arguments are JSON: before the name, before the arguments, and after."""
+    """The texts around the name and the JSON arguments of a call: before the name, between the two, and after."""
 
     before: str
     between: str
