@@ -17,7 +17,6 @@ from groupax.engine.sampling import sample
 from groupax.models.decoder import logits
 
 from .automata import automaton_of
-from .conftest import rest_heavy
 from .test_engine import engine_for, history_of, settings_array
 
 LETTERS = [b"", b"", *(bytes([byte]) for byte in range(32, 126))]  # the tokens of the small model; 1 ends
@@ -82,7 +81,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", rest_heavy(SETTINGS))
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_other_settings_apply_to_what_is_allowed(tiny_model, settings):
     engine = engine_for(tiny_model)
     sequences = constrained(engine, "a[bcd]{0,9}e", replace(PARAMS, **settings))
@@ -93,7 +93,8 @@ def test_other_settings_apply_to_what_is_allowed(tiny_model, settings):
         assert np.isfinite(sequence.sampler_logps).all()
 
 
-@pytest.mark.parametrize("max_tokens", rest_heavy([4, 7, 20]))
+@pytest.mark.heavy
+@pytest.mark.parametrize("max_tokens", [4, 7, 20])
 def test_completions_end_within_their_limit(tiny_model, max_tokens):
     engine = engine_for(tiny_model)
     sequences = constrained(engine, "\\{[a-z]*(ab)*\\}-", replace(PARAMS, max_tokens=max_tokens))

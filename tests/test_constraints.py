@@ -119,7 +119,7 @@ SCHEMAS = [
 ]
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("schema", rest_heavy(SCHEMAS, 4))
 def test_documents_of_a_schema_are_valid(schema):
     validators = pytest.importorskip("jsonschema")
     validator = validators.Draft202012Validator(schema, format_checker=validators.FormatChecker(("date",)))
@@ -165,6 +165,9 @@ def test_bounds_of_a_schema(schema, valid, invalid):
             "rule it out",
         ),
         ([], "must be an object or a boolean"),
+        ({"type": "number", "minimum": float("inf")}, "must be a number"),
+        ({"type": "array", "minItems": float("inf")}, "must be a natural number"),
+        ({"properties": {f"p{n}": {"type": "null"} for n in range(3000)}}, "of which none is required"),
     ],
 )
 def test_schemas_that_cannot_be_kept_are_refused(schema, message):
@@ -212,6 +215,7 @@ def test_what_no_tokens_spell_is_refused():
         token_automaton(automaton_of("a"), TokenTrie(TOKENS), ())
 
 
+@pytest.mark.heavy
 def test_bytes_of_the_tokens_of_a_real_tokenizer(stories):
     from groupax.data.tokenizer import load_tokenizer
 

@@ -6,6 +6,7 @@ translated are refused, not ignored. Of the schemas of `oneOf` a document may sa
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -287,7 +288,7 @@ def _bound(schema: dict[str, Any], name: str) -> Decimal | None:
     value = schema.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         raise ValueError(f"json_schema has {name}={short(value)}, which must be a number")
     return Decimal(str(value))
 
@@ -296,7 +297,7 @@ def _count(schema: dict[str, Any], name: str, default: Any) -> Any:
     value = schema.get(name, default)
     if value is default:
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+    if not _is_number(value) or value != int(value) or value < 0:
         raise ValueError(f"json_schema has {name}={short(value)}, which must be a natural number")
     return int(value)
 
@@ -331,6 +332,10 @@ def _list(start: str, end: str, first: list[str | None], item: str | None, low: 
 def _in_order(pairs: list[tuple[str, bool]]) -> str:
     """Returns the expression of properties in their order, of which those that are not required may be left out."""
     comma = f",{_SPACE}"
+    if not any(is_required for _, is_required in pairs):
+        num_characters = len(pairs) * sum(len(pair) for pair, _ in pairs)
+        if num_characters > MAX_CHARACTERS_WRITTEN:
+            raise ValueError("json_schema has too many properties of which none is required; require some of them")
     required = [index for index, (_, is_required) in enumerate(pairs) if is_required]
     if required:
         first = required[0]
@@ -353,5 +358,8 @@ def _is_of(value: Any, kind: str) -> bool:
     kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     if kind in kinds:
         return isinstance(value, kinds[kind])
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and (kind == "number" or value == int(value))
+    return _is_number(value) and (kind == "number" or value == int(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
