@@ -21,18 +21,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax.data.tokenizer import context_tokens, decode
 from groupax.models.checkpoint import Model
 from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.errors import ApiError
+from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.loop import ClosedError, Delta, EngineLoop, Job, QueueFullError
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.prepare import Prepared, ServedModel, prepare
 from groupax.serve.rate_limited_log import RateLimitedLog
 from groupax.serve.requests import Request, parse, parse_json
-from groupax.serve.responses import Completion, ResponseBuilder, TokenTexts
+from groupax.serve.responses import ResponseBuilder
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
-from groupax.serve.text import TextStream
+from groupax.serve.turn_format import TurnFormats
 from groupax.serve.weights import Weights
 
 MAX_DRAIN_RATIO = 16  # a body of up to this many times the limit is read, so that its sender gets a response
@@ -151,8 +151,9 @@ class Server:
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
         job = await run_in_threadpool(self._submit, prepared, name, _to_queue(deltas))
         arriving = self._arriving(job, deltas, started_s)
+        writer = ResponseBuilder(prepared.exchange)
         if request.stream:
-            events = self._events(request, prepared.responses, job, arriving)
+            events = self._events(prepared.exchange, writer, job, arriving)
             cancel = partial(self.loop.cancel, job)
             return EventStream(events, cancel, deadline_s, self.limits.send_timeout_s)
         work = asyncio.ensure_future(_collect(arriving, len(job.sequences)))
@@ -161,7 +162,7 @@ class Server:
         finally:
             work.cancel()
             self.loop.cancel(job)
-        return JSONResponse(prepared.responses.full(completions))
+        return JSONResponse(await run_in_threadpool(writer.full, completions))
 
     async def list_models(self, _: HttpRequest) -> Response:
         """Handles /v1/models."""
@@ -261,32 +262,22 @@ class Server:
             yield delta
 
     async def _events(
-        self, request: Request, responses: ResponseBuilder, job: Job, arriving: AsyncIterator[Delta]
+        self, exchange: Exchange, writer: Writer, job: Job, arriving: AsyncIterator[Delta]
     ) -> AsyncIterator[dict[str, Any]]:
         tokenizer = self.models[job.model].tokenizer
-        texts = [
-            TextStream(
-                lambda ids: decode(tokenizer, [ids])[0],
-                each.params.stop,
-                context_tokens(tokenizer, each.prompt),
-                each.params.min_tokens,
-            )
-            for each in job.sequences
-        ]
-        completions = [Completion() for _ in job.sequences]
-        for chunk in responses.first_chunks():
-            yield chunk
+        streams = [PieceStream(exchange, index, tokenizer) for index in range(len(job.sequences))]
+        completions = [Completion() for _ in streams]
+        for event in writer.first_events():
+            yield event
         async for delta in arriving:
             completion = completions[delta.index]
             if delta.start < len(completion.tokens):
                 raise ApiError(503, "the weights changed, and the completion had to be restarted", code="aborted")
-            text = texts[delta.index].add(delta.tokens)
-            if delta.finish_reason:
-                text += texts[delta.index].end(delta.text)
-            yield responses.chunk(delta, text, completion)
+            for event in writer.events(delta, streams[delta.index].add(delta), completion):
+                yield event
             completion.add(delta)
-        if request.stream_options.get("include_usage"):
-            yield responses.usage_chunk(completions)
+        for event in writer.last_events(completions):
+            yield event
 
     def _model_name(self, name: str | None) -> str:
         if name is None:
@@ -326,7 +317,8 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     if engine.tokenizer is None:
         raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
     config = engine.config
-    return ServedModel(name, engine.tokenizer, TokenTexts(engine.tokenizer), config.vocab_size, config.max_positions)
+    tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
+    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, config.vocab_size, config.max_positions)
 
 
 def _to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:

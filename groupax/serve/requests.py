@@ -10,7 +10,17 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from groupax.data.messages import join_text_parts
+from groupax.serve.chat_fields import (
+    Messages,
+    TemplateKwargs,
+    Text,
+    ToolChoice,
+    Tools,
+    check_last_message,
+    check_tool_choice,
+    is_text,
+    short,
+)
 from groupax.serve.errors import ApiError
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
@@ -27,28 +37,15 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 
-def _unicode(text: str) -> str:
-    if not _is_text(text):
-        raise ValueError("be valid Unicode")  # half of a surrogate pair, which no response could quote
-    return text
-
-
 def _prompts(value: Any) -> list[Any]:
     single = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     prompts = [value] if single else value
     if not isinstance(prompts, list) or not prompts:
-        raise ApiError(400, f"prompt must be a string, token ids, or a list of either, got {_short(value)}", "prompt")
+        raise ApiError(400, f"prompt must be a string, token ids, or a list of either, got {short(value)}", "prompt")
     for each in prompts:
-        if not _is_text(each) and not _is_ids(each):
-            raise ApiError(400, f"a prompt must be a string or a list of token ids, got {_short(each)}", "prompt")
+        if not is_text(each) and not _is_ids(each):
+            raise ApiError(400, f"a prompt must be a string or a list of token ids, got {short(each)}", "prompt")
     return prompts
-
-
-def _content(value: Any) -> Any:
-    try:
-        return join_text_parts(value, "a message") if isinstance(value, list) else value
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from error
 
 
 def _biases(value: Any) -> Any:
@@ -59,11 +56,10 @@ def _biases(value: Any) -> Any:
 
 def _token_of_key(key: str) -> int:
     if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
-        raise ApiError(400, f"logit_bias must have token ids as its keys, got {_short(key)}", "logit_bias")
+        raise ApiError(400, f"logit_bias must have token ids as its keys, got {short(key)}", "logit_bias")
     return int(key)
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_of_key)], Bias], BeforeValidator(_biases)]
@@ -147,33 +143,53 @@ class CompletionRequest(Request):
     echo: bool = False
 
 
-class Message(BaseModel):
-    """A message of a chat, whose content is one text."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Text
-    content: Annotated[Text, BeforeValidator(_content)]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
 class ChatRequest(Request):
-    """The body of a POST to /v1/chat/completions."""
+    """The body of a POST to /v1/chat/completions.
 
-    prompts: Annotated[Messages, AfterValidator(lambda each: [[message.model_dump() for message in each]])] = Field(
-        validation_alias="messages"
-    )
+    Attributes:
+        tools: Schemas of functions in OpenAI's format.
+        tool_choice: "auto", "none", "required", or the name of the function to call as {"name": ...}.
+        parallel_tool_calls: Whether a turn may have several calls; the first one is reported otherwise.
+        chat_template_kwargs: Arguments for the chat template, as {"enable_thinking": False}.
+        reasoning_effort: One more argument for the chat template, under this name.
+        add_generation_prompt: Whether the prompt ends with the start of the assistant's message.
+        continue_final_message: Whether the last message is continued instead of being answered.
+    """
+
+    prompts: Annotated[Messages, AfterValidator(lambda each: [each])] = Field(validation_alias="messages")
     has_logprobs: bool = Field(False, validation_alias="logprobs")
     logprobs: NumLogprobs | None = Field(None, validation_alias="top_logprobs")
     max_completion_tokens: Int64 | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateKwargs = {}
+    reasoning_effort: Text | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages as chat templates read them."""
+        prompts: list[Any] = self.prompts
+        return prompts[0]
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """All arguments for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
 
 
 SETTINGS = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
 # Fields that are not supported, and the values of them that request nothing.
 UNSUPPORTED: dict[str, list[Any]] = {
     "audio": [None],
@@ -182,11 +198,8 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "functions": [None, []],
     "modalities": [None, ["text"]],
     "prediction": [None],
-    "reasoning_effort": [None],
     "response_format": [None, {"type": "text"}],
     "suffix": [None, ""],
-    "tool_choice": [None, "none", "auto"],
-    "tools": [None, []],
     "web_search_options": [None],
 }
 
@@ -203,7 +216,7 @@ def parse(body: bytes, is_chat: bool) -> Request:
     check_known(given, [*known, *IGNORED, *UNSUPPORTED], "the request")
     for name in given.keys() & UNSUPPORTED.keys():
         if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
-            raise ApiError(400, f"{name}={_short(given[name])} is not supported", name, "unsupported_value")
+            raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
     if isinstance(given.get("stream_options"), dict):
         check_known(given["stream_options"], STREAM_OPTIONS, "stream_options", param="stream_options")
     request = validated(schema, {name: value for name, value in given.items() if value is not None})
@@ -213,6 +226,8 @@ def parse(body: bytes, is_chat: bool) -> Request:
         request.logprobs = (request.logprobs or 0) if request.has_logprobs else None
         if request.max_completion_tokens is not None:
             request.max_tokens = request.max_completion_tokens
+        check_tool_choice(request.tool_choice, request.tools)
+        check_last_message(request.messages, request.add_generation_prompt, request.continue_final_message)
     elif request.echo and request.logprobs is not None:
         raise ApiError(400, "echo with logprobs needs log-probs of the prompt, which are not computed", "echo")
     return request
@@ -232,7 +247,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise ApiError(400, f"the body has the field {_short(name)} twice", name if _is_text(name) else None)
+            raise ApiError(400, f"the body has the field {short(name)} twice", name if is_text(name) else None)
         return found
 
     try:
@@ -240,10 +255,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_short(given)}")
+        raise ApiError(400, f"the body must be a JSON object, got {short(given)}")
     for name in given:
-        if not _is_text(name):  # a response could not quote it
-            raise ApiError(400, f"the body has a field whose name is not valid Unicode: {_short(name)}")
+        if not is_text(name):  # a response could not quote it
+            raise ApiError(400, f"the body has a field whose name is not valid Unicode: {short(name)}")
     return given
 
 
@@ -256,7 +271,7 @@ def check_known(given: Mapping[str, Any], known: Iterable[str], where: str, para
     known = list(known)
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        message = f"{where} has an unknown field {_short(unknown)}{nearest(unknown, known)}"
+        message = f"{where} has an unknown field {short(unknown)}{nearest(unknown, known)}"
         raise ApiError(400, message, param or unknown)
 
 
@@ -274,24 +289,9 @@ def validated(schema: type[Schema], given: Mapping[str, Any]) -> Schema:
         text = re.sub(r"^\w+ should |^Value error, ", "must ", fault["msg"]).replace("dictionary", "object")
         text = re.sub(r" after validation| or instance of \w+", "", text)
         missing = fault["type"] == "missing"
-        message = f"{path} is missing" if missing else f"{path} {text}, got {_short(fault['input'])}"
+        message = f"{path} is missing" if missing else f"{path} {text}, got {short(fault['input'])}"
         raise ApiError(400, message, param=str(fault["loc"][0])) from error
-
-
-def _is_text(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
