@@ -157,7 +157,7 @@ class Collector:
         reference = self._reference_logprobs(minibatches)
         if reference is not None and self.args.use_kl_in_reward:
             trained, penalties = self._penalized(groups[:num_trained], minibatches, reference)
-            groups, metrics = trained + groups[num_trained:], metrics | penalties
+            groups, metrics = [*trained, *groups[num_trained:]], metrics | penalties
             minibatches = self.cut(trained)
         elif reference is not None:
             pairs = zip(minibatches, reference, strict=True)
