@@ -29,6 +29,8 @@ from groupax.serve.exchange import Completion, Exchange, TokenTexts
 from groupax.serve.loop import Delta, EngineLoop
 from groupax.serve.metrics import Metrics
 from groupax.serve.prepare import encoded, prepare
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.protocols.table import PROTOCOLS
 from groupax.serve.requests import SETTINGS, parse, parse_json
 from groupax.serve.responses import ResponseBuilder
 from groupax.serve.text import TextStream
@@ -384,7 +386,7 @@ def test_prompts_are_counted_before_they_are_encoded(loop):
     model = replace(server.models["tiny"], tokenizer=None)  # with which nothing can be encoded
     for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
         with pytest.raises(ApiError, match="a request may have 4 completions"):
-            prepare(request, model, server.limits.max_completions, 1024)
+            prepare(Incoming(request), model, server.limits.max_completions, 1024)
 
 
 def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):
@@ -420,7 +422,9 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
         sent.append(message)
 
     async def stream():
-        answer = EventStream(events(), lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0)
+        answer = EventStream(
+            events(), PROTOCOLS["/v1/completions"], lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0
+        )
         answer.on_end = lambda: ended.append(answer.status_code)
         await answer({"method": "POST", "path": "/v1/completions"}, asyncio.Event().wait, send)
 

@@ -9,6 +9,7 @@ from groupax.serve.chat_prompt import chat_prompt
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import TokenTexts
 from groupax.serve.prepare import ServedModel, encoded_chat, prepare
+from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.requests import ChatRequest, parse
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import Turn, TurnReader, TurnStream
@@ -30,12 +31,16 @@ def chat(**fields):
     return request
 
 
+def incoming(**fields):
+    return Incoming(chat(**fields))
+
+
 def served(tokenizer):
     return ServedModel("m", tokenizer, TurnFormats(tokenizer), TokenTexts(tokenizer), 300, 4096)
 
 
 def reader_of(tokenizer, **fields):
-    return encoded_chat(chat(**fields), served(tokenizer))[1]
+    return encoded_chat(chat(**fields), served(tokenizer), {})[1]
 
 
 def joined(pieces):
@@ -195,14 +200,14 @@ def test_chats_that_make_no_sense_are_refused(fields, message):
 )
 def test_chats_that_a_template_cannot_write_are_refused(template, fields, message):
     with pytest.raises(ApiError, match=message):
-        prepare(chat(**fields), served(byte_tokenizer(template)), 8, 8)
+        prepare(incoming(**fields), served(byte_tokenizer(template)), 8, 8)
 
 
 def test_ids_of_calls_depend_on_prompt_and_seed():
     tokenizer = byte_tokenizer()
-    exchange = prepare(chat(tools=[LOOKUP], seed=3, n=2), served(tokenizer), 8, 8).exchange
-    same = prepare(chat(tools=[LOOKUP], seed=3, n=2), served(tokenizer), 8, 8).exchange
-    other = prepare(chat(tools=[LOOKUP], seed=4, n=2), served(tokenizer), 8, 8).exchange
+    exchange = prepare(incoming(tools=[LOOKUP], seed=3, n=2), served(tokenizer), 8, 8).exchange
+    same = prepare(incoming(tools=[LOOKUP], seed=3, n=2), served(tokenizer), 8, 8).exchange
+    other = prepare(incoming(tools=[LOOKUP], seed=4, n=2), served(tokenizer), 8, 8).exchange
     ids = tokenizer(CALLS, add_special_tokens=False)["input_ids"]
     assert exchange.reader is not None
 

@@ -28,7 +28,7 @@ USER = [{"role": "user", "content": "What is a word?"}]
 def saying(text, **more):
     """Settings with which any model says a text that is one token, and stops."""
     token = TOKENIZER.convert_tokens_to_ids(text)
-    extra = {"logit_bias": {str(token): 100}, "stop_token_ids": [token], **more}
+    extra = {"logit_bias": {str(token): 100}, "stop_token_ids": [token], "seed": 1, **more}
     return {"temperature": 0.0, "max_tokens": 20, "extra_body": extra}
 
 
@@ -92,3 +92,90 @@ def test_reasoning_is_separate(client):
     deltas = [piece.choices[0].delta for piece in client.chat.completions.create(**given, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
     assert "".join(delta.content or "" for delta in deltas) == "Yes"
+
+
+def test_an_openai_client_asks_for_responses(client):
+    given = {"model": "tiny", "tools": [{"type": "function", **LOOKUP["function"], "strict": False}]}
+    settings = saying(CALL)
+    given |= {"temperature": 0.0, "max_output_tokens": settings["max_tokens"], "extra_body": settings["extra_body"]}
+    answer = client.responses.create(input="What is a word?", instructions="Be brief.", **given)
+    assert (answer.status, answer.instructions, answer.incomplete_details) == ("completed", "Be brief.", None)
+    [call] = answer.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "lookup", {"value": "word"})
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "What is a word?"}]}, call.model_dump()]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "42"})
+    given["extra_body"] = saying(THOUGHT, return_token_ids=True)["extra_body"]
+    after = client.responses.create(input=items, instructions="Be brief.", **given)
+    assert after.output_text == "Yes"
+    assert [item.type for item in after.output] == ["reasoning", "message"]
+    assert after.output[0].content[0].text == "Hm."
+    assert after.usage.output_tokens == len(after.token_ids) == 1
+    text = TOKENIZER.decode(after.prompt_token_ids)
+    assert "\nBe brief.<|im_end|>" in text
+    assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n" in text
+
+    with client.responses.stream(input=items, **given) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output_text == "Yes"
+    cut = client.responses.create(input="Hi", model="tiny", max_output_tokens=2, extra_body={"ignore_eos": True})
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*send the whole conversation as input"):
+        client.responses.create(input="Hi", model="tiny", previous_response_id="resp_1")
+
+
+@pytest.fixture(scope="module")
+def anthropic_client(address):
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_an_anthropic_client_calls_tools_and_sends_results(anthropic_client):
+    messages = anthropic_client.messages
+    tool = {"name": "lookup", "description": "Looks up.", "input_schema": LOOKUP["function"]["parameters"]}
+    given = {"model": "tiny", "max_tokens": 20, "tools": [tool], "system": [{"type": "text", "text": "Be brief."}]}
+    given["extra_body"] = saying(CALL)["extra_body"]
+    answer = messages.create(messages=USER, **given)
+    assert answer.stop_reason == "tool_use"
+    [call] = answer.content
+    assert (call.type, call.name, call.input) == ("tool_use", "lookup", {"value": "word"})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
+    history = [*USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    given["extra_body"] = saying(THOUGHT)["extra_body"]
+    after = messages.create(messages=history, **given)
+    assert [(block.type, getattr(block, "thinking", None) or block.text) for block in after.content] == [
+        ("thinking", "Hm."),
+        ("text", "Yes"),
+    ]
+    assert (after.stop_reason, after.usage.output_tokens) == ("end_turn", 1)
+    counted = messages.count_tokens(messages=history, **{name: given[name] for name in ("model", "tools", "system")})
+    assert counted.input_tokens == after.usage.input_tokens
+    for body, expected in ((saying(CALL), answer), (saying(THOUGHT), after)):
+        asked = USER if expected is answer else history
+        with messages.stream(messages=asked, **{**given, "extra_body": body["extra_body"]}) as stream:
+            final = stream.get_final_message()
+        assert [block.to_dict() for block in final.content] == [block.to_dict() for block in expected.content]
+        assert (final.stop_reason, final.usage) == (expected.stop_reason, expected.usage)
+
+
+def test_an_anthropic_client_gets_errors_and_ends_of_its_kind(anthropic_client):
+    import anthropic
+
+    given = {"model": "tiny", "max_tokens": 30, "messages": USER}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\.0 must be a tool of yours") as caught:
+        anthropic_client.messages.create(**given, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
+        anthropic_client.messages.create(**{**given, "model": "other"})
+    with pytest.raises(anthropic.AuthenticationError, match="the API key is missing or wrong"):
+        anthropic_client.with_options(api_key="wrong").messages.create(**given)
+    stopped = anthropic_client.messages.create(**given, stop_sequences=["Y"], extra_body=saying(THOUGHT)["extra_body"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Y")
+    cut = anthropic_client.messages.create(**{**given, "max_tokens": 2}, extra_body={"ignore_eos": True})
+    assert cut.stop_reason == "max_tokens"
+    begun = [*USER, {"role": "assistant", "content": "A word is "}]
+    more = anthropic_client.messages.create(**{**given, "messages": begun}, extra_body={"return_token_ids": True})
+    assert TOKENIZER.decode(more.prompt_token_ids).endswith("<|im_start|>assistant\nA word is")

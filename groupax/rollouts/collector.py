@@ -34,7 +34,7 @@ from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.advantages import advantages_of
-from groupax.rollouts.rows import masked_ends, row_of
+from groupax.rollouts.rows import masked_ends, row_of, row_of_branch
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
@@ -125,7 +125,7 @@ class Collector:
         self._stop_if_a_reward_never_works(rounds, cursor)
         rows = [row for group in groups for row in group]
         num_new = sum(row.num_sampled_tokens for row in rows)
-        num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
+        num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
         metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
         metrics["epoch"] = (cursor.num_prompts + num_sampled) / len(self.prompts)
         if args.filter_zero_variance:
@@ -249,12 +249,17 @@ class Collector:
         """Cuts a rollout into minibatches."""
         settings = masked_ends(self.args), self.args.rollout_correction != "none"
         numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
-        rows = []
+        episodes: list[list[Row]] = []
         for index, group in enumerate(groups):
             for rollout in group:
-                number = numbers.setdefault((index, rollout.prompt_ids.tobytes()), len(numbers))
-                rows.append(row_of(rollout, number, *settings))
-        return [rows[start : start + self.schedule.rows] for start in range(0, len(rows), self.schedule.rows)]
+                prompts = [each.prompt_ids.tobytes() for each in (rollout, *rollout.branches)]
+                number, *others = [numbers.setdefault((index, prompt), len(numbers)) for prompt in prompts]
+                row = row_of(rollout, number, *settings)
+                further = zip(rollout.branches, others, strict=True)
+                episodes.append([row, *(row_of_branch(*each, row, rollout.advantage) for each in further)])
+        size = self.schedule.rows
+        minibatches = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        return [[row for rows in minibatch for row in rows] for minibatch in minibatches]
 
     def _reference_logprobs(self, minibatches: Sequence[list[Row]]) -> list[list[np.ndarray]] | None:
         """Returns the log-probs of the rows of each minibatch under the reference; None without a reference."""
@@ -270,11 +275,13 @@ class Collector:
 
         Args:
             groups: Groups with advantages by their rewards alone.
-            minibatches: Their rows, in order.
+            minibatches: Their rows and those of their branches, in order.
             reference: Log-probs of these rows under the reference.
         """
         pairs = zip((row for rows in minibatches for row in rows), (x for each in reference for x in each), strict=True)
-        kl = np.array([np.sum(row.rollout_logp - values, where=row.mask, dtype=np.float64) for row, values in pairs])
+        of_rows = [np.sum(row.rollout_logp - values, where=row.mask, dtype=np.float64) for row, values in pairs]
+        first_rows = np.cumsum([0, *(1 + len(rollout.branches) for group in groups for rollout in group)])[:-1]
+        kl = np.add.reduceat(of_rows, first_rows)
         num_tokens = sum(int(row.mask.sum()) for rows in minibatches for row in rows)
         metrics = {"kl": float(kl.sum()) / max(num_tokens, 1)}
         return _with_advantages(groups, self._advantages(groups, self.args.beta * kl)), metrics

@@ -179,7 +179,13 @@ def rules_for(
         limits = {"max_tokens": model.config.max_positions, "vocab_size": model.config.vocab_size}
         function = replace(rollout_func, eos_ids=tuple(eos_ids), **limits)
         return Rules(settings, template_kwargs=args.chat_template_kwargs, rollout_func=function)
-    return make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
+    rules = make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
+    if rules.templates is not None and args.turn_credit == "returns":
+        raise ValueError(
+            "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
+            "its end; leave turn_credit as it is"
+        )
+    return rules
 
 
 def prompts_for(

@@ -1,4 +1,4 @@
-"""The web application: OpenAI's API over an `EngineLoop`.
+"""The web application: the APIs of OpenAI and Anthropic over an `EngineLoop`.
 
 request ──► key, size, JSON, fields ──► token ids ──► loop ──► deltas ──► response, in full or streamed
 """
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
@@ -22,22 +22,25 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax.models.checkpoint import Model
+from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.loop import ClosedError, Delta, EngineLoop, Job, QueueFullError
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
-from groupax.serve.prepare import Prepared, ServedModel, prepare
+from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
+from groupax.serve.protocols import anthropic_messages
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.protocols.table import PROTOCOLS, Protocol
 from groupax.serve.rate_limited_log import RateLimitedLog
-from groupax.serve.requests import Request, parse, parse_json
-from groupax.serve.responses import ResponseBuilder
+from groupax.serve.requests import ChatRequest, parse_json
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.weights import Weights
 
-MAX_DRAIN_RATIO = 16  # a body of up to this many times the limit is read, so that its sender gets a response
 RETRY_S = 1
 PREPARING_THREADS = 16
+T = TypeVar("T")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -83,8 +86,15 @@ def create_app(
     server = Server(loop, limits or Limits(), Weights(loop, models or {}), log)
     weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
     routes = [
-        Route("/v1/completions", server.endpoint(partial(server.complete, is_chat=False)), methods=["POST"]),
-        Route("/v1/chat/completions", server.endpoint(partial(server.complete, is_chat=True)), methods=["POST"]),
+        *[
+            Route(path, server.endpoint(partial(server.complete, protocol), protocol.error_body), methods=["POST"])
+            for path, protocol in PROTOCOLS.items()
+        ],
+        Route(
+            "/v1/messages/count_tokens",
+            server.endpoint(server.count_tokens, anthropic_messages.error_body),
+            methods=["POST"],
+        ),
         Route("/v1/models", server.endpoint(server.list_models)),
         Route("/v1/models/{model:path}", server.endpoint(server.get_model)),
         Route("/metrics", server.endpoint(server.get_metrics)),
@@ -117,8 +127,8 @@ class Server:
         self.started = int(time.time())
         self.models = {name: _served_model(name, loop) for name in loop.engines}
 
-    def endpoint(self, handler: Handler) -> Handler:
-        """Wraps a handler: checks the caller, converts errors to OpenAI's format, and counts the request."""
+    def endpoint(self, handler: Handler, error_body: Callable[[ApiError], Any] = lambda error: error.body) -> Handler:
+        """Wraps a handler: checks the caller, converts errors to the protocol's format, and counts the request."""
 
         async def respond(request: HttpRequest) -> Response:
             started_s = time.monotonic()
@@ -129,7 +139,7 @@ class Server:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001 - sent, and logged
                 fault = as_api_error(error, request.scope)
-                response = JSONResponse(fault.body, fault.status, fault.headers)
+                response = JSONResponse(error_body(fault), fault.status, fault.headers)
             if isinstance(response, EventStream):
                 response.on_end = lambda: self._count(request, response.status_code, started_s)
             else:
@@ -138,24 +148,26 @@ class Server:
 
         return respond
 
-    async def complete(self, http: HttpRequest, is_chat: bool) -> Response:
-        """Handles /v1/completions and /v1/chat/completions."""
+    async def complete(self, protocol: Protocol, http: HttpRequest) -> Response:
+        """Handles requests for completions in any protocol."""
         started_s = time.monotonic()
         deadline_s = started_s + self.limits.request_timeout_s
-        request = await run_in_threadpool(parse, await _json_body(http, self.limits.max_body_bytes), is_chat)
+        body = await json_body(http, self.limits.max_body_bytes)
+        incoming = await run_in_threadpool(protocol.parse, body)
+        request = incoming.request
         name = self._model_name(request.model)
         if request.weights_state not in (None, self.weights.state(name)):
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
-        prepared = await self._prepared(request, name, deadline_s)
+        prepared = await self._prepared(incoming, name, deadline_s)
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
         job = await run_in_threadpool(self._submit, prepared, name, _to_queue(deltas))
         arriving = self._arriving(job, deltas, started_s)
-        writer = ResponseBuilder(prepared.exchange)
+        writer = protocol.writer(prepared.exchange)
         if request.stream:
             events = self._events(prepared.exchange, writer, job, arriving)
             cancel = partial(self.loop.cancel, job)
-            return EventStream(events, cancel, deadline_s, self.limits.send_timeout_s)
+            return EventStream(events, protocol, cancel, deadline_s, self.limits.send_timeout_s)
         work = asyncio.ensure_future(_collect(arriving, len(job.sequences)))
         try:
             completions = await unless_disconnected(work, http.receive, deadline_s)
@@ -163,6 +175,16 @@ class Server:
             work.cancel()
             self.loop.cancel(job)
         return JSONResponse(await run_in_threadpool(writer.full, completions))
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        """Handles /v1/messages/count_tokens."""
+        body = await json_body(http, self.limits.max_body_bytes)
+        incoming = await run_in_threadpool(anthropic_messages.parse, body, counts_only=True)
+        model = self.models[self._model_name(incoming.request.model)]
+        assert isinstance(incoming.request, ChatRequest), "messages are chats"
+        work = partial(encoded_chat, incoming.request, model, incoming.hints)
+        [ids], _ = await self._in_time(work, time.monotonic() + self.limits.request_timeout_s)
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def list_models(self, _: HttpRequest) -> Response:
         """Handles /v1/models."""
@@ -195,7 +217,7 @@ class Server:
     async def begin_upload(self, http: HttpRequest) -> Response:
         """Handles POST /groupax/v1/weights: announces an upload."""
         self._check_may_change()
-        return JSONResponse(self.weights.begin(parse_json(await _json_body(http, self.limits.max_body_bytes))))
+        return JSONResponse(self.weights.begin(parse_json(await json_body(http, self.limits.max_body_bytes))))
 
     async def put_piece(self, http: HttpRequest) -> Response:
         """Handles PUT /groupax/v1/weights/UPLOAD/PIECE."""
@@ -223,10 +245,13 @@ class Server:
         if not self.limits.api_keys:
             raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
 
-    async def _prepared(self, request: Request, name: str, deadline_s: float) -> Prepared:
-        """Prepares a request in a thread, which is abandoned at the deadline."""
+    async def _prepared(self, incoming: Incoming, name: str, deadline_s: float) -> Prepared:
         limits = self.limits
-        work = partial(prepare, request, self.models[name], limits.max_completions, limits.default_max_tokens)
+        work = partial(prepare, incoming, self.models[name], limits.max_completions, limits.default_max_tokens)
+        return await self._in_time(work, deadline_s)
+
+    async def _in_time(self, work: Callable[[], T], deadline_s: float) -> T:
+        """Returns the result of work in a thread, which is abandoned at the deadline."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._preparing)
@@ -301,8 +326,8 @@ class Server:
                 raise ApiError(403, refusal, code="forbidden")
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()
-        if scheme.lower() != "bearer" or not any(hmac.compare_digest(given, k.encode()) for k in self.limits.api_keys):
+        given = (key if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")).strip().encode()
+        if not given or not any(hmac.compare_digest(given, k.encode()) for k in self.limits.api_keys):
             message = "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
@@ -330,33 +355,6 @@ def _to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:
             call_here(deltas.put_nowait, delta)
 
     return listener
-
-
-async def _json_body(http: HttpRequest, limit: int) -> bytes:
-    """Returns the body of a request in JSON.
-
-    Raises:
-        ApiError: its content type is another one, or it has more than `limit` bytes.
-    """
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        message = f"the content-type is {kind[:80]!a}; send 'content-type: application/json' "
-        message += "(with curl: -H 'content-type: application/json')"
-        raise ApiError(415, message, code="unsupported_media_type")
-    length = http.headers.get("content-length", "")
-    parts, size = [], 0
-    if not length.isdecimal() or int(length) <= MAX_DRAIN_RATIO * limit:
-        async for part in http.stream():
-            size += len(part)
-            if size <= limit:
-                parts.append(part)
-            elif size > MAX_DRAIN_RATIO * limit:
-                break
-    else:
-        size = int(length)
-    if size > limit:
-        raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
-    return b"".join(parts)
 
 
 def _stopping() -> ApiError:

@@ -27,8 +27,13 @@ class ChatPrompt:
     begun: str = ""
 
 
-def template_kwargs(request: ChatRequest, tokenizer: Any) -> dict[str, Any]:
+def template_kwargs(request: ChatRequest, tokenizer: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a request for the chat template.
+
+    Args:
+        request: The chat.
+        tokenizer: Tokenizer of the model.
+        hints: Arguments that only count if the template reads them.
 
     Raises:
         ApiError: The template does not read one of them.
@@ -39,7 +44,8 @@ def template_kwargs(request: ChatRequest, tokenizer: Any) -> dict[str, Any]:
     for name, fault in unknown_template_kwargs(tokenizer, kwargs).items():
         is_effort = name == "reasoning_effort" and name not in request.chat_template_kwargs
         raise ApiError(400, fault, "reasoning_effort" if is_effort else "chat_template_kwargs", "unsupported_value")
-    return kwargs
+    unknown = unknown_template_kwargs(tokenizer, hints)
+    return {**{name: value for name, value in hints.items() if name not in unknown}, **kwargs}
 
 
 def chat_prompt(request: ChatRequest, tokenizer: Any, kwargs: Mapping[str, Any]) -> ChatPrompt:

@@ -10,6 +10,7 @@ from groupax.data.tokenizer import decode, encode_prompts, encode_within
 from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Exchange, TokenTexts
+from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.requests import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest, Request
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import TurnReader
@@ -38,25 +39,19 @@ class Prepared:
     exchange: Exchange
 
 
-def prepare(
-    request: Request,
-    model: ServedModel,
-    max_completions: int,
-    chat_max_tokens: int,
-    wire: Mapping[str, Any] | None = None,
-) -> Prepared:
+def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
     """Checks and encodes a request, which takes a while for long prompts. Safe in any thread.
 
     Args:
-        request: The request.
+        incoming: The request.
         model: The model that it names.
         max_completions: Most prompts times `n`.
         chat_max_tokens: Longest completion of a chat that sets no limit.
-        wire: Further fields that the client has sent and the response repeats.
 
     Raises:
         ApiError: the request has too many completions, is too long, or cannot be encoded.
     """
+    request = incoming.request
     num_prompts, n = len(request.prompts), request.n
     if num_prompts * max(n, 1) > max_completions:
         message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
@@ -64,7 +59,7 @@ def prepare(
     check_tokens(request, model.vocab_size)
     reader = None
     if isinstance(request, ChatRequest):
-        prompts, reader = encoded_chat(request, model)
+        prompts, reader = encoded_chat(request, model, incoming.hints)
     else:
         prompts = encoded(request, model.tokenizer, model.max_positions)
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
@@ -75,7 +70,7 @@ def prepare(
             for text, ids in zip(request.prompts, prompts, strict=True)
         ]
     prompt_ids = [prompt.tolist() for prompt in prompts]
-    exchange = Exchange(request, wire or {}, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
+    exchange = Exchange(request, incoming.wire, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
     row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
     return Prepared(prompts, params, row_keys, exchange)
 
@@ -117,13 +112,20 @@ def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.nda
     return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
 
 
-def encoded_chat(request: ChatRequest, model: ServedModel) -> tuple[list[np.ndarray], TurnReader]:
+def encoded_chat(
+    request: ChatRequest, model: ServedModel, hints: Mapping[str, Any]
+) -> tuple[list[np.ndarray], TurnReader]:
     """Returns the token ids of a chat as a list of one prompt, and what reads the turns that answer it.
+
+    Args:
+        request: The chat.
+        model: The model that it names.
+        hints: Arguments for the chat template that only count if it reads them.
 
     Raises:
         ApiError: the chat template cannot write it, or the model has no tools.
     """
-    kwargs, tools = template_kwargs(request, model.tokenizer), request.callable_tools
+    kwargs, tools = template_kwargs(request, model.tokenizer, hints), request.callable_tools
     turn_format = model.turn_formats.of(kwargs, bool(tools))
     if tools and turn_format.calls is None:
         raise ApiError(400, f"{model.name} has no tools: {turn_format.fault}", "tools", "unsupported_value")

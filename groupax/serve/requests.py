@@ -210,8 +210,16 @@ def parse(body: bytes, is_chat: bool) -> Request:
     Raises:
         ApiError: the body is not a JSON object, or a field is unknown, of another type, or not supported.
     """
+    return request_of(parse_json(body), is_chat)
+
+
+def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
+    """Returns the request that the fields of a body describe.
+
+    Raises:
+        ApiError: a field is unknown, of another type, or not supported.
+    """
     schema = ChatRequest if is_chat else CompletionRequest
-    given = parse_json(body)
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
     check_known(given, [*known, *IGNORED, *UNSUPPORTED], "the request")
     for name in given.keys() & UNSUPPORTED.keys():
