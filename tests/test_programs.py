@@ -322,7 +322,7 @@ def test_a_program_that_fails_begins_again_and_is_left_out_in_the_end():
     assert (row.environment_reward, row.finish_reason) == (None, "env_error")
     [row], _ = played(never, n=1, error_reward=-1.0)
     assert (row.environment_reward, row.finish_reason) == (-1.0, "done")
-    with pytest.warns(UserWarning, match="failed"), pytest.raises(RunError, match="ended without asking the model"):
+    with pytest.warns(UserWarning, match="failed"), pytest.raises(RunError, match="ended without a turn of the model"):
         played(lambda: 1.0)
     with pytest.warns(UserWarning, match="longer than"):
         [row], _ = played(
@@ -342,6 +342,13 @@ def test_limits_refuse_requests_and_end_the_episode():
     [row], _ = played(stubborn, n=1, max_tokens=150)
     assert row.finish_reason == "length"
     assert len(row.completion_ids) <= 150
+
+    def strict(base_url):
+        if post(base_url, messages=[user("?")])["choices"][0]["finish_reason"] == "length":
+            raise EOFError
+
+    [row], _ = played(strict, n=1, max_turn_tokens=2)
+    assert (row.finish_reason, row.environment_reward) == ("turn_length", 0.0)
     codes = []
 
     def careful(base_url):

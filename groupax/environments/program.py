@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from groupax.episodes.program import Endpoint, ProgramClass
 from groupax.errors import InfrastructureError
 
 POLL_S = 0.2  # in which a program learns that nobody waits for it any more
+_LOOPS: list[asyncio.AbstractEventLoop] = []  # that no program uses
 NEEDED = ("pydantic", "starlette", "uvicorn")  # of the extra `serve`
 LAST_CHARACTERS = 2000  # of what a command that failed has written
 
@@ -106,8 +107,30 @@ def _run_function(
     arguments = _arguments(function, endpoint, example, seed)
     returned = function(**arguments)
     if inspect.isawaitable(returned):
-        returned = asyncio.run(_unless_over(returned, endpoint))
+        returned = _run_coroutine(_unless_over(returned, endpoint))
     return returned if score == "return" else None
+
+
+def _run_coroutine(work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine in an event loop of this thread, which is used again afterwards.
+
+    A loop that was closed would have connections that clients have left open fail when they are collected.
+    """
+    loop = _LOOPS.pop() if _LOOPS else asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(_end_of_tasks())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        _LOOPS.append(loop)
+
+
+async def _end_of_tasks() -> None:
+    """Cancels what a program has left running."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 def _arguments(

@@ -97,7 +97,12 @@ class Answer:
 
 
 class Session:
-    """One run of a program, in the process that runs it. Threads may share it."""
+    """One run of a program, in the process that runs it. Threads may share it.
+
+    Attributes:
+        has_ended: Whether the program has ended, or nobody waits for it.
+        refusal: Why a request was refused that could not be read; empty if none was.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,9 +110,9 @@ class Session:
         self._events: list[Event] = []  # that were not reported
         self._answered: list[tuple[int, str]] = []  # since the last event
         self._futures: list[concurrent.futures.Future[Answer]] = []  # by the number of the request
-        self._digests: list[str] = []
+        self._digests: list[bytes] = []
         self._left: set[int] = set()  # requests whose clients have gone
-        self.has_ended = False
+        self.has_ended, self.refusal = False, ""
 
     def listen(self, report: Callable[[Outcome], None]) -> None:
         """Has the next events reported, as the value of an outcome: once, as soon as there are any."""
@@ -124,7 +129,8 @@ class Session:
             asked: The request.
             is_retry: Whether the client says that it has sent the request before.
         """
-        digest = json.dumps(asdict(asked), sort_keys=True, default=str)
+        content = json.dumps(asdict(asked), sort_keys=True, default=str).encode()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
         with self._lock:
             for number, other in enumerate(self._digests):
                 if other == digest and (number in self._left or (is_retry and not self._futures[number].done())):
@@ -162,7 +168,8 @@ class Session:
         """
         with self._lock:
             if not self.has_ended:
-                self._add({"kind": "end", "value": value, "error": kind, "message": message})
+                end = {"kind": "end", "value": value, "error": kind, "message": message, "refusal": self.refusal}
+                self._add(end)
                 self.has_ended = True
 
     def close(self) -> None:

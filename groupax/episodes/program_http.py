@@ -6,7 +6,7 @@ request count its messages and tools, the number of turns, and what ends them.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,35 +23,19 @@ from groupax.engine.stop_strings import text_before_stop
 from groupax.episodes.asked import Asked
 from groupax.episodes.program import MODEL, Answer, Session
 from groupax.episodes.transcript import Templates
+from groupax.serve.body import json_body
+from groupax.serve.chat_prompt import template_kwargs
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, PieceStream, Writer
-from groupax.serve.requests import ChatRequest, CompletionRequest, Request, parse
-from groupax.serve.responses import ResponseBuilder
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.protocols.table import PROTOCOLS, Protocol
+from groupax.serve.requests import ChatRequest, CompletionRequest, Request
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, unless_disconnected
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TURNS = 64  # of one request
 SEND_TIMEOUT_S = 600.0  # in which a client must read what is streamed
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """A protocol.
-
-    Attributes:
-        parse: Converts the body of a request to the request, and to fields that the response repeats.
-        writer: Writes the response.
-    """
-
-    parse: Callable[[bytes], tuple[Request, Mapping[str, Any]]]
-    writer: Callable[[Exchange], Writer]
-
-
-PROTOCOLS = {
-    "chat/completions": Protocol(lambda body: (parse(body, True), {}), ResponseBuilder),
-    "completions": Protocol(lambda body: (parse(body, False), {}), ResponseBuilder),
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +67,7 @@ def application(sessions: Mapping[str, Session], templates: Templates) -> Starle
     handlers = _Handlers(sessions, templates)
     routes = [Route("/{session}/v1/models", handlers.models)]
     for path, protocol in PROTOCOLS.items():
-        routes.append(Route(f"/{{session}}/v1/{path}", partial(handlers.respond, protocol), methods=["POST"]))
+        routes.append(Route(f"/{{session}}{path}", partial(handlers.respond, protocol), methods=["POST"]))
     return Starlette(routes=routes)
 
 
@@ -102,26 +86,34 @@ class _Handlers:
         """Handles a request for turns."""
         try:
             session = self._session(http)
-            request, wire = await run_in_threadpool(protocol.parse, await _body(http))
-            asked = _asked(request)
+            incoming = await run_in_threadpool(protocol.parse, await json_body(http, MAX_BODY_BYTES))
+            request = incoming.request
+            asked = await run_in_threadpool(_asked, incoming, self._templates.tokenizer)
             reader = await run_in_threadpool(self._templates.reader, asked) if asked.is_chat else None
             is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
             answer = await self._answer(session, asked, is_retry, http)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # noqa: BLE001 - sent, and logged
-            refusal = isinstance(error, ValueError)
-            fault = ApiError(400, str(error)) if refusal else as_api_error(error, http.scope)
-            return JSONResponse(fault.body, fault.status, fault.headers)
+            refused = isinstance(error, ValueError)
+            fault = ApiError(400, str(error)) if refused else as_api_error(error, http.scope)
+            self._note(http, fault)
+            return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
         prompt = answer.prompt_ids.tolist()
         texts = self._templates.token_texts
-        exchange = Exchange(request, wire, request.model or MODEL, [prompt], [], texts, reader)
+        exchange = Exchange(request, incoming.wire, request.model or MODEL, [prompt], [], texts, reader)
         turns = await run_in_threadpool(self._turns, request, answer)
         writer = protocol.writer(exchange)
         if request.stream:
             events = self._events(exchange, writer, turns)
-            return EventStream(events, lambda: None, math.inf, SEND_TIMEOUT_S)
+            return EventStream(events, protocol, _nothing, math.inf, SEND_TIMEOUT_S)
         return JSONResponse(await run_in_threadpool(writer.full, [_completed(turn) for turn in turns]))
+
+    def _note(self, http: HttpRequest, fault: ApiError) -> None:
+        """Notes a refusal, with which an episode without turns is explained."""
+        session = self._sessions.get(http.path_params["session"])
+        if session is not None:
+            session.refusal = fault.message
 
     async def _answer(self, session: Session, asked: Asked, is_retry: bool, http: HttpRequest) -> Answer:
         """Returns the answer to a request.
@@ -180,13 +172,8 @@ class _Handlers:
         return self._sessions[name]
 
 
-async def _body(http: HttpRequest) -> bytes:
-    body = b""
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request has more than {MAX_BODY_BYTES} bytes")
-    return body
+def _nothing() -> None:
+    """Does nothing at the end of a stream, whose turns were complete before."""
 
 
 def _completed(turn: WholeTurn) -> Completion:
@@ -195,12 +182,13 @@ def _completed(turn: WholeTurn) -> Completion:
     return completion
 
 
-def _asked(request: Request) -> Asked:
+def _asked(incoming: Incoming, tokenizer: Any) -> Asked:
     """Returns what a request asks.
 
     Raises:
         ApiError: It asks what a session does not answer.
     """
+    request = incoming.request
     if not 1 <= request.n <= MAX_TURNS:
         raise ApiError(400, f"n must be between 1 and {MAX_TURNS}, got {request.n}", "n")
     if request.max_tokens is not None and request.max_tokens < 1:
@@ -209,7 +197,10 @@ def _asked(request: Request) -> Asked:
     if isinstance(request, ChatRequest):
         if request.continue_final_message or not request.add_generation_prompt:
             raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
-        given |= {"tools": request.callable_tools, "template_kwargs": request.template_kwargs}
+        given |= {
+            "tools": request.callable_tools,
+            "template_kwargs": template_kwargs(request, tokenizer, incoming.hints),
+        }
         given |= {"tool_choice": request.tool_choice if request.callable_tools else "auto"}
         given |= {"parallel": request.parallel_tool_calls}
     elif isinstance(request, CompletionRequest) and (len(request.prompts) > 1 or request.echo):

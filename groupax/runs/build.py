@@ -171,6 +171,10 @@ def rules_for(
     if rollout_func is not None:
         if tools or environments is not None:
             raise ValueError("rollout_func samples whole rollouts, so tools and environments have no effect; drop one")
+        if rollout_func.is_recorded and args.rollout_correction == "none":
+            raise ValueError(
+                "recorded rollouts were sampled by other weights; set rollout_correction, e.g. to 'token_truncate'"
+            )
         if args.max_staleness or processes.num_processes() > 1:
             raise ValueError(
                 f"rollout_func needs a run of one process with max_staleness 0, and there are "
@@ -246,19 +250,27 @@ def engine_for(
     tokenizer: Any = None,
     expected: Demand | None = None,
     has_turns: bool = False,
+    may_stop: bool = False,
 ) -> Engine:
     """Returns the engine of this process with the weights `params`.
 
-    It receives the tokenizer if there are stop strings, which it searches in the decoded text, and what the largest
+    It receives the tokenizer if there are stop strings, which it searches in the decoded text, or if there may be some
+    (`may_stop`), since programs have their own, and what the largest
     rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
     turns, chunks are short, since tools are called only after a chunk.
     """
-    return Engine(
+    constraint = sampling_params(args).constraint
+    if constraint is not None and has_turns:
+        raise ValueError(
+            f"{constraint[0]} constrains completions of one turn, and these episodes have several; leave it out, or "
+            "train without tools and environments"
+        )
+    engine = Engine(
         model.config,
         params,
         model.mesh,
         eos_ids,
-        tokenizer=tokenizer if args.stop or args.eval_stop else None,
+        tokenizer=tokenizer if args.stop or args.eval_stop or constraint or may_stop else None,
         max_slots=args.max_concurrent_rows,
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
@@ -268,6 +280,9 @@ def engine_for(
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
     )
+    if constraint is not None:  # an error is found before the first rollout
+        engine.automata.get(*constraint, min(args.max_completion_length, eval_params(args).max_tokens))
+    return engine
 
 
 def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:

@@ -78,6 +78,26 @@ class Completion:
         self.finish_reason, self.text = delta.finish_reason, delta.text
 
 
+@runtime_checkable
+class PromptLogps(Protocol):
+    """Log-probs of the tokens of a prompt after the first one (see `engine.prompt_logps`)."""
+
+    @property
+    def logps(self) -> list[float]:
+        """Log-prob of each token."""
+        ...
+
+    @property
+    def ranks(self) -> list[int]:
+        """Rank of each token, from 1."""
+        ...
+
+    @property
+    def alternatives(self) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens in place of each, with their log-probs."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """A request and what its response is made of.
@@ -90,6 +110,7 @@ class Exchange:
         prompt_texts: Texts of the prompts, if they are echoed.
         token_texts: Texts of the model's tokens, for log-probs.
         reader: Reads turns of a chat; None for completions of texts.
+        prompt_logps: Log-probs of each prompt, if they are requested.
     """
 
     request: Request
@@ -99,6 +120,7 @@ class Exchange:
     prompt_texts: list[str]
     token_texts: TokenTexts
     reader: TurnReader | None = None
+    prompt_logps: Sequence[PromptLogps] = ()
 
     def turn(self, index: int, completion: Completion) -> Turn:
         """Returns a finished completion as a turn.

@@ -22,6 +22,8 @@ from groupax.serve.chat_fields import (
     short,
 )
 from groupax.serve.errors import ApiError
+from groupax.serve.structured import FIELDS as STRUCTURED
+from groupax.serve.structured import with_constraint
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 
@@ -85,6 +87,7 @@ class Request(BaseModel):
         weights_state: The weights to sample from (see `serve.weights`); with others the request is refused.
         prompts: Strings or lists of token ids; for a chat one list of messages.
         logprobs: Number of alternatives to report for each token; None reports no log-probs.
+        prompt_logprobs: The same for the tokens of the prompts.
     """
 
     model_config = ConfigDict(strict=True)
@@ -111,8 +114,16 @@ class Request(BaseModel):
     stop: StopStrings = []
     stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
+    regex: Text | None = None
+    json_schema: Text | None = None
     prompts: list[Any]
     logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to report for each token of the prompt; None if its log-probs are not requested."""
+        return self.prompt_logprobs
 
     @property
     def is_chat(self) -> bool:
@@ -126,6 +137,10 @@ class Request(BaseModel):
             ApiError: a setting is out of its range.
         """
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
+        if max_tokens == 0 and self.num_prompt_logprobs is None and not getattr(self, "echo", False):
+            message = "max_tokens is 0, but nothing of the prompt is requested; set echo or prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens")
+        max_tokens = max_tokens or 1  # of a request that samples nothing
         settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         settings["stop_token_ids"] = tuple(self.stop_token_ids)
         try:
@@ -141,6 +156,12 @@ class CompletionRequest(Request):
     prompts: Annotated[list[Any], BeforeValidator(_prompts)] = Field(validation_alias="prompt")
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(lambda num: None if num is False else num)] = None
     echo: bool = False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The larger of the numbers that `prompt_logprobs` and, with `echo`, `logprobs` request."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
 
 class ChatRequest(Request):
@@ -198,7 +219,6 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "functions": [None, []],
     "modalities": [None, ["text"]],
     "prediction": [None],
-    "response_format": [None, {"type": "text"}],
     "suffix": [None, ""],
     "web_search_options": [None],
 }
@@ -221,13 +241,16 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     """
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
-    check_known(given, [*known, *IGNORED, *UNSUPPORTED], "the request")
+    check_known(given, [*known, *STRUCTURED, *IGNORED, *UNSUPPORTED], "the request")
+    given = with_constraint(given)
     for name in given.keys() & UNSUPPORTED.keys():
         if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
     if isinstance(given.get("stream_options"), dict):
         check_known(given["stream_options"], STREAM_OPTIONS, "stream_options", param="stream_options")
     request = validated(schema, {name: value for name, value in given.items() if value is not None})
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
     if isinstance(request, ChatRequest):
         if request.logprobs is not None and not request.has_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
@@ -236,8 +259,6 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
             request.max_tokens = request.max_completion_tokens
         check_tool_choice(request.tool_choice, request.tools)
         check_last_message(request.messages, request.add_generation_prompt, request.continue_final_message)
-    elif request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo with logprobs needs log-probs of the prompt, which are not computed", "echo")
     return request
 
 
