@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, pspec_of
+from groupax.engine.constraint import Constraints, allowed_tokens, constraint_pspecs, slot_classes, state_after
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -45,6 +46,7 @@ class Chunk:
         alternatives: The policy's likeliest tokens for each token, if a slot requests them; None if not fetched, and of
             plain sampling.
         alternative_logps: Log-probs of the alternatives.
+        state: State of each slot in its constraint (see `constraint.Constraints`); None without constraints.
     """
 
     token: Int[Array, "B C"]
@@ -54,6 +56,7 @@ class Chunk:
     stopped: Bool[Array, "B"]
     alternatives: Int[Array, "B C A"] | None
     alternative_logps: Float[Array, "B C A"] | None
+    state: Int[Array, "B"] | None = None
 
 
 @partial(
@@ -65,6 +68,7 @@ def decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
+    constraints: Constraints | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -77,6 +81,7 @@ def decode_chunk(
     Args:
         params: The weights.
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
+        constraints: Constraints of the slots; None without any.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
         by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
@@ -84,12 +89,14 @@ def decode_chunk(
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
     attend_past = select_attend_past(mesh.devices.flat[0], by_block)
 
-    def local(params: Params, cache: Cache, slots: Slots) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, layout)
+    def local(
+        params: Params, cache: Cache, slots: Slots, constraints: Constraints | None
+    ) -> tuple[Cache, Slots, Chunk]:
+        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, constraints, layout)
 
-    in_specs, out_specs = (partition_specs(config, mesh, params), of_cache, ROWS), (of_cache, ROWS, ROWS)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return program(params, cache, slots)
+    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
+    return program(params, cache, slots, constraints)
 
 
 def _decode_chunk(
@@ -100,12 +107,17 @@ def _decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
+    constraints: Constraints | None,
     layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
     chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size, sampling)
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
+
+    if constraints is not None:
+        chunk = replace(chunk, state=constraints.slot_state)
+        classes = slot_classes(constraints)
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
         index, slots, _, _ = carry
@@ -117,7 +129,14 @@ def _decode_chunk(
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
-        sampled = sample(logits, uniform[:, index], slots.settings, history if sampling == "general" else None)
+        seen = history if sampling == "general" else None
+        if constraints is None or chunk.state is None:
+            sampled = sample(logits, uniform[:, index], slots.settings, seen)
+        else:
+            allowed = allowed_tokens(constraints, classes, chunk.state, slots.remaining)
+            sampled = sample(logits, uniform[:, index], slots.settings, seen, allowed)
+            after = state_after(constraints, classes, chunk.state, sampled.token, slots.remaining > 0)
+            chunk = replace(chunk, state=after)
         slots, chunk = _append(chunk, slots, index, sampled)
         return index + 1, slots, cache, chunk
 
