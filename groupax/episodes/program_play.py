@@ -214,8 +214,10 @@ class ProgramTable:
             return
         most = min(room, asked.max_tokens or room, settings.max_turn_tokens or room)
         stop = tuple(dict.fromkeys((*self._stop, *asked.stop)))
-        params = replace(self._params, n=1, max_tokens=most, stop=stop)
         try:
+            params = replace(self._params, n=1, max_tokens=most, stop=stop)
+            if asked.regex is not None or asked.json_schema is not None:
+                params = replace(params, regex=asked.regex, json_schema=asked.json_schema)
             sequences = [self._new_sequence(episode, prompt, params) for _ in range(asked.n)]
         except ValueError as error:  # e.g. a token that is not in the vocabulary
             self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_prompt", str(error))))
