@@ -83,6 +83,7 @@ def test_a_run_of_programs_has_the_trainers_log_probs_and_the_same_bits_and_its_
     listeners = [TraceFile(path), lambda event: found.extend(getattr(event, "groups", ()))]
     first, result = trained(tmp_path / "first", environments=program(forking), listeners=listeners)
     assert result.metrics["rollout/logp_diff_max"] < 1e-5
+    assert first.engine.prefixes.num_reused_tokens > 0
     episodes = [each for group in found for each in group]
     assert all(len(each.branches) == 2 for each in episodes)
     again, _ = trained(tmp_path / "again", environments=program(forking))
