@@ -89,6 +89,7 @@ class Tracer:
         kv_dtype: Dtype of keys and values.
         chunk_steps: Number of tokens of a chunk.
         has_prefixes: Whether the keys and values of finished sequences are stored and reused.
+        has_limits: Whether chunks have a limit of their steps at run time.
     """
 
     config: ModelConfig
@@ -97,6 +98,7 @@ class Tracer:
     kv_dtype: Any
     chunk_steps: int
     has_prefixes: bool = False
+    has_limits: bool = False
 
     @cached_property
     def _static(self) -> dict[str, Any]:
@@ -128,7 +130,8 @@ class Tracer:
         """Returns the traced `decode_chunk` for caches of a shape and a kind of sampling."""
         cache, slots = self.cache(shape), self._slots(shape)
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
-        return decode_chunk.trace(self.params, cache, slots, **static)
+        limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
+        return decode_chunk.trace(self.params, cache, slots, **static, limit=limit if self.has_limits else None)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""

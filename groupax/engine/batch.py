@@ -141,6 +141,7 @@ class Batch:
             num_steps=self.chunk_steps,
             sampling=self._sampling(running),
             by_block=self.plan.by_block,
+            limit=self._limit(),
         )
         grown = self.scheduler.append(_fetched(chunk, running))
         return [(sequence, lengths[id(sequence)]) for sequence in grown]
@@ -219,6 +220,10 @@ class Batch:
         share = scheduler.share
         kept = scheduler.compact(needed)
         self._resize(kept, kept // share, shape)
+
+    def _limit(self) -> jax.Array | None:
+        """Returns the number of steps of the next chunk where that varies; None for `chunk_steps`."""
+        return None
 
     def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
         """Returns the kind of sampling of a program that decodes these sequences."""

@@ -3,9 +3,11 @@
 It runs on each device of the data axes separately, without communication: a device leaves its loop as soon as its own
 slots are done. Where devices share the weights (the mesh's `tp`), all of them take the same number of steps, so that
 none waits for one that has left. On GPUs every device takes all steps: there a loop of unknown length waits for the
-host before each token.
+host before each token; a server's chunks, whose lengths vary, wait once every few tokens.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 
@@ -30,6 +32,8 @@ from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS, SamplingKind
+
+GPU_STEPS = 4  # between two looks at the limit of a chunk
 
 
 @pytree
@@ -56,6 +60,9 @@ class Chunk:
     alternative_logps: Float[Array, "B C A"] | None
 
 
+Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: the first is the next one's index
+
+
 @partial(
     jax.jit,
     static_argnames=("config", "mesh", "num_steps", "sampling", "by_block"),
@@ -71,11 +78,14 @@ def decode_chunk(
     num_steps: int,
     sampling: SamplingKind,
     by_block: bool = False,
+    limit: Int[Array, ""] | None = None,
 ) -> tuple[Cache, Slots, Chunk]:
     """Samples up to `num_steps` tokens in every busy slot.
 
     Args:
         params: The weights.
+        limit: A smaller number of steps, which needs no other program; on GPUs it is rounded up to `GPU_STEPS`. None
+            for `num_steps`.
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
@@ -84,12 +94,13 @@ def decode_chunk(
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
     attend_past = select_attend_past(mesh.devices.flat[0], by_block)
 
-    def local(params: Params, cache: Cache, slots: Slots) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, layout)
+    def local(params: Params, cache: Cache, slots: Slots, *limit: Array) -> tuple[Cache, Slots, Chunk]:
+        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, layout, *limit)
 
-    in_specs, out_specs = (partition_specs(config, mesh, params), of_cache, ROWS), (of_cache, ROWS, ROWS)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return program(params, cache, slots)
+    limits = () if limit is None else (limit,)
+    in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, *(jax.P() for _ in limits))
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
+    return program(params, cache, slots, *limits)
 
 
 def _decode_chunk(
@@ -101,20 +112,21 @@ def _decode_chunk(
     cache: Cache,
     slots: Slots,
     layout: Layout,
+    limit: Array | None = None,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
     chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size, sampling)
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
 
-    def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
+    def busy(carry: Carry) -> Array:
         index, slots, _, _ = carry
         is_busy = jnp.any(slots.remaining > 0)
         if layout.axes:
             is_busy = lax.pmax(is_busy.astype(jnp.int32), DATA) > 0
-        return (index < C) & is_busy
+        return (index < (C if limit is None else limit)) & is_busy
 
-    def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
+    def step(carry: Carry) -> Carry:
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
         sampled = sample(logits, uniform[:, index], slots.settings, history if sampling == "general" else None)
@@ -122,11 +134,17 @@ def _decode_chunk(
         return index + 1, slots, cache, chunk
 
     start = jnp.int32(0), slots, cache, chunk
-    if traced_platform() == "gpu":
+    if traced_platform() != "gpu":
+        _, slots, cache, chunk = lax.while_loop(busy, step, start)
+    elif limit is None:
         _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
     else:
-        _, slots, cache, chunk = lax.while_loop(busy, step, start)
+        _, slots, cache, chunk = lax.while_loop(busy, partial(_several, math.gcd(C, GPU_STEPS), step), start)
     return cache, slots, chunk
+
+
+def _several(num: int, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    return lax.fori_loop(0, num, lambda _, carry: step(carry), carry)
 
 
 def _empty_chunk(B: int, C: int, vocab_size: int, sampling: SamplingKind) -> Chunk:

@@ -9,6 +9,7 @@ from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
+from groupax.engine.pace import Pace
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
 from groupax.engine.prepared import PreparedBatch, first_programs, server_demand, usual_programs
@@ -34,10 +35,14 @@ class Session:
         patience: Number of chunks for which slots for more requests are kept while requests are few.
         programs: Programs that are compiled while the engine decodes; requests that need others wait for them, and
             later requests pass them. None compiles whatever is needed while all wait.
+
+    Attributes:
+        pace: The length of chunks where programs are compiled while the engine decodes; elsewhere it is the engine's.
     """
 
     def __init__(self, engine: EngineCore, patience: int = 0, programs: Programs | None = None) -> None:
         self.engine, self.patience, self.programs = engine, patience, programs
+        self.pace = Pace(engine.chunk_steps)
         self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
         self._num_programs = 0
         self._plan = engine.plan()
@@ -191,7 +196,7 @@ class Session:
 
     def _new_batch(self, sequences: list[Sequence]) -> Batch:
         settings = self.engine, self._plan, sequences, self.patience
-        return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, *settings)
+        return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, self.pace, *settings)
 
     def _is_prepared(self, sequences: list[Sequence]) -> bool:
         """Returns whether all programs that a request may need are compiled; requests the missing ones."""

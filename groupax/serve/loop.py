@@ -9,6 +9,7 @@ between_chunks ───────► commands ─┤
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -290,6 +291,7 @@ class EngineLoop:
         session = self._sessions[model]
         if not session.busy:
             return
+        begun_s, session.pace.device_s = time.perf_counter(), 0.0
         try:
             updates = [sequence for sequence, _ in session.step()]
         except Exception:
@@ -307,6 +309,7 @@ class EngineLoop:
         self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens, num_finished=num_finished)  # before listeners
         for job, delta in deltas:
             job.listener(delta)
+        session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
 
     def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
