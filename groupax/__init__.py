@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from groupax.engine.engine import Engine as Engine
     from groupax.environments.mcp_tools import mcp as mcp
     from groupax.environments.openenv import openenv as openenv
+    from groupax.environments.program import program as program
     from groupax.environments.python_tool import python_tool as python_tool
     from groupax.environments.verifiers_v0 import verifiers as verifiers
     from groupax.episodes.custom import RolloutFunction as RolloutFunction
@@ -56,6 +57,7 @@ _HOME = {
     "load_model": "groupax.models.checkpoint",
     "mcp": "groupax.environments.mcp_tools",
     "openenv": "groupax.environments.openenv",
+    "program": "groupax.environments.program",
     "python_tool": "groupax.environments.python_tool",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",

@@ -147,9 +147,8 @@ class GRPOTrainer(RolloutRun):
     def _use(self, update: Update) -> dict[int, TokenScores]:
         """Counts the next minibatch of the rollout as used, and drops a rollout that is used up."""
         assert self.experience is not None, "there is a rollout"
-        scores = dict(
-            zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
-        )
+        of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
+        scores = {index: each for index, each in of_rows if index is not None}
         experience = self.experience.after(update.logps)
         self.experience = experience if experience.num_left(self.schedule.num_passes) else None
         return scores

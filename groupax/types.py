@@ -86,6 +86,20 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False)
+class Branch:
+    """A further stream of tokens of an episode, whose prompt is not the stream of its rollout.
+
+    The fields are those of `Rollout`. A token that an earlier stream of the episode counts is not counted again.
+    """
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    policy_logps: np.ndarray
+    sampler_logps: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Rollout:
     """One completion of one prompt, on the host: an episode of one or more turns.
 
@@ -114,6 +128,8 @@ class Rollout:
         turn_advantages: Advantage of each turn; None for `advantage` at all of them.
         environment_reward: Sum of what the environment gave for the turns and for the whole; None without any.
         environment: The environment itself, until the episode is scored; None without one.
+        branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
+            conversations. They have the rollout's advantage.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -138,6 +154,7 @@ class Rollout:
     turn_advantages: tuple[float, ...] | None = None
     environment_reward: float | None = None
     environment: Any = None
+    branches: tuple[Branch, ...] = ()
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -150,7 +167,7 @@ class Rollout:
     @property
     def num_sampled_tokens(self) -> int:
         """The number of tokens that the model sampled."""
-        return int(self.mask.sum())
+        return int(self.mask.sum()) + sum(int(branch.mask.sum()) for branch in self.branches)
 
     @property
     def has_turns(self) -> bool:
@@ -229,6 +246,7 @@ class Row:
             a step or in none.
         policy_version: Number of optimizer steps that the sampling policy had seen.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
+        is_branch: Whether it is a further stream of the episode of the row before.
     """
 
     group: int
@@ -243,3 +261,4 @@ class Row:
     policy_mask: Bool[np.ndarray, "T"] | None = None
     policy_version: int = 0
     is_failure: bool = False
+    is_branch: bool = False

@@ -47,6 +47,7 @@ WITHOUT_JAX = [
     "groupax.tools.runner",
     "groupax.environments.mcp_tools",
     "groupax.environments.openenv",
+    "groupax.environments.program",
     "groupax.environments.python_tool",
     "groupax.environments.verifiers_v0",
     "groupax.data.files",

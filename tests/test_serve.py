@@ -25,12 +25,16 @@ from groupax.engine.stop_strings import text_before_stop
 from groupax.parallel import peak
 from groupax.serve.app import EventStream, Limits, Server
 from groupax.serve.errors import ApiError
+from groupax.serve.exchange import Completion, Exchange, TokenTexts
 from groupax.serve.loop import Delta, EngineLoop
 from groupax.serve.metrics import Metrics
 from groupax.serve.prepare import encoded, prepare
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.protocols.table import PROTOCOLS
 from groupax.serve.requests import SETTINGS, parse, parse_json
-from groupax.serve.responses import Completion, ResponseBuilder, TokenTexts
+from groupax.serve.responses import ResponseBuilder
 from groupax.serve.text import TextStream
+from groupax.serve.turns import Turn
 from groupax.serve.weights import Weights
 
 from .test_config_and_data import a_tokenizer
@@ -89,7 +93,8 @@ def test_settings_of_a_chat():
         ({"logit_bias": [1]}, "logit_bias must be a valid object"),
         ({"logprobs": 21}, "logprobs must be less than or equal to 20, got 21"),
         ({"echo": 1}, "echo must be a valid boolean, got 1"),
-        ({"echo": True, "logprobs": 1}, "echo with logprobs"),
+        ({"max_tokens": 0}, "max_tokens is 0, but nothing of the prompt is requested"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed"),
         ({"stream_options": 1}, "stream_options must be a valid object"),
         ({"best_of": 3}, "best_of=3 is not supported"),
         ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
@@ -118,7 +123,7 @@ def test_requests_that_make_no_sense_are_refused(fields, message):
             "a message has a part of type 'image_url'",
         ),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs needs logprobs=true"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools=.* is not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools.0.function must have a name"),
         ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, "unknown field 'prompt'"),
     ],
 )
@@ -227,15 +232,15 @@ def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
 
 def test_answers_in_pieces_are_the_whole_one():
     tokenizer = a_tokenizer(eos_token="<eos>")
-    request = parsed(logprobs=1, n=1, return_token_ids=True)
-    answers = ResponseBuilder(request, "m", "id", [[1, 2]], [], TokenTexts(tokenizer))
+    request = parsed(logprobs=1, n=1, return_token_ids=True, stream_options={"include_usage": True})
+    answers = ResponseBuilder(Exchange(request, {}, "m", [[1, 2]], [], TokenTexts(tokenizer)))
     parts = [
         Delta(0, 0, [3, 4], [-0.5, -1.0], [-0.4, -0.9], [[(3, -0.5)], [(5, -0.2)]], [1, 1], None, ""),
         Delta(0, 2, [5], [-0.1], [-0.1], [[(5, -0.1)]], [2], "stop", "abc"),
     ]
     pieces, streamed, completion = [], Completion(), Completion()
     for part in parts:
-        pieces.append(answers.chunk(part, "", streamed)["choices"][0])
+        pieces += answers.events(part, Turn(), streamed)[0]["choices"]
         streamed.add(part)
         completion.add(part)
     [whole] = answers.full([completion])["choices"]
@@ -244,13 +249,14 @@ def test_answers_in_pieces_are_the_whole_one():
         assert pieces[0]["logprobs"][name] + pieces[1]["logprobs"][name] == whole["logprobs"][name]
     assert pieces[0]["token_ids"] + pieces[1]["token_ids"] == whole["token_ids"] == [3, 4, 5]
     assert "prompt_token_ids" not in pieces[1]
-    assert answers.usage_chunk([completion])["usage"] == answers.usage([completion])
+    assert answers.last_events([completion])[0]["usage"] == answers.usage([completion])
     completion.add(Delta(0, 0, [6], [-1.0], [-1.0], [[(6, -1.0)]], [3], "length", "d"))  # had to begin again
     assert (completion.tokens, completion.versions) == ([6], [3])
 
 
 def test_alternatives_include_the_token_itself():
-    answers = ResponseBuilder(parsed(logprobs=1), "m", "id", [[1, 2]], [], TokenTexts(a_tokenizer(eos_token="<eos>")))
+    texts = TokenTexts(a_tokenizer(eos_token="<eos>"))
+    answers = ResponseBuilder(Exchange(parsed(logprobs=1), {}, "m", [[1, 2]], [], texts))
     completion = Completion()
     completion.add(Delta(0, 0, [3, 4], [-0.5, -2.0], [0.0, 0.0], [[(3, -0.5)], [(5, -0.2)]], [1, 1], "stop", "ab"))
     [choice] = answers.full([completion])["choices"]
@@ -381,7 +387,7 @@ def test_prompts_are_counted_before_they_are_encoded(loop):
     model = replace(server.models["tiny"], tokenizer=None)  # with which nothing can be encoded
     for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
         with pytest.raises(ApiError, match="a request may have 4 completions"):
-            prepare(request, model, server.limits.max_completions, 1024)
+            prepare(Incoming(request), model, server.limits.max_completions, 1024)
 
 
 def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):
@@ -417,7 +423,9 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
         sent.append(message)
 
     async def stream():
-        answer = EventStream(events(), lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0)
+        answer = EventStream(
+            events(), PROTOCOLS["/v1/completions"], lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0
+        )
         answer.on_end = lambda: ended.append(answer.status_code)
         await answer({"method": "POST", "path": "/v1/completions"}, asyncio.Event().wait, send)
 

@@ -208,8 +208,22 @@ def encode_prompts(
         next(rendered_texts) if flag else _checked_text(prompt, given, own, f"{name} {index}")
         for index, (prompt, given, own, flag) in enumerate(zip(prompts, arguments, tools, rendered, strict=True))
     ]
-    if max_tokens is None:
-        return encode_texts(tokenizer, texts, rendered)
+    return (
+        encode_texts(tokenizer, texts, rendered)
+        if max_tokens is None
+        else encode_within(tokenizer, texts, rendered, max_tokens)
+    )
+
+
+def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool], max_tokens: int) -> list[np.ndarray]:
+    """Returns the token ids of each text, or of an end that has more than `max_tokens` if the whole text does.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        texts: Texts to encode.
+        rendered: Whether each text was rendered by a chat template.
+        max_tokens: Number of tokens beyond which a text need not be complete.
+    """
     longest = CHARACTERS_PER_TOKEN * (max_tokens + SPARE_TOKENS)
     encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
     for index, text in enumerate(texts):

@@ -155,7 +155,7 @@ def _prefill(
         row, first = turn * num, piece * M
         begin, unknown = (lax.dynamic_slice_in_dim(x, row, num) for x in (starts, first_unknown))
         own = first + jnp.arange(M)
-        attend = _Piece(
+        attend = Piece(
             row=row,
             first=first,
             visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
@@ -179,7 +179,7 @@ def _prefill(
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class Piece:
     """Attention of M columns of some prompts to the columns up to them; writes their keys and values.
 
     Attributes:
@@ -201,6 +201,7 @@ class _Piece:
     def __call__(
         self, attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
     ) -> tuple[Array, tuple[Array, Array]]:
+        """Returns the outputs of attention, and the stored keys and values with the new ones."""
         (R, M, _), zero = self.visible.shape, jnp.int32(0)
         at_keys, at_values = (self.row, zero, zero, self.first), (self.row, zero, self.first, zero)
         keys, values = stored

@@ -110,6 +110,32 @@ def sample(
 
 
 @pytree
+class TokenLogps:
+    """Log-probs of given tokens, and what else is likely in their place.
+
+    Attributes:
+        logp: Log-prob of each token.
+        rank: Number of tokens that are likelier, plus one.
+        alternatives: The likeliest tokens, `MAX_LOGPROBS` of them or the whole vocabulary.
+        alternative_logps: Their log-probs.
+    """
+
+    logp: Float[Array, "..."]
+    rank: Int[Array, "..."]
+    alternatives: Int[Array, "... A"]
+    alternative_logps: Float[Array, "... A"]
+
+
+def token_logps(logits: Float[Array, "M V"], tokens: Int[Array, "M"]) -> TokenLogps:
+    """Returns the log-probs of tokens under softmax(logits)."""
+    of = _distribution(logits)
+    scaled = jnp.take_along_axis(of.scaled, tokens[:, None], axis=-1)
+    rank = 1 + jnp.sum(of.scaled > scaled, axis=-1, dtype=jnp.int32)
+    alternatives, values = largest(of.scaled, of.maxima, min(MAX_LOGPROBS, logits.shape[-1]))
+    return TokenLogps(scaled[:, 0] - of.log_sum, rank, alternatives, values - of.log_sum[:, None])
+
+
+@pytree
 class _Distribution:
     """A softmax, by blocks of the vocabulary.
 

@@ -4,7 +4,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupax.types import CallRecord, Turn
+import numpy as np
+
+from groupax.types import Branch, CallRecord, Turn
+
+DTYPES: dict[str, type] = {  # of the arrays of a branch
+    "prompt_ids": np.int32,
+    "completion_ids": np.int32,
+    "policy_logps": np.float32,
+    "sampler_logps": np.float32,
+    "mask": bool,
+}
 
 
 def turns_as_json(turns: Sequence[Turn]) -> str:
@@ -28,6 +38,20 @@ def messages_as_json(messages: Sequence[Mapping[str, Any]] | None) -> str | None
 def messages_from_json(text: str | None) -> tuple[Mapping[str, Any], ...] | None:
     """Returns the messages that `messages_as_json` has written."""
     return None if text is None else tuple(json.loads(text))
+
+
+def branches_as_json(branches: Sequence[Branch]) -> str | None:
+    """Returns further streams of an episode as one text, in which numbers keep all their bits; None without any."""
+    plain = [{name: array.tolist() for name, array in vars(branch).items()} for branch in branches]
+    return json.dumps(plain) if plain else None
+
+
+def branches_from_json(text: str | None) -> tuple[Branch, ...]:
+    """Returns the streams that `branches_as_json` has written."""
+    plain = [] if text is None else json.loads(text)
+    return tuple(
+        Branch(**{name: np.asarray(values, DTYPES[name]) for name, values in branch.items()}) for branch in plain
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -83,6 +83,31 @@ class Calls:
             return
         self._runner.call(getattr(function, "__qualname__", "environment"), function, arguments, end, finish)
 
+    def expect(self, question: Question, then: Callable[[Outcome], None]) -> Callable[[Outcome], None] | None:
+        """Expects an outcome that no call of this object has, such as what a program does next.
+
+        Args:
+            question: What is asked.
+            then: Called by `deliver`, in all processes, with the outcome.
+
+        Returns:
+            The function that reports the outcome, from any thread; None in the processes that do not own the episode,
+            and if the outcome is recorded.
+        """
+        number = self._begin(question, then)
+        if number not in self._own:
+            return None
+        known = self.record.answer(question)
+        if isinstance(known, Outcome):
+            self._done.put((number, known))
+            return None
+
+        def report(outcome: Outcome) -> None:
+            self.record.add(question, outcome)
+            self._done.put((number, outcome))
+
+        return report
+
     def run(self, questions: Sequence[Question], matched: Matched, then: Callable[[list[ToolResult]], None]) -> None:
         """Runs the tool calls of a turn in the process that owns the episode, but those whose results are recorded.
 

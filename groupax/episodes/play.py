@@ -84,6 +84,13 @@ def play_episodes(
         return
     with _runner_of(rules) as runner, closing(sampler.session()) as session:
         calls = None if runner is None else Calls(runner, record or Record())
+        if rules.templates is not None:
+            from groupax.episodes.program_play import ProgramTable  # needs packages of an extra
+
+            assert calls is not None, "programs have turns"
+            programs = ProgramTable(sampler, session, calls, tokenizer, rules, params, step, policy_version)
+            yield from programs.play(examples, prompt_ids, first_prompt)
+            return
         table = Table(sampler, session, calls, tokenizer, rules, params, step, policy_version)
         table.open(examples, prompt_ids, first_prompt)
         yield from table.finished_groups()

@@ -10,6 +10,7 @@ from groupax.settings.references import import_attribute, parse_call
 ENVIRONMENTS = {
     "openenv": "groupax.environments.openenv:openenv",
     "verifiers": "groupax.environments.verifiers_v0:verifiers",
+    "program": "groupax.environments.program:program",
 }
 TOOLS = {
     "python_tool": "groupax.environments.python_tool:python_tool",

@@ -8,6 +8,7 @@ from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.examples import Examples
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
+from groupax.episodes.program import ProgramClass
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import one_line
@@ -64,6 +65,7 @@ class Rules:
         template_kwargs: Arguments of the chat template.
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
         rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
+        templates: The `transcript.Templates` of programs; None without programs.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
     """
@@ -73,6 +75,7 @@ class Rules:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     rollout_func: RolloutFunction | None = None
+    templates: Any = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
 
@@ -150,6 +153,10 @@ def make_rules(
     if not common and not classes:
         return Rules(settings)
     kwargs = template_kwargs or {}
+    if any(isinstance(each, ProgramClass) for each in classes.values()):
+        from groupax.episodes.transcript import Templates  # needs packages of an extra
+
+        return _rules_of_programs(Templates(tokenizer, kwargs, eos_ids), settings, common, classes)
 
     def kind(environment: EnvironmentClass | None) -> Kind:
         tools = _tools_of(common, environment)
@@ -159,6 +166,31 @@ def make_rules(
         return Kind(environment, tools, bridge, TextBridge(tokenizer), calls)
 
     return Rules(settings, {name: kind(each) for name, each in classes.items()} or {"": kind(None)}, kwargs)
+
+
+def _rules_of_programs(
+    templates: Any,
+    settings: EpisodeSettings,
+    tools: Mapping[str, Tool],
+    classes: Mapping[str, EnvironmentClass],
+) -> Rules:
+    """Returns the rules of episodes that are runs of programs.
+
+    Raises:
+        ValueError: There are other environments too, or tools, which programs bring with them.
+    """
+    others = [name for name, each in classes.items() if not isinstance(each, ProgramClass)]
+    if others:
+        raise ValueError(
+            f"programs cannot be mixed with other environments in a run: {', '.join(others)}; train them in another run"
+        )
+    if tools:
+        raise ValueError(
+            f"a program names its tools in its own requests, so that tools={', '.join(tools)} would have no effect"
+        )
+    text_bridge = TextBridge(templates.tokenizer)
+    kinds = {name: Kind(each, text_bridge=text_bridge) for name, each in classes.items()}
+    return Rules(settings, kinds, templates.template_kwargs, templates=templates)
 
 
 def _tools_of(common: Mapping[str, Tool], environment: EnvironmentClass | None) -> dict[str, Tool]:

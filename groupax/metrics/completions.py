@@ -25,7 +25,8 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     metrics = {f"completions/{kind}_length": float(f(lengths)) for kind, f in _SUMMARIES.items()}
     terminated = lengths[stopped] if stopped.any() else np.zeros(1)
     metrics |= {f"completions/{kind}_terminated_length": float(f(terminated)) for kind, f in _SUMMARIES.items()}
-    gaps = np.concatenate([(row.sampler_logps - row.policy_logps)[row.mask] for row in rollouts])
+    streams = [stream for row in rollouts for stream in (row, *row.branches)]
+    gaps = np.concatenate([(each.sampler_logps - each.policy_logps)[each.mask] for each in streams])
     return metrics | {
         "completions/clipped_ratio": float(1.0 - stopped.mean()),
         "rollout/sampler_gap_mean": float(gaps.mean()),

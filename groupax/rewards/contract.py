@@ -190,7 +190,8 @@ def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, floa
 def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarray:
     """Returns the rewards of scored completions, [B, K] float64 with NaN where a function does not apply."""
     values = [[row.rewards[name] for name in names] for row in rollouts]
-    return np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
+    found = np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
+    return found.reshape(len(rollouts), len(names))  # also if there are none
 
 
 def turn_reward_matrices(names: Sequence[str], rollouts: Sequence[Rollout]) -> list[np.ndarray]:

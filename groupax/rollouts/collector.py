@@ -34,7 +34,7 @@ from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.rows import masked_ends, row_of
+from groupax.rollouts.rows import masked_ends, row_of, row_of_branch
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
@@ -125,7 +125,7 @@ class Collector:
         self._stop_if_a_reward_never_works(rounds, cursor)
         rows = [row for group in groups for row in group]
         num_new = sum(row.num_sampled_tokens for row in rows)
-        num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
+        num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
         metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
         metrics["epoch"] = (cursor.num_prompts + num_sampled) / len(self.prompts)
         if args.filter_zero_variance:
@@ -242,12 +242,17 @@ class Collector:
         """Cuts a rollout into minibatches."""
         settings = masked_ends(self.args), self.args.rollout_correction != "none"
         numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
-        rows = []
+        episodes: list[list[Row]] = []
         for index, group in enumerate(groups):
             for rollout in group:
-                number = numbers.setdefault((index, rollout.prompt_ids.tobytes()), len(numbers))
-                rows.append(row_of(rollout, number, *settings))
-        return [rows[start : start + self.schedule.rows] for start in range(0, len(rows), self.schedule.rows)]
+                prompts = [each.prompt_ids.tobytes() for each in (rollout, *rollout.branches)]
+                number, *others = [numbers.setdefault((index, prompt), len(numbers)) for prompt in prompts]
+                row = row_of(rollout, number, *settings)
+                further = zip(rollout.branches, others, strict=True)
+                episodes.append([row, *(row_of_branch(*each, row, rollout.advantage) for each in further)])
+        size = self.schedule.rows
+        minibatches = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        return [[row for rows in minibatch for row in rows] for minibatch in minibatches]
 
     def _scored(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
         """Returns the minibatches with the log-probs of the reference and the old policy, as far as updates need them.

@@ -1,11 +1,12 @@
 """Turns completions into rows to train on. Imports no jax."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
 from groupax.settings.objective import MaskSettings
-from groupax.types import TRUNCATIONS, FinishReason, Rollout, Row
+from groupax.types import TRUNCATIONS, Branch, FinishReason, Rollout, Row
 
 
 def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
@@ -34,6 +35,28 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
         is_failure=rollout.is_failure,
+    )
+
+
+def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
+    """Returns a further stream of an episode as a row.
+
+    Args:
+        branch: The stream.
+        group: Number that the rows of its prompt share.
+        row: Row of the rollout that it belongs to.
+        advantage: Advantage of the episode.
+    """
+    return replace(
+        row,
+        group=group,
+        prompt=branch.prompt_ids,
+        completion=branch.completion_ids,
+        mask=branch.mask & bool(row.mask.any()),
+        advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
+        rollout_logp=branch.policy_logps,
+        sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
+        is_branch=True,
     )
 
 

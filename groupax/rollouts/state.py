@@ -1,5 +1,6 @@
 """The state of a run between steps, apart from the policy. Imports no jax."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,10 +62,14 @@ class Experience:
         """Returns the rows of the next `num` minibatches."""
         return [row for index in self._next(num) for row in self.minibatches[index]]
 
-    def next_indices(self, num: int = 1) -> list[int]:
-        """Returns the indices of the rows of the next `num` minibatches among the completions of all groups."""
-        size = len(self.minibatches[0])
-        return [index * size + row for index in self._next(num) for row in range(len(self.minibatches[index]))]
+    def next_indices(self, num: int = 1) -> list[int | None]:
+        """Returns the indices of the rows of the next `num` minibatches among the completions of all groups.
+
+        A row of a further stream of an episode has none.
+        """
+        numbers = itertools.count()
+        indices = [[None if row.is_branch else next(numbers) for row in rows] for rows in self.minibatches]
+        return [each for index in self._next(num) for each in indices[index]]
 
     def after(self, logps: Sequence[np.ndarray], num: int = 1) -> "Experience":
         """Returns the rollout after an update on the next minibatches.

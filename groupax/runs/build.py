@@ -179,7 +179,13 @@ def rules_for(
         limits = {"max_tokens": model.config.max_positions, "vocab_size": model.config.vocab_size}
         function = replace(rollout_func, eos_ids=tuple(eos_ids), **limits)
         return Rules(settings, template_kwargs=args.chat_template_kwargs, rollout_func=function)
-    return make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
+    rules = make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
+    if rules.templates is not None and args.turn_credit == "returns":
+        raise ValueError(
+            "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
+            "its end; leave turn_credit as it is"
+        )
+    return rules
 
 
 def prompts_for(
@@ -240,10 +246,12 @@ def engine_for(
     tokenizer: Any = None,
     expected: Demand | None = None,
     has_turns: bool = False,
+    may_stop: bool = False,
 ) -> Engine:
     """Returns the engine of this process with the weights `params`.
 
-    It receives the tokenizer if there are stop strings, which it searches in the decoded text, and what the largest
+    It receives the tokenizer if there are stop strings, which it searches in the decoded text, or if there may be some
+    (`may_stop`), since programs have their own, and what the largest
     rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
     turns, chunks are short, since tools are called only after a chunk.
     """
@@ -252,7 +260,7 @@ def engine_for(
         params,
         model.mesh,
         eos_ids,
-        tokenizer=tokenizer if args.stop or args.eval_stop else None,
+        tokenizer=tokenizer if args.stop or args.eval_stop or may_stop else None,
         max_slots=args.max_concurrent_rows,
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,

@@ -178,7 +178,8 @@ class RolloutRun(Run[GRPOConfig]):
             expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
         has_turns = self.rules.has_turns
         policy = self.learner.policy
-        self.engine = engine_for(args, self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns)
+        given = self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns
+        self.engine = engine_for(args, *given, may_stop=self.rules.templates is not None)
         self.collector = Collector(
             args,
             self.schedule,

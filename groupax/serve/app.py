@@ -1,4 +1,4 @@
-"""The web application: OpenAI's API over an `EngineLoop`.
+"""The web application: the APIs of OpenAI and Anthropic over an `EngineLoop`.
 
 request ──► key, size, JSON, fields ──► token ids ──► loop ──► deltas ──► response, in full or streamed
 """
@@ -7,10 +7,9 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
@@ -21,23 +20,28 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax.data.tokenizer import context_tokens, decode
 from groupax.models.checkpoint import Model
+from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck
+from groupax.serve.deltas import collect, no_tokens, to_queue
 from groupax.serve.errors import ApiError
+from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.loop import ClosedError, Delta, EngineLoop, Job, QueueFullError
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
-from groupax.serve.prepare import Prepared, ServedModel, prepare
+from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
+from groupax.serve.prompt_scoring import PromptScorer
+from groupax.serve.protocols import anthropic_messages
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.protocols.table import PROTOCOLS, Protocol
 from groupax.serve.rate_limited_log import RateLimitedLog
-from groupax.serve.requests import Request, parse, parse_json
-from groupax.serve.responses import Completion, ResponseBuilder, TokenTexts
+from groupax.serve.requests import ChatRequest, parse_json
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
-from groupax.serve.text import TextStream
+from groupax.serve.turn_format import TurnFormats
 from groupax.serve.weights import Weights
 
-MAX_DRAIN_RATIO = 16  # a body of up to this many times the limit is read, so that its sender gets a response
 RETRY_S = 1
 PREPARING_THREADS = 16
+T = TypeVar("T")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -83,8 +87,15 @@ def create_app(
     server = Server(loop, limits or Limits(), Weights(loop, models or {}), log)
     weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
     routes = [
-        Route("/v1/completions", server.endpoint(partial(server.complete, is_chat=False)), methods=["POST"]),
-        Route("/v1/chat/completions", server.endpoint(partial(server.complete, is_chat=True)), methods=["POST"]),
+        *[
+            Route(path, server.endpoint(partial(server.complete, protocol), protocol.error_body), methods=["POST"])
+            for path, protocol in PROTOCOLS.items()
+        ],
+        Route(
+            "/v1/messages/count_tokens",
+            server.endpoint(server.count_tokens, anthropic_messages.error_body),
+            methods=["POST"],
+        ),
         Route("/v1/models", server.endpoint(server.list_models)),
         Route("/v1/models/{model:path}", server.endpoint(server.get_model)),
         Route("/metrics", server.endpoint(server.get_metrics)),
@@ -112,13 +123,13 @@ class Server:
     def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights, log: RateLimitedLog | None = None) -> None:
         self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics, self.log = Metrics(loop), log or RateLimitedLog()
-        self._preparing = CapacityLimiter(PREPARING_THREADS)
+        self._preparing, self._scorer = CapacityLimiter(PREPARING_THREADS), PromptScorer(loop)
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
         self.models = {name: _served_model(name, loop) for name in loop.engines}
 
-    def endpoint(self, handler: Handler) -> Handler:
-        """Wraps a handler: checks the caller, converts errors to OpenAI's format, and counts the request."""
+    def endpoint(self, handler: Handler, error_body: Callable[[ApiError], Any] = lambda error: error.body) -> Handler:
+        """Wraps a handler: checks the caller, converts errors to the protocol's format, and counts the request."""
 
         async def respond(request: HttpRequest) -> Response:
             started_s = time.monotonic()
@@ -129,7 +140,7 @@ class Server:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001 - sent, and logged
                 fault = as_api_error(error, request.scope)
-                response = JSONResponse(fault.body, fault.status, fault.headers)
+                response = JSONResponse(error_body(fault), fault.status, fault.headers)
             if isinstance(response, EventStream):
                 response.on_end = lambda: self._count(request, response.status_code, started_s)
             else:
@@ -138,30 +149,47 @@ class Server:
 
         return respond
 
-    async def complete(self, http: HttpRequest, is_chat: bool) -> Response:
-        """Handles /v1/completions and /v1/chat/completions."""
+    async def complete(self, protocol: Protocol, http: HttpRequest) -> Response:
+        """Handles requests for completions in any protocol."""
         started_s = time.monotonic()
         deadline_s = started_s + self.limits.request_timeout_s
-        request = await run_in_threadpool(parse, await _json_body(http, self.limits.max_body_bytes), is_chat)
+        body = await json_body(http, self.limits.max_body_bytes)
+        incoming = await run_in_threadpool(protocol.parse, body)
+        request = incoming.request
         name = self._model_name(request.model)
         if request.weights_state not in (None, self.weights.state(name)):
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
-        prepared = await self._prepared(request, name, deadline_s)
-        deltas: asyncio.Queue[Delta] = asyncio.Queue()
-        job = await run_in_threadpool(self._submit, prepared, name, _to_queue(deltas))
-        arriving = self._arriving(job, deltas, started_s)
+        prepared = await self._prepared(incoming, name, deadline_s)
+        exchange = await self._with_prompt_logps(prepared, http, deadline_s)
+        num = len(exchange.prompts) * request.n
+        if request.max_tokens == 0:
+            arriving, cancel = no_tokens(num), lambda: None
+        else:
+            deltas: asyncio.Queue[Delta] = asyncio.Queue()
+            job = await run_in_threadpool(self._submit, prepared, name, to_queue(deltas))
+            arriving, cancel = self._arriving(job, deltas, started_s), partial(self.loop.cancel, job)
+        writer = protocol.writer(exchange)
         if request.stream:
-            events = self._events(request, prepared.responses, job, arriving)
-            cancel = partial(self.loop.cancel, job)
-            return EventStream(events, cancel, deadline_s, self.limits.send_timeout_s)
-        work = asyncio.ensure_future(_collect(arriving, len(job.sequences)))
+            events = self._events(exchange, writer, num, arriving)
+            return EventStream(events, protocol, cancel, deadline_s, self.limits.send_timeout_s)
+        work = asyncio.ensure_future(collect(arriving, num))
         try:
             completions = await unless_disconnected(work, http.receive, deadline_s)
         finally:
             work.cancel()
-            self.loop.cancel(job)
-        return JSONResponse(prepared.responses.full(completions))
+            cancel()
+        return JSONResponse(await run_in_threadpool(writer.full, completions))
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        """Handles /v1/messages/count_tokens."""
+        body = await json_body(http, self.limits.max_body_bytes)
+        incoming = await run_in_threadpool(anthropic_messages.parse, body, counts_only=True)
+        model = self.models[self._model_name(incoming.request.model)]
+        assert isinstance(incoming.request, ChatRequest), "messages are chats"
+        work = partial(encoded_chat, incoming.request, model, incoming.hints)
+        [ids], _ = await self._in_time(work, time.monotonic() + self.limits.request_timeout_s)
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def list_models(self, _: HttpRequest) -> Response:
         """Handles /v1/models."""
@@ -194,7 +222,7 @@ class Server:
     async def begin_upload(self, http: HttpRequest) -> Response:
         """Handles POST /groupax/v1/weights: announces an upload."""
         self._check_may_change()
-        return JSONResponse(self.weights.begin(parse_json(await _json_body(http, self.limits.max_body_bytes))))
+        return JSONResponse(self.weights.begin(parse_json(await json_body(http, self.limits.max_body_bytes))))
 
     async def put_piece(self, http: HttpRequest) -> Response:
         """Handles PUT /groupax/v1/weights/UPLOAD/PIECE."""
@@ -222,10 +250,28 @@ class Server:
         if not self.limits.api_keys:
             raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
 
-    async def _prepared(self, request: Request, name: str, deadline_s: float) -> Prepared:
-        """Prepares a request in a thread, which is abandoned at the deadline."""
+    async def _prepared(self, incoming: Incoming, name: str, deadline_s: float) -> Prepared:
         limits = self.limits
-        work = partial(prepare, request, self.models[name], limits.max_completions, limits.default_max_tokens)
+        work = partial(prepare, incoming, self.models[name], limits.max_completions, limits.default_max_tokens)
+        return await self._in_time(work, deadline_s)
+
+    async def _with_prompt_logps(self, prepared: Prepared, http: HttpRequest, deadline_s: float) -> Exchange:
+        """Returns the exchange with the log-probs of its prompts, if the request wants them."""
+        exchange, num = prepared.exchange, prepared.exchange.request.num_prompt_logprobs
+        if num is None:
+            return exchange
+        scores = self._scorer.score(exchange.model, prepared.prompts, prepared.params.temperature, num)
+        work = asyncio.ensure_future(scores)
+        try:
+            found = await unless_disconnected(work, http.receive, deadline_s)
+        except ClosedError as error:
+            raise _stopping() from error
+        finally:
+            work.cancel()
+        return replace(exchange, prompt_logps=found)
+
+    async def _in_time(self, work: Callable[[], T], deadline_s: float) -> T:
+        """Returns the result of work in a thread, which is abandoned at the deadline."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._preparing)
@@ -261,32 +307,22 @@ class Server:
             yield delta
 
     async def _events(
-        self, request: Request, responses: ResponseBuilder, job: Job, arriving: AsyncIterator[Delta]
+        self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]
     ) -> AsyncIterator[dict[str, Any]]:
-        tokenizer = self.models[job.model].tokenizer
-        texts = [
-            TextStream(
-                lambda ids: decode(tokenizer, [ids])[0],
-                each.params.stop,
-                context_tokens(tokenizer, each.prompt),
-                each.params.min_tokens,
-            )
-            for each in job.sequences
-        ]
-        completions = [Completion() for _ in job.sequences]
-        for chunk in responses.first_chunks():
-            yield chunk
+        tokenizer = self.models[exchange.model].tokenizer
+        streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
+        completions = [Completion() for _ in streams]
+        for event in writer.first_events():
+            yield event
         async for delta in arriving:
             completion = completions[delta.index]
             if delta.start < len(completion.tokens):
                 raise ApiError(503, "the weights changed, and the completion had to be restarted", code="aborted")
-            text = texts[delta.index].add(delta.tokens)
-            if delta.finish_reason:
-                text += texts[delta.index].end(delta.text)
-            yield responses.chunk(delta, text, completion)
+            for event in writer.events(delta, streams[delta.index].add(delta), completion):
+                yield event
             completion.add(delta)
-        if request.stream_options.get("include_usage"):
-            yield responses.usage_chunk(completions)
+        for event in writer.last_events(completions):
+            yield event
 
     def _model_name(self, name: str | None) -> str:
         if name is None:
@@ -310,8 +346,8 @@ class Server:
                 raise ApiError(403, refusal, code="forbidden")
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()
-        if scheme.lower() != "bearer" or not any(hmac.compare_digest(given, k.encode()) for k in self.limits.api_keys):
+        given = (key if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")).strip().encode()
+        if not given or not any(hmac.compare_digest(given, k.encode()) for k in self.limits.api_keys):
             message = "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
@@ -326,56 +362,12 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     if engine.tokenizer is None:
         raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
     config = engine.config
-    return ServedModel(name, engine.tokenizer, TokenTexts(engine.tokenizer), config.vocab_size, config.max_positions)
-
-
-def _to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:
-    """Returns a listener that passes deltas from the engine's thread to this one."""
-    call_here = asyncio.get_running_loop().call_soon_threadsafe
-
-    def listener(delta: Delta) -> None:
-        with suppress(RuntimeError):  # the server was stopped without waiting
-            call_here(deltas.put_nowait, delta)
-
-    return listener
-
-
-async def _json_body(http: HttpRequest, limit: int) -> bytes:
-    """Returns the body of a request in JSON.
-
-    Raises:
-        ApiError: its content type is another one, or it has more than `limit` bytes.
-    """
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        message = f"the content-type is {kind[:80]!a}; send 'content-type: application/json' "
-        message += "(with curl: -H 'content-type: application/json')"
-        raise ApiError(415, message, code="unsupported_media_type")
-    length = http.headers.get("content-length", "")
-    parts, size = [], 0
-    if not length.isdecimal() or int(length) <= MAX_DRAIN_RATIO * limit:
-        async for part in http.stream():
-            size += len(part)
-            if size <= limit:
-                parts.append(part)
-            elif size > MAX_DRAIN_RATIO * limit:
-                break
-    else:
-        size = int(length)
-    if size > limit:
-        raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
-    return b"".join(parts)
+    tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
+    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, config.vocab_size, config.max_positions)
 
 
 def _stopping() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
-
-
-async def _collect(arriving: AsyncIterator[Delta], num: int) -> list[Completion]:
-    completions = [Completion() for _ in range(num)]
-    async for delta in arriving:
-        completions[delta.index].add(delta)
-    return completions
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

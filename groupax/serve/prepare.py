@@ -1,15 +1,19 @@
 """Checks requests against a model and encodes their prompts."""
 
-import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from groupax.data.tokenizer import decode, encode_prompts
+from groupax.data.tokenizer import decode, encode_prompts, encode_within
+from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
-from groupax.serve.requests import DEFAULT_MAX_TOKENS, CompletionRequest, Request
-from groupax.serve.responses import ResponseBuilder, TokenTexts
+from groupax.serve.exchange import Exchange, TokenTexts
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.requests import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest, Request
+from groupax.serve.turn_format import TurnFormats
+from groupax.serve.turns import TurnReader
 from groupax.settings.sampling import SamplingParams
 
 
@@ -19,6 +23,7 @@ class ServedModel:
 
     name: str
     tokenizer: Any
+    turn_formats: TurnFormats
     token_texts: TokenTexts
     vocab_size: int
     max_positions: int
@@ -31,14 +36,14 @@ class Prepared:
     prompts: list[np.ndarray]
     params: SamplingParams
     row_keys: np.ndarray | None
-    responses: ResponseBuilder
+    exchange: Exchange
 
 
-def prepare(request: Request, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
+def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
     """Checks and encodes a request, which takes a while for long prompts. Safe in any thread.
 
     Args:
-        request: The request.
+        incoming: The request.
         model: The model that it names.
         max_completions: Most prompts times `n`.
         chat_max_tokens: Longest completion of a chat that sets no limit.
@@ -46,12 +51,17 @@ def prepare(request: Request, model: ServedModel, max_completions: int, chat_max
     Raises:
         ApiError: the request has too many completions, is too long, or cannot be encoded.
     """
+    request = incoming.request
     num_prompts, n = len(request.prompts), request.n
     if num_prompts * max(n, 1) > max_completions:
         message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
         raise ApiError(400, message, param="n")
     check_tokens(request, model.vocab_size)
-    prompts = encoded(request, model.tokenizer, model.max_positions)
+    reader = None
+    if isinstance(request, ChatRequest):
+        prompts, reader = encoded_chat(request, model, incoming.hints)
+    else:
+        prompts = encoded(request, model.tokenizer, model.max_positions)
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
     prompt_texts = []
     if isinstance(request, CompletionRequest) and request.echo:
@@ -59,11 +69,10 @@ def prepare(request: Request, model: ServedModel, max_completions: int, chat_max
             text if isinstance(text, str) else decode(model.tokenizer, [ids.tolist()])[0]
             for text, ids in zip(request.prompts, prompts, strict=True)
         ]
-    response_id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     prompt_ids = [prompt.tolist() for prompt in prompts]
-    responses = ResponseBuilder(request, model.name, response_id, prompt_ids, prompt_texts, model.token_texts)
+    exchange = Exchange(request, incoming.wire, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
     row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
-    return Prepared(prompts, params, row_keys, responses)
+    return Prepared(prompts, params, row_keys, exchange)
 
 
 def _sampling_params(
@@ -101,6 +110,40 @@ def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.nda
     except ValueError as error:
         raise ApiError(400, f"the prompt cannot be encoded: {error}", name) from error
     return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
+
+
+def encoded_chat(
+    request: ChatRequest, model: ServedModel, hints: Mapping[str, Any]
+) -> tuple[list[np.ndarray], TurnReader]:
+    """Returns the token ids of a chat as a list of one prompt, and what reads the turns that answer it.
+
+    Args:
+        request: The chat.
+        model: The model that it names.
+        hints: Arguments for the chat template that only count if it reads them.
+
+    Raises:
+        ApiError: the chat template cannot write it, or the model has no tools.
+    """
+    kwargs, tools = template_kwargs(request, model.tokenizer, hints), request.callable_tools
+    turn_format = model.turn_formats.of(kwargs, bool(tools))
+    if tools and turn_format.calls is None:
+        raise ApiError(400, f"{model.name} has no tools: {turn_format.fault}", "tools", "unsupported_value")
+    try:
+        prompt = chat_prompt(request, model.tokenizer, kwargs)
+        ids = encode_within(model.tokenizer, [prompt.text], [True], model.max_positions)
+    except ValueError as error:
+        raise ApiError(400, f"the prompt cannot be encoded: {error}", "messages") from error
+    reader = TurnReader(
+        turn_format,
+        tools,
+        request.parallel_tool_calls,
+        prompt.generation_prompt,
+        prompt.begun,
+        tuple(request.stop),
+        request.min_tokens,
+    )
+    return ids, reader
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:

@@ -10,7 +10,17 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from groupax.data.messages import join_text_parts
+from groupax.serve.chat_fields import (
+    Messages,
+    TemplateKwargs,
+    Text,
+    ToolChoice,
+    Tools,
+    check_last_message,
+    check_tool_choice,
+    is_text,
+    short,
+)
 from groupax.serve.errors import ApiError
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
@@ -27,28 +37,15 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 
-def _unicode(text: str) -> str:
-    if not _is_text(text):
-        raise ValueError("be valid Unicode")  # half of a surrogate pair, which no response could quote
-    return text
-
-
 def _prompts(value: Any) -> list[Any]:
     single = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     prompts = [value] if single else value
     if not isinstance(prompts, list) or not prompts:
-        raise ApiError(400, f"prompt must be a string, token ids, or a list of either, got {_short(value)}", "prompt")
+        raise ApiError(400, f"prompt must be a string, token ids, or a list of either, got {short(value)}", "prompt")
     for each in prompts:
-        if not _is_text(each) and not _is_ids(each):
-            raise ApiError(400, f"a prompt must be a string or a list of token ids, got {_short(each)}", "prompt")
+        if not is_text(each) and not _is_ids(each):
+            raise ApiError(400, f"a prompt must be a string or a list of token ids, got {short(each)}", "prompt")
     return prompts
-
-
-def _content(value: Any) -> Any:
-    try:
-        return join_text_parts(value, "a message") if isinstance(value, list) else value
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from error
 
 
 def _biases(value: Any) -> Any:
@@ -59,11 +56,10 @@ def _biases(value: Any) -> Any:
 
 def _token_of_key(key: str) -> int:
     if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
-        raise ApiError(400, f"logit_bias must have token ids as its keys, got {_short(key)}", "logit_bias")
+        raise ApiError(400, f"logit_bias must have token ids as its keys, got {short(key)}", "logit_bias")
     return int(key)
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_of_key)], Bias], BeforeValidator(_biases)]
@@ -89,6 +85,7 @@ class Request(BaseModel):
         weights_state: The weights to sample from (see `serve.weights`); with others the request is refused.
         prompts: Strings or lists of token ids; for a chat one list of messages.
         logprobs: Number of alternatives to report for each token; None reports no log-probs.
+        prompt_logprobs: The same for the tokens of the prompts.
     """
 
     model_config = ConfigDict(strict=True)
@@ -117,6 +114,12 @@ class Request(BaseModel):
     ignore_eos: bool = False
     prompts: list[Any]
     logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to report for each token of the prompt; None if its log-probs are not requested."""
+        return self.prompt_logprobs
 
     @property
     def is_chat(self) -> bool:
@@ -130,6 +133,10 @@ class Request(BaseModel):
             ApiError: a setting is out of its range.
         """
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
+        if max_tokens == 0 and self.num_prompt_logprobs is None and not getattr(self, "echo", False):
+            message = "max_tokens is 0, but nothing of the prompt is requested; set echo or prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens")
+        max_tokens = max_tokens or 1  # of a request that samples nothing
         settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         settings["stop_token_ids"] = tuple(self.stop_token_ids)
         try:
@@ -146,34 +153,60 @@ class CompletionRequest(Request):
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(lambda num: None if num is False else num)] = None
     echo: bool = False
 
-
-class Message(BaseModel):
-    """A message of a chat, whose content is one text."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Text
-    content: Annotated[Text, BeforeValidator(_content)]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The larger of the numbers that `prompt_logprobs` and, with `echo`, `logprobs` request."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
 
 class ChatRequest(Request):
-    """The body of a POST to /v1/chat/completions."""
+    """The body of a POST to /v1/chat/completions.
 
-    prompts: Annotated[Messages, AfterValidator(lambda each: [[message.model_dump() for message in each]])] = Field(
-        validation_alias="messages"
-    )
+    Attributes:
+        tools: Schemas of functions in OpenAI's format.
+        tool_choice: "auto", "none", "required", or the name of the function to call as {"name": ...}.
+        parallel_tool_calls: Whether a turn may have several calls; the first one is reported otherwise.
+        chat_template_kwargs: Arguments for the chat template, as {"enable_thinking": False}.
+        reasoning_effort: One more argument for the chat template, under this name.
+        add_generation_prompt: Whether the prompt ends with the start of the assistant's message.
+        continue_final_message: Whether the last message is continued instead of being answered.
+    """
+
+    prompts: Annotated[Messages, AfterValidator(lambda each: [each])] = Field(validation_alias="messages")
     has_logprobs: bool = Field(False, validation_alias="logprobs")
     logprobs: NumLogprobs | None = Field(None, validation_alias="top_logprobs")
     max_completion_tokens: Int64 | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateKwargs = {}
+    reasoning_effort: Text | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages as chat templates read them."""
+        prompts: list[Any] = self.prompts
+        return prompts[0]
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """All arguments for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
 
 
 SETTINGS = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
 # Fields that are not supported, and the values of them that request nothing.
 UNSUPPORTED: dict[str, list[Any]] = {
     "audio": [None],
@@ -182,11 +215,8 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "functions": [None, []],
     "modalities": [None, ["text"]],
     "prediction": [None],
-    "reasoning_effort": [None],
     "response_format": [None, {"type": "text"}],
     "suffix": [None, ""],
-    "tool_choice": [None, "none", "auto"],
-    "tools": [None, []],
     "web_search_options": [None],
 }
 
@@ -197,24 +227,34 @@ def parse(body: bytes, is_chat: bool) -> Request:
     Raises:
         ApiError: the body is not a JSON object, or a field is unknown, of another type, or not supported.
     """
+    return request_of(parse_json(body), is_chat)
+
+
+def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
+    """Returns the request that the fields of a body describe.
+
+    Raises:
+        ApiError: a field is unknown, of another type, or not supported.
+    """
     schema = ChatRequest if is_chat else CompletionRequest
-    given = parse_json(body)
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
     check_known(given, [*known, *IGNORED, *UNSUPPORTED], "the request")
     for name in given.keys() & UNSUPPORTED.keys():
         if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
-            raise ApiError(400, f"{name}={_short(given[name])} is not supported", name, "unsupported_value")
+            raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
     if isinstance(given.get("stream_options"), dict):
         check_known(given["stream_options"], STREAM_OPTIONS, "stream_options", param="stream_options")
     request = validated(schema, {name: value for name, value in given.items() if value is not None})
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
     if isinstance(request, ChatRequest):
         if request.logprobs is not None and not request.has_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         request.logprobs = (request.logprobs or 0) if request.has_logprobs else None
         if request.max_completion_tokens is not None:
             request.max_tokens = request.max_completion_tokens
-    elif request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo with logprobs needs log-probs of the prompt, which are not computed", "echo")
+        check_tool_choice(request.tool_choice, request.tools)
+        check_last_message(request.messages, request.add_generation_prompt, request.continue_final_message)
     return request
 
 
@@ -232,7 +272,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise ApiError(400, f"the body has the field {_short(name)} twice", name if _is_text(name) else None)
+            raise ApiError(400, f"the body has the field {short(name)} twice", name if is_text(name) else None)
         return found
 
     try:
@@ -240,10 +280,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_short(given)}")
+        raise ApiError(400, f"the body must be a JSON object, got {short(given)}")
     for name in given:
-        if not _is_text(name):  # a response could not quote it
-            raise ApiError(400, f"the body has a field whose name is not valid Unicode: {_short(name)}")
+        if not is_text(name):  # a response could not quote it
+            raise ApiError(400, f"the body has a field whose name is not valid Unicode: {short(name)}")
     return given
 
 
@@ -256,7 +296,7 @@ def check_known(given: Mapping[str, Any], known: Iterable[str], where: str, para
     known = list(known)
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        message = f"{where} has an unknown field {_short(unknown)}{nearest(unknown, known)}"
+        message = f"{where} has an unknown field {short(unknown)}{nearest(unknown, known)}"
         raise ApiError(400, message, param or unknown)
 
 
@@ -274,24 +314,9 @@ def validated(schema: type[Schema], given: Mapping[str, Any]) -> Schema:
         text = re.sub(r"^\w+ should |^Value error, ", "must ", fault["msg"]).replace("dictionary", "object")
         text = re.sub(r" after validation| or instance of \w+", "", text)
         missing = fault["type"] == "missing"
-        message = f"{path} is missing" if missing else f"{path} {text}, got {_short(fault['input'])}"
+        message = f"{path} is missing" if missing else f"{path} {text}, got {short(fault['input'])}"
         raise ApiError(400, message, param=str(fault["loc"][0])) from error
-
-
-def _is_text(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

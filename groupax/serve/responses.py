@@ -1,125 +1,72 @@
-"""Builds responses in OpenAI's format, in full or streamed."""
+"""Builds responses in OpenAI's format for completions and chats, in full or streamed. Imports no jax."""
 
 import itertools
 import time
-from dataclasses import dataclass, field
+import uuid
 from typing import Any
 
-from groupax.serve.loop import Delta
-from groupax.serve.requests import Request
-
-
-class TokenTexts:
-    """The texts of single tokens of a tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def text(self, token: int) -> str:
-        """Returns a token's text with its leading space; special tokens have theirs too."""
-        if token not in self._texts:
-            text = self._tokenizer.decode([token])
-            piece = self._tokenizer.convert_ids_to_tokens(token)
-            if isinstance(piece, str) and piece.startswith("\u2581"):  # decoding strips the first word's space
-                text = self._tokenizer.decode([token, token])[len(text) :]
-            self._texts[token] = text
-        return self._texts[token]
-
-
-@dataclass
-class Completion:
-    """A completion as far as it was reported, accumulated from `loop.Delta`s."""
-
-    tokens: list[int] = field(default_factory=list)
-    policy_logps: list[float] = field(default_factory=list)
-    sampler_logps: list[float] = field(default_factory=list)
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    text: str = ""
-    num_characters: int = 0  # of the texts of its tokens, as `text_offset` counts them
-
-    def add(self, delta: Delta) -> None:
-        """Adds new tokens, which replace earlier ones if the completion was restarted."""
-        for name in ("tokens", "policy_logps", "sampler_logps", "alternatives", "versions"):
-            getattr(self, name)[delta.start :] = getattr(delta, name)
-        self.finish_reason, self.text = delta.finish_reason, delta.text
+from groupax.serve.exchange import Completion, Exchange, NewTokens
+from groupax.serve.turns import Call, Turn
 
 
 class ResponseBuilder:
     """Builds the JSON objects of the response to one request.
 
     Args:
-        request: The request.
-        model: The model's name for the client.
-        response_id: Id of the response.
-        prompts: Token ids of each prompt.
-        prompt_texts: Texts of the prompts, if they are echoed.
-        token_texts: Texts of the model's tokens, for log-probs.
+        exchange: The request and what its response is made of.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        model: str,
-        response_id: str,
-        prompts: list[list[int]],
-        prompt_texts: list[str],
-        token_texts: TokenTexts,
-    ) -> None:
-        self.request, self.prompts, self.prompt_texts, self.n = request, prompts, prompt_texts, request.n
-        self.token_texts = token_texts
-        kind = "chat.completion" if request.is_chat else "text_completion"
-        self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.request, self.n = exchange, exchange.request, exchange.request.n
+        self.prompts, self.prompt_texts = exchange.prompts, exchange.prompt_texts
+        self.token_texts = exchange.token_texts
+        kind = "chat.completion" if self.request.is_chat else "text_completion"
+        response_id = f"{'chatcmpl' if self.request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": exchange.model}
+        self._num_calls: dict[int, int] = {}  # streamed so far, by completion
 
     def full(self, completions: list[Completion]) -> dict[str, Any]:
         """Returns the whole response as one object."""
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         response = {**self._head, "choices": choices, "usage": self.usage(completions)}
+        if self.request.is_chat and self.request.prompt_logprobs is not None:
+            response["prompt_logprobs"] = self._prompt_logprobs(0)
         if self.request.is_chat and self.request.return_token_ids:
             response["prompt_token_ids"] = self.prompts[0]
         return response
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def first_events(self) -> list[dict[str, Any]]:
         """Returns the first chunks of a streamed response: the role, or the echoed prompt, of each completion."""
         indices = range(len(self.prompts) * self.n)
         if self.request.is_chat:
             delta = {"role": "assistant", "content": ""}
             empty = {"delta": delta, "logprobs": None, "finish_reason": None}
             return [self._chunk({"index": index, **empty}) for index in indices]
-        if self.prompt_texts:
-            return [self._chunk(self._text_choice(index, self.prompt_texts[index // self.n])) for index in indices]
-        return []
+        return [self._chunk(self._echo(index)) for index in indices] if self.prompt_texts else []
 
-    def chunk(self, delta: Delta, text: str, completion: Completion) -> dict[str, Any]:
-        """Returns a chunk of a streamed response.
-
-        Args:
-            delta: The new tokens.
-            text: New text that later tokens cannot change.
-            completion: The completion before these tokens.
-        """
+    def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
+        """Returns the chunk of new tokens (see `exchange.Writer`)."""
         index = delta.index
         if self.request.is_chat:
-            choice: dict[str, Any] = {"index": index, "delta": {"content": text}}
+            choice: dict[str, Any] = {"index": index, "delta": self._delta(index, piece)}
         else:
-            choice = self._text_choice(index, text)
-        choice["finish_reason"] = delta.finish_reason
+            choice = self._text_choice(index, piece.content)
+        choice["finish_reason"] = piece.finish_reason
         new = Completion(num_characters=completion.num_characters)
         new.add(delta)
         choice |= self._details(index, new, is_first=not completion.tokens)
         completion.num_characters = new.num_characters
-        return self._chunk(choice)
+        return [self._chunk(choice)]
 
-    def usage_chunk(self, completions: list[Completion]) -> dict[str, Any]:
-        """Returns the last chunk of a streamed response, with the numbers of tokens."""
-        return {**self._chunk(None), "usage": self.usage(completions)}
+    def last_events(self, completions: list[Completion]) -> list[dict[str, Any]]:
+        """Returns the last chunk of a streamed response, with the numbers of tokens, if it is requested."""
+        if not self.request.stream_options.get("include_usage"):
+            return []
+        return [{**self._chunk(None), "usage": self.usage(completions)}]
 
     def usage(self, completions: list[Completion]) -> dict[str, int]:
         """Returns the numbers of tokens; each prompt counts once."""
-        num_prompt = sum(map(len, self.prompts))
-        num = sum(len(completion.tokens) for completion in completions)
+        num_prompt, num = self._exchange.usage(completions)
         return {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
 
     def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
@@ -129,22 +76,53 @@ class ResponseBuilder:
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
+    def _echo(self, index: int) -> dict[str, Any]:
+        """Returns the choice with which the stream of a completion begins, if the prompt is echoed."""
+        choice = self._text_choice(index, self.prompt_texts[index // self.n])
+        if self.request.logprobs is not None:
+            choice["logprobs"] = self._prompt_part(index // self.n)
+        return choice
+
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        turn = self._exchange.turn(index, completion)
         if self.request.is_chat:
-            message = {"role": "assistant", "content": completion.text, "refusal": None}
-            choice: dict[str, Any] = {"index": index, "message": message}
+            choice: dict[str, Any] = {"index": index, "message": self._message(turn)}
         else:
             echoed = self.prompt_texts[index // self.n] if self.prompt_texts else ""
-            choice = self._text_choice(index, echoed + completion.text)
-        choice["finish_reason"] = completion.finish_reason
-        return choice | self._details(index, completion, is_first=True)
+            choice = self._text_choice(index, echoed + turn.content)
+        choice["finish_reason"] = turn.finish_reason
+        if self.request.prompt_logprobs is not None and not self.request.is_chat:
+            choice["prompt_logprobs"] = self._prompt_logprobs(index // self.n)
+        return choice | self._details(index, completion, is_first=True, is_whole=True)
 
-    def _details(self, index: int, completion: Completion, is_first: bool) -> dict[str, Any]:
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        content = turn.content or (None if turn.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.calls:
+            message["tool_calls"] = [_call(call) for call in turn.calls]
+        return message
+
+    def _delta(self, index: int, piece: Turn) -> dict[str, Any]:
+        """Returns what is new of a streamed message."""
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            first = self._num_calls.get(index, 0)
+            delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in enumerate(piece.calls, first)]
+            self._num_calls[index] = first + len(piece.calls)
+        return {**delta, "content": piece.content} if piece.content or not delta else delta
+
+    def _details(self, index: int, completion: Completion, is_first: bool, is_whole: bool = False) -> dict[str, Any]:
         runs = [[version, len(list(run))] for version, run in itertools.groupby(completion.versions)]
         details: dict[str, Any] = {"logprobs": None, "weight_versions": runs}
         if self.request.logprobs is not None:
-            build = self._chat_logprobs if self.request.is_chat else self._logprobs
-            details["logprobs"] = build(completion)
+            if self.request.is_chat:
+                details["logprobs"] = self._chat_logprobs(completion)
+            else:
+                details["logprobs"] = self._logprobs(completion, index // self.n, is_whole)
         if self.request.return_token_ids:
             details["token_ids"] = completion.tokens
             details["policy_logps"], details["sampler_logps"] = completion.policy_logps, completion.sampler_logps
@@ -152,17 +130,49 @@ class ResponseBuilder:
                 details["prompt_token_ids"] = self.prompts[index // self.n]
         return details
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any]:
-        offsets = []
+    def _logprobs(self, completion: Completion, prompt: int, is_whole: bool) -> dict[str, Any]:
+        echo = self._prompt_part(prompt) if self.prompt_texts else None
+        first, offsets = 0 if echo is None else sum(map(len, map(self.token_texts.text, self.prompts[prompt]))), []
         for token in completion.tokens:
-            offsets.append(completion.num_characters)
+            offsets.append(first + completion.num_characters)
             completion.num_characters += len(self.token_texts.text(token))
-        return {
+        part = {
             "tokens": [self._name(token) for token in completion.tokens],
             "token_logprobs": completion.policy_logps,
             "top_logprobs": self._top_logprobs(completion) if self.request.logprobs else None,
             "text_offset": offsets,
         }
+        if echo is None or not is_whole:
+            return part
+        return {name: None if values is None else [*echo[name], *values] for name, values in part.items()}
+
+    def _prompt_part(self, prompt: int) -> dict[str, Any]:
+        """Returns the log-probs of an echoed prompt, whose first token has none."""
+        tokens, logps = self.prompts[prompt], self._exchange.prompt_logps[prompt]
+        texts = [self.token_texts.text(token) for token in tokens]
+        offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))
+        num = self.request.logprobs or 0
+        scored = Completion(tokens[1:], logps.logps, alternatives=[each[:num] for each in logps.alternatives])
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None, *logps.logps],
+            "top_logprobs": [None, *self._top_logprobs(scored)] if num else None,
+            "text_offset": offsets,
+        }
+
+    def _prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
+        """Returns the log-probs of a prompt as vLLM does: by token id, with ranks."""
+        found: list[dict[str, Any] | None] = [None]
+        logps, num = self._exchange.prompt_logps[prompt], self.request.prompt_logprobs or 0
+        each = zip(self.prompts[prompt][1:], logps.logps, logps.ranks, logps.alternatives, strict=True)
+        for token, logp, rank, pairs in each:
+            ranked = [(token, logp, rank), *((*pair, place) for place, pair in enumerate(pairs[:num], 1))]
+            entries = {
+                str(token): {"logprob": logp, "rank": rank, "decoded_token": self.token_texts.text(token)}
+                for token, logp, rank in ranked
+            }
+            found.append({**entries, str(token): {**entries[str(token)], "rank": rank}})
+        return found
 
     def _top_logprobs(self, completion: Completion) -> list[dict[str, float]]:
         """Returns the likeliest alternatives of each token, and the token itself."""
@@ -172,7 +182,8 @@ class ResponseBuilder:
             is_included = any(token == other for other, _ in pairs)
             top: dict[str, float] = {}
             for other, value in pairs if is_included else [*pairs, (token, logp)]:
-                top.setdefault(self._name(other), value)  # several tokens may have one text
+                # several tokens may have one text; the token itself has the same log-prob in both places
+                top.setdefault(self._name(other), logp if other == token else value)
             tops.append(top)
         return tops
 
@@ -190,3 +201,7 @@ class ResponseBuilder:
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.token_texts.text(token)
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

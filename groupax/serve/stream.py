@@ -1,7 +1,6 @@
 """Streamed responses, and what interrupts responses: errors, deadlines, disconnected clients."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from groupax.serve.errors import ApiError
+from groupax.serve.protocols.table import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,11 @@ CLIENT_GONE = 499  # nginx's status for disconnected clients, which metrics coun
 
 
 class EventStream(Response):
-    """A response of server-sent events, one per object, then "[DONE]". An error becomes the last event.
+    """A response of server-sent events, one per object. An error becomes the last event.
 
     Args:
         events: The objects.
+        protocol: How events and errors are written.
         cancel: Called at the end, whatever ends the response.
         deadline_s: Deadline by `time.monotonic`.
         send_timeout_s: Longest time for which the client may read nothing.
@@ -36,13 +37,14 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncIterator[dict[str, Any]],
+        protocol: Protocol,
         cancel: Callable[[], None],
         deadline_s: float,
         send_timeout_s: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._events, self._cancel = events, cancel
+        self._events, self._protocol, self._cancel = events, protocol, cancel
         self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
         self.on_end: Callable[[], None] = lambda: None
 
@@ -53,13 +55,12 @@ class EventStream(Response):
             async with asyncio.timeout(self._send_timeout_s):
                 await send(message)
 
-        async def send_event(data: str, more: bool = True) -> None:
-            body = f"data: {data}\n\n".encode()
+        async def send_body(body: bytes, more: bool = True) -> None:
             await send_in_time({"type": "http.response.body", "body": body, "more_body": more})
 
         async def send_events() -> None:
             async for event in self._events:
-                await send_event(json.dumps(event))
+                await send_body(self._protocol.encode_event(event))
 
         work = None
         try:
@@ -68,13 +69,14 @@ class EventStream(Response):
             work = asyncio.ensure_future(send_events())
             try:
                 await unless_disconnected(work, receive, self._deadline_s)
-                await send_event("[DONE]", more=False)
+                await send_body(self._protocol.end, more=False)
             except (ClientDisconnect, OSError):
                 raise
             except Exception as error:  # noqa: BLE001 - sent, and logged
                 api_error = as_api_error(error, scope)
                 self.status_code = api_error.status
-                await send_event(json.dumps(api_error.body), more=False)
+                event = self._protocol.error_event(api_error)
+                await send_body(self._protocol.encode_event(event), more=False)
         except (ClientDisconnect, OSError):  # a TimeoutError is an OSError
             self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
         finally:

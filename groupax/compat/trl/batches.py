@@ -182,7 +182,8 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
         first = self._num_earlier
         num = (len(update.logps) - first) // self.schedule.rows
         scores = map(TokenScores, update.logps[first:], update.entropies[first:])
-        by_index = dict(zip(self.experience.next_indices(num), scores, strict=True))
+        of_rows = zip(self.experience.next_indices(num), scores, strict=True)
+        by_index = {index: each for index, each in of_rows if index is not None}
         experience = self.experience.after(update.logps[first:], num)
         self.experience = experience if experience.num_left(self.schedule.num_passes) else None
         self._step_start = None

@@ -8,7 +8,8 @@ policies/             only with max_staleness: earlier policies, which sample th
 """
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ import jax
 import numpy as np
 import optax
 
-from groupax.episodes.as_json import messages_as_json, messages_from_json, turns_as_json, turns_from_json
+from groupax.episodes.as_json import (
+    branches_as_json,
+    branches_from_json,
+    messages_as_json,
+    messages_from_json,
+    turns_as_json,
+    turns_from_json,
+)
 from groupax.models.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.processes import num_processes
@@ -37,8 +45,9 @@ PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rol
 POLICIES = "policies"
 SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
-AS_JSON = {"turns": turns_as_json, "messages": messages_as_json}
-FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json}
+BRANCH_SCORES = "branch_scores"  # those of the rows of further streams of an episode
+AS_JSON = {"turns": turns_as_json, "messages": messages_as_json, "branches": branches_as_json}
+FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
 
 
 def state_of(
@@ -178,7 +187,8 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     import pyarrow.parquet
 
     rollouts = [row for group in experience.groups for row in group]
-    trained = [row for minibatch in experience.minibatches for row in minibatch]
+    trained = _by_episode(row for minibatch in experience.minibatches for row in minibatch)
+    missing = [None] * (len(rollouts) - len(trained))
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
         if field.name not in ("example", *BY_NAME):
@@ -188,8 +198,8 @@ def write_rollout(experience: Experience, folder: Path) -> None:
         keys = dict.fromkeys(key for row in rollouts for key in getattr(row, name))
         columns |= {f"{name}/{key}": [getattr(row, name).get(key) for row in rollouts] for key in keys}
     for name in SCORED:
-        values = [getattr(row, name) for row in trained]
-        columns[name] = [*values, *[None] * (len(rollouts) - len(trained))]
+        columns[name] = [*(getattr(rows[0], name) for rows in trained), *missing]
+    columns[BRANCH_SCORES] = [*map(_branch_scores, trained), *missing]
     # Parquet may have no type for texts and for what reward functions log
     kinds = {name: simple_column if name == "text" or name.startswith("extra/") else pyarrow.array for name in columns}
     table = pyarrow.table({name: kinds[name](values) for name, values in columns.items()})
@@ -207,7 +217,7 @@ def read_rollout(
         example_of: Returns the dataset row of a prompt by its index in the rollout.
 
     Returns:
-        The rollout without its minibatches, and the log-probs of each completion.
+        The rollout without its minibatches, and the log-probs of each row.
     """
     import pyarrow.parquet
 
@@ -221,13 +231,44 @@ def read_rollout(
     groups: list[list[Rollout]] = [[] for _ in range(1 + max(columns["group"]))]
     for index, group in enumerate(columns["group"]):
         own = {name: columns[name][index] for name in names}
-        own |= {name: read(own[name]) for name, read in FROM_JSON.items()}
+        own |= {name: read(own[name]) for name, read in FROM_JSON.items() if name in own}
         if own["turn_advantages"] is not None:
             own["turn_advantages"] = tuple(own["turn_advantages"].tolist())
         own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}
         groups[group].append(Rollout(example=example_of(own["prompt_index"]), **own))
-    scored = [{name: columns[name][index] for name in SCORED} for index in range(table.num_rows)]
+    scored = []
+    for index in range(table.num_rows):
+        branches = columns.get(BRANCH_SCORES, {index: None})[index]
+        scored += [{name: columns[name][index] for name in SCORED}, *_read_branch_scores(branches)]
     return Experience(groups=groups, **state), scored
+
+
+def _by_episode(rows: Iterable[Row]) -> list[list[Row]]:
+    """Returns rows as lists, each of a completion and the further streams of its episode."""
+    episodes: list[list[Row]] = []
+    for row in rows:
+        if row.is_branch:
+            episodes[-1].append(row)
+        else:
+            episodes.append([row])
+    return episodes
+
+
+def _branch_scores(rows: Sequence[Row]) -> str | None:
+    """Returns the log-probs of all rows of an episode but the first, as JSON; None if there are none."""
+    scores = [
+        {name: None if (value := getattr(row, name)) is None else value.tolist() for name in SCORED} for row in rows[1:]
+    ]
+    return json.dumps(scores) if scores else None
+
+
+def _read_branch_scores(text: str | None) -> list[dict[str, np.ndarray | None]]:
+    """Returns what `_branch_scores` has written."""
+    scores = [] if text is None else json.loads(text)
+    return [
+        {name: None if value is None else np.asarray(value, np.float32) for name, value in each.items()}
+        for each in scores
+    ]
 
 
 def with_scores(

@@ -24,6 +24,7 @@ FORMATS: dict[str, tuple[Reader, tuple[str, ...]]] = {
 RESPONSE_TEMPLATE = "response_template"
 NAME, ARGUMENTS, QUESTION = "groupaxprobe", {"groupaxkey": "groupaxvalue"}, "groupaxquestion"
 BEGUN_MARK = re.compile(r"[<\[][^<\[>\]]*+\Z")  # two marks may begin with the same characters
+UP_TO_LETTER = re.compile(r"[^\w<\[]*+")
 CALL = {"id": "groupax01", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 
 
@@ -78,6 +79,32 @@ def call_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
         "set chat_template to one that writes one of these, or the tokenizer's response_template (transformers "
         "5.13 or later)"
     )
+
+
+def call_opening(
+    tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, name: str | None = None
+) -> tuple[str, str, str]:
+    """Returns what makes a model call a tool when it is put after a prompt.
+
+    Args:
+        tokenizer: Tokenizer whose chat template writes calls.
+        template_kwargs: Arguments for the template.
+        name: Name of the tool; None leaves the choice to the model.
+
+    Returns:
+        The generation prompt, what replaces it (without the opened reasoning), and the beginning of a call: up to the
+        name, or up to the first mark or letter after it.
+
+    Raises:
+        ValueError: The template writes no calls.
+    """
+    prompt, begun, turn = _rendered_call(tokenizer, template_kwargs)
+    before, _, after = turn.partition(NAME)
+    if name is None:
+        return prompt, begun, before
+    closing = UP_TO_LETTER.match(after)
+    assert closing is not None, "it may be empty"
+    return prompt, begun, f"{before}{name}{closing[0]}"
 
 
 def _rendered_call(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> tuple[str, str, str]:

@@ -1,0 +1,193 @@
+"""Programs that ask the model for turns over HTTP, and the session of each. Imports no jax.
+
+                 thread of the server            thread that plays
+program ──HTTP──► ask ──► event ──► report ──────► a turn is sampled
+        ◄────────────────────────── answer ◄────── its tokens
+        ──► returns ──► end ──────► report ──────► the episode has ended
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from groupax.episodes.asked import Asked
+from groupax.episodes.environment import EnvironmentClass
+from groupax.tools.threads import Outcome
+
+MODEL = "policy"  # name of the model for programs
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The address at which a program asks the model.
+
+    Attributes:
+        url: Address of the session; requests to it belong to one episode.
+        api_key: Key that clients must send; any is accepted, since the address is secret.
+        model: Name of the model; any is accepted.
+        is_over: Returns whether the episode has ended, so that nobody waits for the program any more.
+    """
+
+    url: str
+    api_key: str = "groupax"
+    model: str = MODEL
+    is_over: Callable[[], bool] = lambda: False
+
+    @property
+    def base_url(self) -> str:
+        """Base URL for clients of OpenAI's protocols."""
+        return f"{self.url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Base URL for clients of Anthropic's protocol, which add the version themselves."""
+        return self.url
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramClass(EnvironmentClass):
+    """A program of which each episode is a run.
+
+    Attributes:
+        run: Runs it with an endpoint, the dataset's row, and the seed of the group, and returns its score: a number or
+            None. It may raise anything.
+        timeout_s: Time limit of a run in seconds.
+        max_concurrent: Most runs at the same time in one process; None for no limit.
+        error_reward: Reward of a run that raises; None leaves the episode out, as that of an environment that fails.
+        has_branches: Whether all streams of tokens of an episode are trained, or only the one with the most turns.
+    """
+
+    run: Callable[[Endpoint, Mapping[str, Any], int], Any] = field(default=lambda *_: None)
+    timeout_s: int | float = 600.0
+    max_concurrent: int | None = None
+    error_reward: int | float | None = None
+    has_branches: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The turns that answer a request, or the reason why there are none.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        tokens: Tokens of each turn.
+        policy_logps, sampler_logps: Their log-probs.
+        ended: Whether each turn has ended by itself, and was not cut off by a limit.
+        refusal: Status and code of an error, with its message; None without one.
+    """
+
+    prompt_ids: np.ndarray
+    tokens: tuple[list[int], ...] = ()
+    policy_logps: tuple[list[float], ...] = ()
+    sampler_logps: tuple[list[float], ...] = ()
+    ended: tuple[bool, ...] = ()
+    refusal: tuple[int, str, str] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the tokens."""
+        return hashlib.blake2b(json.dumps(self.tokens).encode(), digest_size=8).hexdigest()
+
+
+class Session:
+    """One run of a program, in the process that runs it. Threads may share it.
+
+    Attributes:
+        has_ended: Whether the program has ended, or nobody waits for it.
+        refusal: Why a request was refused that could not be read; empty if none was.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._report: Callable[[Outcome], None] | None = None
+        self._events: list[Event] = []  # that were not reported
+        self._answered: list[tuple[int, str]] = []  # since the last event
+        self._futures: list[concurrent.futures.Future[Answer]] = []  # by the number of the request
+        self._digests: list[str] = []
+        self._left: set[int] = set()  # requests whose clients have gone
+        self.has_ended, self.refusal = False, ""
+
+    def listen(self, report: Callable[[Outcome], None]) -> None:
+        """Has the next events reported, as the value of an outcome: once, as soon as there are any."""
+        with self._lock:
+            self._report = report
+            self._flush()
+
+    def ask(self, asked: Asked, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
+        """Asks for turns; returns the number of the request, and its answer as soon as there is one.
+
+        The same request after one whose client has gone is that request again, and gets its answer.
+
+        Args:
+            asked: The request.
+            is_retry: Whether the client says that it has sent the request before.
+        """
+        digest = json.dumps(asdict(asked), sort_keys=True, default=str)
+        with self._lock:
+            for number, other in enumerate(self._digests):
+                if other == digest and (number in self._left or (is_retry and not self._futures[number].done())):
+                    if number in self._left:
+                        self._left.remove(number)
+                        self._add({"kind": "back", "number": number})
+                    return number, self._futures[number]
+            number, future = len(self._futures), concurrent.futures.Future()
+            self._futures.append(future)
+            self._digests.append(digest)
+            if self.has_ended:
+                future.set_result(Answer(np.zeros(0, np.int32), refusal=(410, "ended", "the episode has ended")))
+            else:
+                self._add({"kind": "ask", "number": number, "asked": asdict(asked)})
+            return number, future
+
+    def leave(self, number: int) -> None:
+        """Notes that the client of a request has gone without its answer."""
+        with self._lock:
+            self._left.add(number)
+            self._add({"kind": "gone", "number": number})
+
+    def answer(self, number: int, answer: Answer) -> None:
+        """Answers a request."""
+        with self._lock:
+            self._answered.append((number, answer.digest))
+            self._futures[number].set_result(answer)
+
+    def end(self, value: Any = None, kind: str = "", message: str = "") -> None:
+        """Notes that the program has ended, once.
+
+        Args:
+            value: What it returned.
+            kind, message: Class and message of its error.
+        """
+        with self._lock:
+            if not self.has_ended:
+                end = {"kind": "end", "value": value, "error": kind, "message": message, "refusal": self.refusal}
+                self._add(end)
+                self.has_ended = True
+
+    def close(self) -> None:
+        """Refuses what was not answered."""
+        with self._lock:
+            self.has_ended = True
+            for future in self._futures:
+                if not future.done():
+                    future.set_result(Answer(np.zeros(0, np.int32), refusal=(410, "ended", "the episode has ended")))
+
+    def _add(self, event: Event) -> None:
+        if self.has_ended:
+            return
+        self._events.append({**event, "after": self._answered})
+        self._answered = []
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._events and self._report is not None:
+            events, self._events = self._events, []
+            report, self._report = self._report, None
+            report(Outcome(events))

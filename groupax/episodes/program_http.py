@@ -1,0 +1,208 @@
+"""The web application that programs ask for turns, in the protocols of `groupax serve`. Needs its packages.
+
+The settings of sampling are those of the run, whatever a request says: the policy is trained as it samples there. Of a
+request count its messages and tools, the number of turns, and what ends them.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from groupax.data.tokenizer import context_tokens, decode_after
+from groupax.engine.stop_strings import text_before_stop
+from groupax.episodes.asked import Asked
+from groupax.episodes.program import MODEL, Answer, Session
+from groupax.episodes.transcript import Templates
+from groupax.serve.body import json_body
+from groupax.serve.chat_prompt import template_kwargs
+from groupax.serve.errors import ApiError
+from groupax.serve.exchange import Completion, Exchange, PieceStream, Writer
+from groupax.serve.protocols.incoming import Incoming
+from groupax.serve.protocols.table import PROTOCOLS, Protocol
+from groupax.serve.requests import ChatRequest, CompletionRequest, Request
+from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, unless_disconnected
+
+MAX_BODY_BYTES = 64 << 20
+MAX_TURNS = 64  # of one request
+SEND_TIMEOUT_S = 600.0  # in which a client must read what is streamed
+RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
+
+
+@dataclass(frozen=True)
+class WholeTurn:
+    """A turn that arrives at once (see `serve.exchange.NewTokens`)."""
+
+    index: int
+    tokens: list[int]
+    policy_logps: list[float]
+    sampler_logps: list[float]
+    finish_reason: str
+    text: str
+    start: int = 0
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def alternatives(self) -> list[list[tuple[int, float]]]:
+        """No alternatives for each token."""
+        return [[] for _ in self.tokens]
+
+
+def application(sessions: Mapping[str, Session], templates: Templates) -> Starlette:
+    """Returns the application.
+
+    Args:
+        sessions: Sessions by the first part of their paths; may change.
+        templates: Templates of the run.
+    """
+    handlers = _Handlers(sessions, templates)
+    routes = [Route("/{session}/v1/models", handlers.models)]
+    for path, protocol in PROTOCOLS.items():
+        routes.append(Route(f"/{{session}}{path}", partial(handlers.respond, protocol), methods=["POST"]))
+    return Starlette(routes=routes)
+
+
+class _Handlers:
+    """The handlers of all routes."""
+
+    def __init__(self, sessions: Mapping[str, Session], templates: Templates) -> None:
+        self._sessions, self._templates = sessions, templates
+
+    async def models(self, _: HttpRequest) -> Response:
+        """Handles /v1/models."""
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupax"}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def respond(self, protocol: Protocol, http: HttpRequest) -> Response:
+        """Handles a request for turns."""
+        try:
+            session = self._session(http)
+            incoming = await run_in_threadpool(protocol.parse, await json_body(http, MAX_BODY_BYTES))
+            request = incoming.request
+            asked = await run_in_threadpool(_asked, incoming, self._templates.tokenizer)
+            reader = await run_in_threadpool(self._templates.reader, asked) if asked.is_chat else None
+            is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
+            answer = await self._answer(session, asked, is_retry, http)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:  # noqa: BLE001 - sent, and logged
+            refused = isinstance(error, ValueError)
+            fault = ApiError(400, str(error)) if refused else as_api_error(error, http.scope)
+            self._note(http, fault)
+            return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
+        prompt = answer.prompt_ids.tolist()
+        texts = self._templates.token_texts
+        exchange = Exchange(request, incoming.wire, request.model or MODEL, [prompt], [], texts, reader)
+        turns = await run_in_threadpool(self._turns, request, answer)
+        writer = protocol.writer(exchange)
+        if request.stream:
+            events = self._events(exchange, writer, turns)
+            return EventStream(events, protocol, _nothing, math.inf, SEND_TIMEOUT_S)
+        return JSONResponse(await run_in_threadpool(writer.full, [_completed(turn) for turn in turns]))
+
+    def _note(self, http: HttpRequest, fault: ApiError) -> None:
+        """Notes a refusal, with which an episode without turns is explained."""
+        session = self._sessions.get(http.path_params["session"])
+        if session is not None:
+            session.refusal = fault.message
+
+    async def _answer(self, session: Session, asked: Asked, is_retry: bool, http: HttpRequest) -> Answer:
+        """Returns the answer to a request.
+
+        Raises:
+            ApiError: It is refused.
+            ClientDisconnect: The client goes first.
+        """
+        number, future = session.ask(asked, is_retry)
+        try:
+            waiting = asyncio.shield(asyncio.wrap_future(future))
+            answer: Answer = await unless_disconnected(waiting, http.receive, math.inf)
+        except ClientDisconnect:
+            session.leave(number)
+            raise
+        if answer.refusal is not None:
+            status, code, message = answer.refusal
+            raise ApiError(status, message, "messages", code, {"x-should-retry": "false"})
+        return answer
+
+    def _turns(self, request: Request, answer: Answer) -> list[WholeTurn]:
+        tokenizer = self._templates.tokenizer
+        context = context_tokens(tokenizer, answer.prompt_ids)
+        turns = zip(answer.tokens, answer.policy_logps, answer.sampler_logps, answer.ended, strict=True)
+        return [
+            WholeTurn(
+                index,
+                tokens,
+                policy_logps,
+                sampler_logps,
+                "stop" if has_ended else "length",
+                text_before_stop(decode_after(tokenizer, context, tokens), tuple(request.stop), 0),
+            )
+            for index, (tokens, policy_logps, sampler_logps, has_ended) in enumerate(turns)
+        ]
+
+    async def _events(
+        self, exchange: Exchange, writer: Writer, turns: list[WholeTurn]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yields the events of a streamed response."""
+        completions = [Completion() for _ in turns]
+        for event in writer.first_events():
+            yield event
+        for turn, completion in zip(turns, completions, strict=True):
+            stream = PieceStream(exchange, turn.index, self._templates.tokenizer)
+            for event in writer.events(turn, stream.add(turn), completion):
+                yield event
+            completion.add(turn)
+        for event in writer.last_events(completions):
+            yield event
+
+    def _session(self, http: HttpRequest) -> Session:
+        name = http.path_params["session"]
+        if name not in self._sessions:
+            raise ApiError(410, "this session has ended", code="ended", headers={"x-should-retry": "false"})
+        return self._sessions[name]
+
+
+def _nothing() -> None:
+    """Does nothing at the end of a stream, whose turns were complete before."""
+
+
+def _completed(turn: WholeTurn) -> Completion:
+    completion = Completion()
+    completion.add(turn)
+    return completion
+
+
+def _asked(incoming: Incoming, tokenizer: Any) -> Asked:
+    """Returns what a request asks.
+
+    Raises:
+        ApiError: It asks what a session does not answer.
+    """
+    request = incoming.request
+    if not 1 <= request.n <= MAX_TURNS:
+        raise ApiError(400, f"n must be between 1 and {MAX_TURNS}, got {request.n}", "n")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise ApiError(400, f"a turn has at least one token, got max_tokens {request.max_tokens}", "max_tokens")
+    given: dict[str, Any] = {"n": request.n, "max_tokens": request.max_tokens, "stop": request.stop}
+    if isinstance(request, ChatRequest):
+        if request.continue_final_message or not request.add_generation_prompt:
+            raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
+        given |= {
+            "tools": request.callable_tools,
+            "template_kwargs": template_kwargs(request, tokenizer, incoming.hints),
+        }
+        given |= {"tool_choice": request.tool_choice if request.callable_tools else "auto"}
+        given |= {"parallel": request.parallel_tool_calls}
+    elif isinstance(request, CompletionRequest) and (len(request.prompts) > 1 or request.echo):
+        raise ApiError(400, "a session answers one prompt a request, without echo", "prompt")
+    return Asked(request.prompts[0], **given)

@@ -1,0 +1,33 @@
+"""The way of new tokens from the engine's thread to a response."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from groupax.serve.exchange import Completion
+from groupax.serve.loop import Delta
+
+
+def to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:
+    """Returns a listener that passes deltas from the engine's thread to this one."""
+    call_here = asyncio.get_running_loop().call_soon_threadsafe
+
+    def listener(delta: Delta) -> None:
+        with suppress(RuntimeError):  # the server was stopped without waiting
+            call_here(deltas.put_nowait, delta)
+
+    return listener
+
+
+async def no_tokens(num: int) -> AsyncIterator[Delta]:
+    """Yields the ends of completions of which no token is requested."""
+    for index in range(num):
+        yield Delta(index, 0, [], [], [], [], [], "length", "")
+
+
+async def collect(arriving: AsyncIterator[Delta], num: int) -> list[Completion]:
+    """Returns the completions when all deltas have arrived."""
+    completions = [Completion() for _ in range(num)]
+    async for delta in arriving:
+        completions[delta.index].add(delta)
+    return completions

@@ -1,0 +1,265 @@
+"""Anthropic's messages: requests to /v1/messages as chats, and turns as its messages. Imports no jax."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from groupax.serve.chat_fields import is_text, short
+from groupax.serve.errors import ApiError
+from groupax.serve.exchange import Completion, Exchange, NewTokens
+from groupax.serve.protocols.incoming import EXTENSIONS, Incoming, parts_of, text_of, token_details
+from groupax.serve.requests import check_known, parse_json, request_of
+from groupax.serve.turns import Call, Turn
+
+SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream"}
+OWN = {"messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "output_config"}
+IGNORED = {"metadata", "service_tier", "cache_control", "context_management", "diagnostics", "speed"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+TEXT = ("text",)
+
+
+def parse(body: bytes, counts_only: bool = False) -> Incoming:
+    """Returns the request in the body of a POST to /v1/messages.
+
+    Args:
+        body: The body.
+        counts_only: Whether the prompt is only counted, which needs no `max_tokens`.
+
+    Raises:
+        ApiError: the body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
+    """
+    given = {name: value for name, value in parse_json(body).items() if value is not None}
+    check_known(given, [*SAME, *OWN, *IGNORED, *EXTENSIONS], "the request")
+    if "max_tokens" not in given and not counts_only:
+        raise ApiError(400, "max_tokens is missing", "max_tokens")
+    chat = {name: given[name] for name in given.keys() & (SAME | EXTENSIONS)}
+    chat |= {"messages": _messages(given), **_tools(given), **_output(given)}
+    if "stop_sequences" in given:
+        chat["stop"] = given["stop_sequences"]
+    if chat["messages"][-1]["role"] == "assistant" and not chat["messages"][-1].get("tool_calls"):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    return Incoming(request_of(chat, is_chat=True), hints=_hints(given))
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Returns the JSON object of an error."""
+    default = "api_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    message = error.body["error"]["message"]
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(HTTPStatus(error.status), default), "message": message}}
+
+
+class MessageWriter:
+    """Writes the response to a request as a message of Anthropic's (see `exchange.Writer`).
+
+    Args:
+        exchange: The request and what its response is made of.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._open: str | None = None  # kind of the block that is being streamed
+        self._num_blocks = 0
+        self._end = Turn()
+
+    def full(self, completions: list[Completion]) -> dict[str, Any]:
+        """Returns the whole message."""
+        turn = self._exchange.turn(0, completions[0])
+        blocks = [_block(*part) for part in parts_of(turn)] or [_block("content", "")]
+        reason, stop_string = _stop_reason(turn)
+        message = self._message(blocks, len(completions[0].tokens))
+        details = token_details(self._exchange.request, self._exchange.prompts[0], completions[0])
+        return {**message, "stop_reason": reason, "stop_sequence": stop_string, **details}
+
+    def first_events(self) -> list[dict[str, Any]]:
+        """Returns the start of a streamed message."""
+        return [{"type": "message_start", "message": self._message([], 0)}]
+
+    def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
+        """Returns the events of new tokens."""
+        del delta, completion
+        events = []
+        for kind, value in parts_of(piece):
+            if kind != self._open or kind == "call":
+                events += [*self._close(), self._start(kind, value)]
+            events.append({"type": "content_block_delta", "index": self._num_blocks - 1, "delta": _delta(kind, value)})
+        if piece.finish_reason is not None:
+            self._end = piece
+            events += self._close()
+        return events
+
+    def last_events(self, completions: list[Completion]) -> list[dict[str, Any]]:
+        """Returns the end of a streamed message."""
+        reason, stop_string = _stop_reason(self._end)
+        details = token_details(self._exchange.request, self._exchange.prompts[0], completions[0])
+        delta = {"stop_reason": reason, "stop_sequence": stop_string, **details}
+        usage = {"output_tokens": len(completions[0].tokens)}
+        return [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+
+    def _message(self, blocks: list[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._exchange.model,
+            "content": blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(self._exchange.prompts[0]), "output_tokens": num_tokens},
+        }
+
+    def _start(self, kind: str, value: str | Call) -> dict[str, Any]:
+        self._open, self._num_blocks = kind, self._num_blocks + 1
+        if isinstance(value, Call):
+            block: dict[str, Any] = {"type": "tool_use", "id": value.id, "name": value.name, "input": {}}
+        else:
+            block = _block(kind, "")
+        return {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+
+
+def _stop_reason(turn: Turn) -> tuple[str, str | None]:
+    assert turn.finish_reason is not None, "finished"
+    is_cut = turn.stop_string is not None and turn.finish_reason == "stop"
+    return "stop_sequence" if is_cut else STOP_REASONS[turn.finish_reason], turn.stop_string if is_cut else None
+
+
+def _block(kind: str, value: str | Call) -> dict[str, Any]:
+    if isinstance(value, Call):
+        return {"type": "tool_use", "id": value.id, "name": value.name, "input": json.loads(value.arguments)}
+    if kind == "reasoning":
+        return {"type": "thinking", "thinking": value, "signature": ""}
+    return {"type": "text", "text": value}
+
+
+def _delta(kind: str, value: str | Call) -> dict[str, Any]:
+    if isinstance(value, Call):
+        return {"type": "input_json_delta", "partial_json": value.arguments}
+    if kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": value}
+    return {"type": "text_delta", "text": value}
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the conversation of a request as messages of a chat."""
+    found = given.get("messages")
+    if not isinstance(found, list) or not found:
+        raise ApiError(400, f"messages must be a list of at least one message, got {short(found)}", "messages")
+    system = text_of(given.get("system", []), TEXT, "system", "\n\n")
+    messages = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(found):
+        where = f"messages.{number}"
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant"):
+            raise ApiError(400, f"{where}.role must be user or assistant, got {short(role)}", "messages")
+        content = message.get("content")
+        blocks: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+            raise ApiError(400, f"{where}.content must be a text or a list of blocks, got {short(content)}", "messages")
+        read = _user_messages if role == "user" else _assistant_message
+        messages += read(blocks, f"{where}.content")
+    return messages
+
+
+def _user_messages(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            content = text_of(block.get("content", ""), TEXT, f"{where} of a tool_result")
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += text_of([block], TEXT, where)
+        else:
+            messages.append({"role": "user", "content": text_of([block], TEXT, where)})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _assistant_message(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking" and is_text(block.get("thinking")):
+            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+        elif kind == "tool_use" and is_text(block.get("name")) and isinstance(block.get("input"), Mapping):
+            function = {"name": block["name"], "arguments": block["input"]}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            message["content"] += text_of([block], TEXT, where)
+    return [message]
+
+
+def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a chat about tools."""
+    fields: dict[str, Any] = {}
+    if not isinstance(given.get("tools", []), list):
+        raise ApiError(400, f"tools must be a list, got {short(given['tools'])}", "tools")
+    for number, tool in enumerate(given.get("tools", [])):
+        if not isinstance(tool, Mapping) or tool.get("type", "custom") not in ("custom", None):
+            raise ApiError(
+                400, f"tools.{number} must be a tool of yours with an input_schema, got {short(tool)}", "tools"
+            )
+        function = {"name": tool.get("name"), "description": tool.get("description")}
+        function |= {"parameters": tool.get("input_schema"), "strict": tool.get("strict")}
+        fields.setdefault("tools", []).append({"type": "function", "function": function})
+    choice = given.get("tool_choice")
+    if choice is None:
+        return fields
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in CHOICES:
+        fields["tool_choice"] = CHOICES[kind]
+    else:
+        raise ApiError(
+            400, f"tool_choice must have the type auto, any, tool or none, got {short(choice)}", "tool_choice"
+        )
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _output(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the field of a chat about the format of the response."""
+    config = given.get("output_config", {})
+    if not isinstance(config, Mapping):
+        raise ApiError(400, f"output_config must be an object, got {short(config)}", "output_config")
+    check_known(config, ("effort", "format"), "output_config", "output_config")
+    form = config.get("format")
+    if form is None:
+        return {}
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise ApiError(400, f"output_config.format must have the type json_schema, got {short(form)}", "output_config")
+    schema = {"name": "output", "schema": form.get("schema"), "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _hints(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments for chat templates that a request implies."""
+    hints: dict[str, Any] = {}
+    thinking = given.get("thinking")
+    if thinking is not None:
+        kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise ApiError(
+                400, f"thinking must have the type enabled, disabled or adaptive, got {short(thinking)}", "thinking"
+            )
+        hints["enable_thinking"] = kind != "disabled"
+    effort = given.get("output_config", {}).get("effort")
+    return hints if effort is None else {**hints, "reasoning_effort": effort}

@@ -1,0 +1,181 @@
+"""Turns of a chat as protocols report them: reasoning, content and calls, in full or as they grow. Imports no jax."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from groupax.engine.stop_strings import exempt_length, text_before_stop
+from groupax.serve.turn_format import TurnFormat
+from groupax.tools.arguments import check_arguments
+from groupax.tools.calls import ParsedTurn, ToolCall
+
+ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        id: Id, which depends on the prompt, the turn before the call and the number of the call alone.
+        name: Name of the tool.
+        arguments: Arguments as the text of a JSON object.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn, or what is new of it.
+
+    Attributes:
+        content: Text without reasoning and calls.
+        reasoning: Text of the reasoning.
+        calls: Calls that can be read; the text of others is content.
+        finish_reason: "stop", "length" or "tool_calls"; None while the turn continues.
+        stop_string: The stop string that ended the turn.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    finish_reason: str | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class TurnReader:
+    """Reads the turns that answer a request.
+
+    Attributes:
+        format: How the model writes turns.
+        tools: Tools that it may call, as schemas in OpenAI's format.
+        parallel: Whether more than the first call is reported.
+        prompt: Generation prompt that the turn continues; None is the template's own.
+        begun: Beginning of the turn that was written for the model.
+        stop: Stop strings.
+        min_tokens: Number of tokens in which a stop string may not end.
+    """
+
+    format: TurnFormat
+    tools: Sequence[Mapping[str, Any]] = ()
+    parallel: bool = True
+    prompt: str | None = None
+    begun: str = ""
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+
+    def text(self, context: Sequence[int], tokens: Sequence[int]) -> tuple[str, str | None]:
+        """Returns the text of a finished turn, up to a stop string, and that stop string.
+
+        Args:
+            context: Last tokens of the prompt (see `tokenizer.context_tokens`).
+            tokens: Tokens of the turn.
+        """
+        decode = partial(self._decoded, context)
+        whole = decode(tokens)
+        text = text_before_stop(whole, self.stop, exempt_length(decode, tokens, self.min_tokens) if self.stop else 0)
+        cut = whole[len(text) :]
+        return text, next((stop for stop in self.stop if cut.startswith(stop)), None)
+
+    def read(self, text: str, finish_reason: str, seed: Sequence[int], stop_string: str | None = None) -> Turn:
+        """Returns a finished turn.
+
+        Args:
+            text: Its text.
+            finish_reason: "stop" or "length".
+            seed: Numbers from which ids of calls are made.
+            stop_string: The stop string that ended it.
+        """
+        parsed = self.format.parse(self.begun + text, self.prompt)
+        sound = [call for call in parsed.calls if self.tools and not call.fault]
+        others = [call.text.strip() for call in parsed.calls if not self.tools or call.fault]
+        content = "\n".join(filter(None, [parsed.content, *others]))
+        calls = self._calls(sound, seed)
+        reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
+        return Turn(content, parsed.reasoning, calls, reason, stop_string)
+
+    def read_begun(self, text: str, seed: Sequence[int]) -> Turn:
+        """Returns what later tokens cannot change of a turn that continues."""
+        settled = self.format.settled(self.begun + text, bool(self.tools))
+        if self.format.calls is None:
+            return Turn(settled)
+        parsed: ParsedTurn = self.format.parse(settled, self.prompt)
+        is_early = self.tools and self.format.reports_calls_early
+        sound = [call for call in parsed.calls if is_early and not call.fault]
+        return Turn(parsed.content, parsed.reasoning, self._calls(sound, seed))
+
+    def _decoded(self, context: Sequence[int], tokens: Sequence[int]) -> str:
+        before, both = self.format.decode(context), self.format.decode([*context, *tokens])
+        return both[len(before) :] if both.startswith(before) else self.format.decode(tokens)
+
+    def _calls(self, calls: Sequence[ToolCall], seed: Sequence[int]) -> tuple[Call, ...]:
+        calls = calls if self.parallel else calls[:1]
+        return tuple(
+            Call(_call_id(seed, number), call.name, json.dumps(self._arguments(call), ensure_ascii=False))
+            for number, call in enumerate(calls)
+        )
+
+    def _arguments(self, call: ToolCall) -> Mapping[str, Any]:
+        """Returns the arguments of a call; where the format writes no types, those that the tool's schema has."""
+        assert self.format.calls is not None, "there are calls"
+        schema = next((tool for tool in self.tools if tool["function"]["name"] == call.name), None)
+        if self.format.calls.name != "qwen_xml" or schema is None:
+            return call.arguments
+        try:
+            return check_arguments(schema, call.arguments)
+        except ValueError:  # the client sees what the model has written
+            return call.arguments
+
+
+class TurnStream:
+    """The new parts of a turn that grows.
+
+    Args:
+        reader: Reads the turn.
+        seed: Numbers from which ids of calls are made.
+    """
+
+    def __init__(self, reader: TurnReader, seed: Sequence[int]) -> None:
+        self._reader, self._seed = reader, seed
+        self._text, self._sent = "", Turn()
+
+    def add(self, text: str) -> Turn:
+        """Adds text and returns what is new."""
+        self._text += text
+        return self._new_part(self._reader.read_begun(self._text, self._seed))
+
+    def end(self, text: str, finish_reason: str, stop_string: str | None) -> Turn:
+        """Returns the rest of the whole turn."""
+        return self._new_part(self._reader.read(text, finish_reason, self._seed, stop_string))
+
+    def _new_part(self, turn: Turn) -> Turn:
+        sent = self._sent
+        reasoning, content = _rest(turn.reasoning, sent.reasoning), _rest(turn.content, sent.content)
+        calls = turn.calls[len(sent.calls) :]
+        self._sent = Turn(sent.content + content, sent.reasoning + reasoning, (*sent.calls, *calls))
+        return Turn(content, reasoning, calls, turn.finish_reason, turn.stop_string)
+
+
+def _rest(whole: str, sent: str) -> str:
+    """Returns what is left of a text; all of it where it is another text than the one that was sent.
+
+    It is if a model closes reasoning that it has not opened: what was sent as content is reasoning then.
+    """
+    return whole[len(sent) :] if whole.startswith(sent) else whole
+
+
+def _call_id(seed: Sequence[int], number: int) -> str:
+    digest = hashlib.sha256(json.dumps([*seed, number]).encode()).digest()
+    value, letters = int.from_bytes(digest[:16], "big"), ""
+    for _ in range(ID_LETTERS):
+        value, index = divmod(value, len(ALPHABET))
+        letters += ALPHABET[index]
+    return letters
