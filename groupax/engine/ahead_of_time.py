@@ -102,7 +102,7 @@ class Tracer:
 
     @cached_property
     def _static(self) -> dict[str, Any]:
-        return {"config": self.config, "mesh": self.mesh}
+        return {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
 
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""
