@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from groupax.episodes.custom import RolloutFunction as RolloutFunction
     from groupax.episodes.custom import RolloutRequest as RolloutRequest
     from groupax.episodes.custom import Trajectory as Trajectory
+    from groupax.episodes.traces import TraceFile as TraceFile
+    from groupax.episodes.traces import read_traces as read_traces
+    from groupax.episodes.traces import recorded_rollouts as recorded_rollouts
+    from groupax.episodes.traces import trace_reward as trace_reward
     from groupax.errors import InfrastructureError as InfrastructureError
     from groupax.models.checkpoint import Model as Model
     from groupax.models.checkpoint import add_adapter as add_adapter
@@ -51,6 +55,7 @@ _HOME = {
     "SamplingParams": "groupax.settings.sampling",
     "Step": "groupax.tools.tool",
     "Trajectory": "groupax.episodes.custom",
+    "TraceFile": "groupax.episodes.traces",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
@@ -59,9 +64,12 @@ _HOME = {
     "openenv": "groupax.environments.openenv",
     "program": "groupax.environments.program",
     "python_tool": "groupax.environments.python_tool",
+    "read_traces": "groupax.episodes.traces",
+    "recorded_rollouts": "groupax.episodes.traces",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",
+    "trace_reward": "groupax.episodes.traces",
     "verifiers": "groupax.environments.verifiers_v0",
 }
 

@@ -342,6 +342,13 @@ def test_limits_refuse_requests_and_end_the_episode():
     [row], _ = played(stubborn, n=1, max_tokens=150)
     assert row.finish_reason == "length"
     assert len(row.completion_ids) <= 150
+
+    def strict(base_url):
+        if post(base_url, messages=[user("?")])["choices"][0]["finish_reason"] == "length":
+            raise EOFError
+
+    [row], _ = played(strict, n=1, max_turn_tokens=2)
+    assert (row.finish_reason, row.environment_reward) == ("turn_length", 0.0)
     codes = []
 
     def careful(base_url):

@@ -236,3 +236,35 @@ def test_prompts_have_log_probs_by_token_id(client, model):
             assert entry[str(token)]["logprob"] == pytest.approx(row[token], abs=1e-5)
             assert entry[str(token)]["rank"] == 1 + (row > row[token]).sum()
             assert entry[str(row.argmax())]["rank"] == 1
+
+
+def test_texts_and_chats_have_tokens(client, address):
+    def ask(path, **body):
+        return client.post(f"{address}/{path}", body=body, cast_to=object)
+
+    assert (
+        ask("tokenize", prompt="Hi<|im_end|>", add_special_tokens=False)["tokens"]
+        == TOKENIZER("Hi<|im_end|>")["input_ids"]
+    )
+    chat = ask("tokenize", messages=USER, tools=[LOOKUP], return_token_strs=True)
+    given = {"model": "tiny", "messages": USER, "tools": [LOOKUP], "extra_body": {"return_token_ids": True}}
+    asked = client.chat.completions.create(**given, max_tokens=1)
+    assert chat["tokens"] == asked.prompt_token_ids
+    assert (chat["count"], chat["max_model_len"]) == (len(chat["tokens"]), 2048)
+    assert chat["token_strs"] == TOKENIZER.convert_ids_to_tokens(chat["tokens"])
+    assert ask("detokenize", tokens=chat["tokens"])["prompt"] == TOKENIZER.decode(chat["tokens"])
+    info = client.get(f"{address}/tokenizer_info", cast_to=object)
+    assert (info["eos_token"], info["model_max_length"]) == ("<|im_end|>", 2048)
+    assert client.get(f"{address}/version", cast_to=object)["version"]
+    for path, body, message in [
+        ("tokenize", {}, "prompt is missing"),
+        ("tokenize", {"prompt": "x", "messages": USER}, "unknown field 'prompt'"),
+        ("tokenize", {"messages": USER, "add_special_tokens": True}, "add_special_tokens must be false"),
+        ("tokenize", {"prompt": "x", "model": "other"}, "there is no model 'other'"),
+        ("tokenize", {"prompt": "x", "model": 3}, "model must be a valid string"),
+        ("detokenize", {"tokens": [1 << 20]}, "tokens names token 1048576"),
+        ("detokenize", {"tokens": [-1]}, r"tokens\.0 must be greater"),
+        ("detokenize", {"tokens": "a"}, "tokens must be"),
+    ]:
+        with pytest.raises(openai.APIStatusError, match=message):
+            ask(path, **body)

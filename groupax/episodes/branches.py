@@ -26,7 +26,7 @@ class SampledTurn:
         tokens: Its token ids, at least one.
         policy_logps, sampler_logps: Log-probs of its tokens (see `Rollout`).
         text: Its decoded text.
-        is_read: Whether the program has received it; a turn that nobody has read does not count in the loss.
+        mask: Which of its tokens count in the loss; None for all.
         messages: Messages of the request, and the assistant's message; empty for a prompt that is a text.
         number: Number of its request in the episode.
     """
@@ -36,7 +36,7 @@ class SampledTurn:
     policy_logps: Sequence[float]
     sampler_logps: Sequence[float]
     text: str = ""
-    is_read: bool = True
+    mask: np.ndarray | None = None
     messages: tuple[Any, ...] = ()
     number: int = 0
 
@@ -111,8 +111,10 @@ def _stream(path: tuple[SampledTurn, ...], counted: set[int]) -> Stream:
     for turn in path:
         span = Turn(len(turn.prompt_ids) - start, len(turn.prompt_ids) - start + len(turn.tokens), turn.text)
         own = slice(span.start, span.end)
-        mask[own] = turn.is_read and id(turn) not in counted
+        mask[own] = (True if turn.mask is None else turn.mask) if id(turn) not in counted else False
         policy_logps[own], sampler_logps[own] = turn.policy_logps, turn.sampler_logps
         spans.append(span)
         counted.add(id(turn))
-    return Stream(Branch(path[0].prompt_ids, ids, policy_logps, sampler_logps, mask), path, tuple(spans))
+    zero = np.float32(0.0)
+    logps = np.where(mask, policy_logps, zero), np.where(mask, sampler_logps, zero)
+    return Stream(Branch(path[0].prompt_ids, ids, *logps, mask), path, tuple(spans))

@@ -17,7 +17,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import short_repr
-from groupax.types import Prompt, Rollout
+from groupax.types import Branch, Prompt, Rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class Trajectory:
         logprobs: Natural log-prob of each token that was sampled; those of other tokens are ignored.
         mask: Whether the model sampled each token; None for all of them.
         columns: Values for reward functions, in addition to those of the dataset's row.
+        branches: Further streams of tokens of the same rollout, which have its advantage.
     """
 
     prompt_ids: Any
@@ -37,6 +38,7 @@ class Trajectory:
     logprobs: Any
     mask: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    branches: tuple[Branch, ...] = ()
 
 
 class RolloutRequest:
@@ -95,6 +97,7 @@ class RolloutFunction:
     Attributes:
         function: Returns a trajectory for each rollout of a request, those of a row after those of the row before.
         columns: Names of the columns that its trajectories have.
+        is_recorded: Whether other weights than the run's have sampled, which takes importance correction.
         eos_ids: Tokens that end a completion, which the run sets; a completion that ends otherwise was cut off.
         max_tokens: Most tokens of a prompt with its completion, which the run sets.
         vocab_size: Number of tokens of the model, which the run sets.
@@ -102,6 +105,7 @@ class RolloutFunction:
 
     function: Callable[..., Sequence[Trajectory]]
     columns: Sequence[str] = ()
+    is_recorded: bool = False
     eos_ids: Sequence[int] = ()
     max_tokens: int = 1 << 31
     vocab_size: int = 1 << 31
@@ -168,6 +172,7 @@ def _fields(trajectory: Trajectory, number: int, function: RolloutFunction) -> d
         RunError: It is not made of tokens and log-probs, or lacks a column.
     """
     name = f"rollout {number} of the function that samples rollouts"
+    branches = trajectory.branches
     prompt, completion = (_ids(ids, name) for ids in (trajectory.prompt_ids, trajectory.completion_ids))
     try:
         logps = np.asarray(trajectory.logprobs, np.float32)
@@ -184,12 +189,13 @@ def _fields(trajectory: Trajectory, number: int, function: RolloutFunction) -> d
     missing = sorted(set(function.columns) - set(trajectory.columns))
     if missing:
         raise RunError(f"{name} lacks the column {missing[0]!r}; it has {', '.join(trajectory.columns) or 'none'}")
-    if len(prompt) + len(completion) > function.max_tokens:
-        raise RunError(
-            f"{name} has {len(prompt)} + {len(completion)} tokens, and the model {function.max_tokens} positions"
-        )
-    if max(prompt.max(), completion.max()) >= function.vocab_size:
-        raise RunError(f"{name} has a token that is not among the model's {function.vocab_size}")
+    for prompt_ids, ids in [(prompt, completion), *((each.prompt_ids, each.completion_ids) for each in branches)]:
+        if len(prompt_ids) + len(ids) > function.max_tokens:
+            raise RunError(
+                f"{name} has {len(prompt_ids)} + {len(ids)} tokens, and the model {function.max_tokens} positions"
+            )
+        if max(prompt_ids.max(), ids.max()) >= function.vocab_size:
+            raise RunError(f"{name} has a token that is not among the model's {function.vocab_size}")
     logps = np.where(mask, logps, np.float32(0.0))
     ended = int(completion[-1]) in function.eos_ids
     return {
@@ -199,6 +205,7 @@ def _fields(trajectory: Trajectory, number: int, function: RolloutFunction) -> d
         "sampler_logps": logps,
         "finish_reason": "stop" if ended else "length",
         "mask": mask,
+        "branches": branches,
     }
 
 

@@ -5,9 +5,7 @@ ask ──► prompt: a stream and a bridge, or a new stream ──► turns are
 Everything here happens in the thread that iterates, in all processes of the run; the program runs in one of them.
 """
 
-import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,71 +23,18 @@ from groupax.episodes.branches import SampledTurn
 from groupax.episodes.calls import Calls
 from groupax.episodes.environment import warn_of_failure
 from groupax.episodes.opening import group_seed
-from groupax.episodes.program import Answer, Event, ProgramClass, Session
+from groupax.episodes.program import Answer, Event, ProgramClass
+from groupax.episodes.program_episode import ProgramEpisode
 from groupax.episodes.program_rollout import rollout_of
 from groupax.episodes.program_runs import Runs
 from groupax.episodes.record import LEFT, Question
 from groupax.episodes.rules import Rules
-from groupax.episodes.transcript import Templates, Transcript
+from groupax.episodes.transcript import Templates
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.runner import TIMED_OUT
 from groupax.tools.threads import Outcome
 from groupax.types import FinishReason, Rollout
-
-
-class ProgramEpisode:
-    """One run of a program.
-
-    Attributes:
-        first: A sequence that is never sampled, with the indices and the randomness of the episode.
-        example: Dataset row with the prompt.
-        program: The program.
-        num_retries: Number of times that it may begin again.
-        transcript: Its conversations.
-        session: The run, in the process that runs it; None in others, and while all is answered from the record.
-        turns: Turns that were sampled.
-        events: Events that wait for answers.
-        num_heard: Number of reports of events.
-        answered: Digests of answers by the number of their request.
-        gone: Numbers of requests whose clients have gone.
-        counts: Number of times that each prompt was sampled from.
-        limit: Limit that it has exceeded.
-        outcome: Its end; None while it runs.
-        reward: Its reward; None for none.
-        finish_reason: Reason of its end.
-    """
-
-    def __init__(
-        self, first: Completion, example: Mapping[str, Any], program: ProgramClass, templates: Templates, retries: int
-    ) -> None:
-        self.first, self.example, self.program, self.num_retries = first, example, program, retries
-        self.transcript = Transcript(templates)
-        self.session: Session | None = None
-        self.turns: list[SampledTurn] = []
-        self.events: list[Event] = []
-        self.num_heard = 0
-        self.answered: dict[int, str] = {}
-        self.gone: set[int] = set()
-        self.counts: Counter[bytes] = Counter()
-        self.limit: FinishReason | None = None
-        self.outcome: Outcome | None = None
-        self.reward: float | None = None
-        self.finish_reason: FinishReason | None = None
-        self.num_asked = 0
-
-    @property
-    def index(self) -> tuple[int, int]:
-        """Indices of its prompt and of its sample."""
-        return self.first.prompt_index, self.first.sample_index
-
-    def key(self, prompt: np.ndarray) -> np.ndarray:
-        """Returns the randomness of the next turn after a prompt, which does not depend on what else was asked."""
-        digest = prompt.tobytes()
-        content = [np.asarray(self.first.key, np.uint32).tobytes(), digest, str(self.counts[digest]).encode()]
-        self.counts[digest] += 1
-        hashed = hashlib.blake2b(b"".join(content), digest_size=8).digest()
-        return np.frombuffer(hashed, np.uint32)
 
 
 class _Request:
@@ -304,8 +249,11 @@ class ProgramTable:
         for sequence in sequences:
             text, messages = episode.transcript.add(request.asked, sequence.prompt, sequence.tokens)
             logps = sequence.policy_logps, sequence.sampler_logps
-            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, True, messages, request.number)
+            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, request.number)
             episode.turns.append(turn)
+            if sequence.finish_reason == "length" and len(sequence.tokens) != request.asked.max_tokens:
+                is_turn_limit = len(sequence.tokens) == self._rules.settings.max_turn_tokens
+                episode.cut = "turn_length" if is_turn_limit else "length"
         answer = Answer(
             sequences[0].prompt,
             tuple(sequence.tokens for sequence in sequences),
@@ -325,6 +273,8 @@ class ProgramTable:
 
     def _end(self, episode: ProgramEpisode, event: Event) -> None:
         outcome = Outcome(event["value"], event["message"], event["error"])
+        if event["error"]:
+            episode.limit = episode.limit or episode.cut  # some programs fail at a turn that was cut off
         if event["error"] and episode.limit is None and episode.program.error_reward is None:
             self._fail(episode, outcome)
             return

@@ -171,6 +171,10 @@ def rules_for(
     if rollout_func is not None:
         if tools or environments is not None:
             raise ValueError("rollout_func samples whole rollouts, so tools and environments have no effect; drop one")
+        if rollout_func.is_recorded and args.rollout_correction == "none":
+            raise ValueError(
+                "recorded rollouts were sampled by other weights; set rollout_correction, e.g. to 'token_truncate'"
+            )
         if args.max_staleness or processes.num_processes() > 1:
             raise ValueError(
                 f"rollout_func needs a run of one process with max_staleness 0, and there are "

@@ -6,9 +6,10 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -24,7 +25,7 @@ from groupax.models.checkpoint import Model
 from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.deltas import collect, no_tokens, to_queue
-from groupax.serve.errors import ApiError
+from groupax.serve.errors import ApiError, stopping
 from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.loop import ClosedError, Delta, EngineLoop, Job, QueueFullError
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
@@ -34,15 +35,17 @@ from groupax.serve.protocols import anthropic_messages
 from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.protocols.table import PROTOCOLS, Protocol
 from groupax.serve.rate_limited_log import RateLimitedLog
-from groupax.serve.requests import ChatRequest, parse_json
+from groupax.serve.requests import ChatRequest
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
+from groupax.serve.tokenizing import detokenize, tokenize, tokenizer_info
+from groupax.serve.tokenizing import parse as parse_tokenizing
 from groupax.serve.turn_format import TurnFormats
+from groupax.serve.weight_uploads import Handler, WeightUploads
 from groupax.serve.weights import Weights
 
 RETRY_S = 1
 PREPARING_THREADS = 16
 T = TypeVar("T")
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,6 @@ def create_app(
         log: Log of refusals; None creates one.
     """
     server = Server(loop, limits or Limits(), Weights(loop, models or {}), log)
-    weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
     routes = [
         *[
             Route(path, server.endpoint(partial(server.complete, protocol), protocol.error_body), methods=["POST"])
@@ -96,16 +98,18 @@ def create_app(
             server.endpoint(server.count_tokens, anthropic_messages.error_body),
             methods=["POST"],
         ),
+        Route("/tokenize", server.endpoint(partial(server.tokenizing, tokenize)), methods=["POST"]),
+        Route("/detokenize", server.endpoint(partial(server.tokenizing, detokenize)), methods=["POST"]),
+        Route("/tokenizer_info", server.endpoint(server.get_tokenizer_info)),
+        Route("/version", server.endpoint(server.get_version)),
         Route("/v1/models", server.endpoint(server.list_models)),
         Route("/v1/models/{model:path}", server.endpoint(server.get_model)),
         Route("/metrics", server.endpoint(server.get_metrics)),
         Route("/health", server.health),
         Route("/ready", server.ready),
-        Route(weights, server.endpoint(server.list_weights)),
-        Route(weights, server.endpoint(server.begin_upload), methods=["POST"]),
-        Route(upload, server.endpoint(server.abort_upload), methods=["DELETE"]),
-        Route(upload + "/{piece:int}", server.endpoint(server.put_piece), methods=["PUT"]),
-        Route(upload + "/commit", server.endpoint(server.commit_upload), methods=["POST"]),
+        *WeightUploads(loop, server.weights, server.limits.api_keys, server.limits.max_body_bytes).routes(
+            server.endpoint
+        ),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
@@ -191,6 +195,20 @@ class Server:
         [ids], _ = await self._in_time(work, time.monotonic() + self.limits.request_timeout_s)
         return JSONResponse({"input_tokens": len(ids)})
 
+    async def tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Response:
+        """Handles /tokenize and /detokenize."""
+        name, given = await run_in_threadpool(parse_tokenizing, await json_body(http, self.limits.max_body_bytes))
+        model, deadline_s = self.models[self._model_name(name)], time.monotonic() + self.limits.request_timeout_s
+        return JSONResponse(await self._in_time(partial(work, given, model), deadline_s))
+
+    async def get_tokenizer_info(self, _: HttpRequest) -> Response:
+        """Handles /tokenizer_info, for the first model."""
+        return JSONResponse(tokenizer_info(next(iter(self.models.values()))))
+
+    async def get_version(self, _: HttpRequest) -> Response:
+        """Handles /version."""
+        return JSONResponse({"version": version("groupax")})
+
     async def list_models(self, _: HttpRequest) -> Response:
         """Handles /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.models]})
@@ -215,41 +233,6 @@ class Server:
         is_ready = self.loop.is_ready
         return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
 
-    async def list_weights(self, _: HttpRequest) -> Response:
-        """Handles GET /groupax/v1/weights: version and state of each model's weights."""
-        return JSONResponse(self.weights.describe())
-
-    async def begin_upload(self, http: HttpRequest) -> Response:
-        """Handles POST /groupax/v1/weights: announces an upload."""
-        self._check_may_change()
-        return JSONResponse(self.weights.begin(parse_json(await json_body(http, self.limits.max_body_bytes))))
-
-    async def put_piece(self, http: HttpRequest) -> Response:
-        """Handles PUT /groupax/v1/weights/UPLOAD/PIECE."""
-        self._check_may_change()
-        upload, piece = http.path_params["upload"], http.path_params["piece"]
-        return JSONResponse(await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream()))
-
-    async def abort_upload(self, http: HttpRequest) -> Response:
-        """Handles DELETE /groupax/v1/weights/UPLOAD."""
-        self._check_may_change()
-        return JSONResponse(self.weights.abort(http.path_params["upload"]))
-
-    async def commit_upload(self, http: HttpRequest) -> Response:
-        """Handles POST /groupax/v1/weights/UPLOAD/commit: the engine takes over all new weights or none."""
-        self._check_may_change()
-        upload = self.weights.close(http.path_params["upload"])
-        held = await run_in_threadpool(self.weights.prepared, upload)
-        try:
-            taken = self.loop.between_chunks(lambda: self.weights.take_over(upload, held))
-            return JSONResponse(await asyncio.wrap_future(taken))
-        except ClosedError as error:
-            raise _stopping() from error
-
-    def _check_may_change(self) -> None:
-        if not self.limits.api_keys:
-            raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
-
     async def _prepared(self, incoming: Incoming, name: str, deadline_s: float) -> Prepared:
         limits = self.limits
         work = partial(prepare, incoming, self.models[name], limits.max_completions, limits.default_max_tokens)
@@ -265,7 +248,7 @@ class Server:
         try:
             found = await unless_disconnected(work, http.receive, deadline_s)
         except ClosedError as error:
-            raise _stopping() from error
+            raise stopping() from error
         finally:
             work.cancel()
         return replace(exchange, prompt_logps=found)
@@ -287,7 +270,7 @@ class Server:
             message = f"{self.loop.max_sequences} completions wait or run; try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)}) from error
         except ClosedError as error:
-            raise _stopping() from error
+            raise stopping() from error
 
     async def _arriving(self, job: Job, deltas: "asyncio.Queue[Delta]", started_s: float) -> AsyncIterator[Delta]:
         """Yields the deltas of a job until all its completions are finished.
@@ -364,10 +347,6 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     config = engine.config
     tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
     return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, config.vocab_size, config.max_positions)
-
-
-def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping", code="stopping")
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

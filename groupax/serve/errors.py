@@ -35,3 +35,8 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = self.message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def stopping() -> ApiError:
+    """Returns the error of a request that a stopping server does not begin."""
+    return ApiError(503, "the server is stopping", code="stopping")
