@@ -286,9 +286,11 @@ def test_metrics_have_the_names_that_dashboards_use():
     assert lines['groupax_requests_total{path="/v1/models",status="200"}'] == "1.0"
     assert lines['groupax_request_seconds_bucket{le="0.03"}'] == "2.0"
     assert lines['groupax_request_seconds_bucket{le="+Inf"}'] == lines["groupax_request_seconds_count"] == "3.0"
-    assert {"groupax_sequences_running", "groupax_completion_tokens_total", "groupax_first_token_seconds_sum"} < set(
-        lines
-    )
+    metrics.first_token_s.labels("m").observe(0.05)
+    metrics.add_tokens("m", 4, 0.2)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    assert lines['vllm:time_to_first_token_seconds_sum{model_name="m"}'] == "0.05"
+    assert lines['vllm:inter_token_latency_seconds_count{model_name="m"}'] == "4.0"
 
 
 def test_settings_default_to_those_of_the_engine():

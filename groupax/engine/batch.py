@@ -6,6 +6,7 @@ The scheduler knows which sequence sits in which slot, the plan what memory allo
 accordingly.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
@@ -295,6 +296,7 @@ class Batch:
         for slot, sequence in admission.slots:
             is_new[slot] = True
             places[row_of[slot // self.scheduler.share]] = sequence.place
+            sequence.admitted_s = time.monotonic()
             self._generations[sequence] = self.core.prefixes.generation
             fill(admitted[slot], sequence)
         self.cache, self.slots = admit(

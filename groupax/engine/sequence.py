@@ -31,6 +31,7 @@ class Sequence:
         text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
+        admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
     """
 
@@ -48,6 +49,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: str = ""
     request: int = 0
+    admitted_s: float | None = None
     place: Place | None = None
 
     @property

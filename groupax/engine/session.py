@@ -79,6 +79,12 @@ class Session:
         queued = len(self._batch.scheduler.queued) if self._batch else 0
         return queued + sum(len(sequences) for sequences in self._pending)
 
+    @property
+    def kv_frac(self) -> float:
+        """Fraction of the memory for keys and values that the tokens of running sequences use."""
+        running = self._batch.scheduler.running if self._batch else []
+        return sum(len(each.prompt) + len(each.tokens) for each in running) / max(1, self._plan.max_tokens)
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Refuses a request that can never run; from any thread.
 
