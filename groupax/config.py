@@ -192,6 +192,12 @@ class GRPOConfig(
                 f"max_staleness {self.max_staleness} trains on completions of an earlier policy, and nothing corrects "
                 "for it; set rollout_correction, e.g. to 'token_truncate'"
             )
+        constraint = next((name for name in ("regex", "json_schema") if getattr(self, name) is not None), None)
+        if constraint and self.rollout_correction == "none":
+            raise ValueError(
+                f"with {constraint} completions are sampled from another distribution than the policy, and nothing "
+                "corrects for it; set rollout_correction, e.g. to 'token_truncate'"
+            )
         if self.turn_credit == "returns" and self.importance_sampling_level == "sequence":
             raise ValueError(
                 "with importance_sampling_level 'sequence' every token learns from the mean advantage of its "

@@ -225,6 +225,15 @@ def test_the_sampler_is_reported():
     assert (config.rollout_correction, config.rollout_correction_max) == ("token_truncate", 3.0)
 
 
+def test_an_expression_constrains_completions_as_with_vllm():
+    for name in ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"):
+        with pytest.warns(CompatWarning):
+            config = trl.GRPOConfig(use_vllm=True, **{name: "[0-9]+"}).to_native()
+        assert (config.regex, config.rollout_correction) == ("[0-9]+", "sequence_mask")
+        with pytest.warns(CompatWarning, match="no effect without use_vllm"):
+            assert trl.GRPOConfig(**{name: "[0-9]+"}).to_native().regex is None
+
+
 @pytest.mark.parametrize(
     ("settings", "mesh"),
     [

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from groupax.constraints.cache import AutomatonCache
 from groupax.serve.chat_prompt import chat_prompt
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import TokenTexts
@@ -36,7 +37,9 @@ def incoming(**fields):
 
 
 def served(tokenizer):
-    return ServedModel("m", tokenizer, TurnFormats(tokenizer), TokenTexts(tokenizer), 300, 4096)
+    return ServedModel(
+        "m", tokenizer, TurnFormats(tokenizer), TokenTexts(tokenizer), AutomatonCache(tokenizer, 300, (1,)), 300, 4096
+    )
 
 
 def reader_of(tokenizer, **fields):

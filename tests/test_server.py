@@ -425,18 +425,15 @@ def test_the_command_serves_and_drains(tmp_path):
 
 def test_each_request_is_a_line_of_the_log(loop):
     lines = []
-    with listening(create_app(loop, Limits(), write_line=lines.append)) as port:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    with listening(create_app(loop, Limits(), write_line=lines.append)) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         client.completions.create(model="demo", prompt="secret 1+1=", max_tokens=2)
         list(client.completions.create(model="demo", prompt="secret", max_tokens=2, stream=True))
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="no\x1b[31m\nsuch", prompt="secret")
         client.models.list()
     assert [line.split()[:3] for line in lines] == [["POST", "/v1/completions", each] for each in ("200", "200", "404")]
-    assert all(
-        f"model=demo prompt_tokens={num} completion_tokens=2 finish=" in lines[0]
-        for num in lines[0].split("prompt_tokens=")[1].split()[:1]
-    )
+    assert all("model=demo prompt_tokens=" in line and "completion_tokens=2 finish=" in line for line in lines[:2])
     assert "first_token_s=" in lines[1]
     assert "there is no model" in lines[2]
     assert not any("secret" in line or "\n" in line or "\x1b" in line for line in lines)

@@ -33,8 +33,6 @@ REFUSED_SETTINGS = [
     ({"trackio_space_id": "me/space"}, "set TRACKIO_SPACE_ID"),
     ({"trackio_bucket_id": "me/bucket"}, "set TRACKIO_BUCKET_ID"),
     ({"trackio_static_space_id": "me/space"}, "do so after the run"),
-    ({"vllm_structured_outputs_regex": "[0-9]+"}, "reward the format instead"),
-    ({"vllm_guided_decoding_regex": "[0-9]+"}, "reward the format instead"),
     ({"log_completions_hub_repo": "me/logs"}, "upload that folder after the run"),
     ({"optim": "galore_adamw"}, "choose from adamw"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "choose from linear"),

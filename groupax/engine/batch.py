@@ -15,10 +15,11 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax.engine.cache import ROWS, Cache, cache_maker, pspec_of
 from groupax.engine.cache_ops import move_slots, read_slots, release, resize, widen_slots
+from groupax.engine.constraint import Constraints, ConstraintTables, TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, decode_chunk
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
@@ -65,6 +66,8 @@ class Batch:
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
+        self.table_size: TableSize | None = self._table_size_with(sequences)
+        self._tables = ConstraintTables(core.config.vocab_size, self._on_rows, self._on_all)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
         self.slots = to_slots(self._idle_slots(), self._on_rows)
 
@@ -115,6 +118,7 @@ class Batch:
             sequences = [*self.scheduler.running, *self.scheduler.queued]
             self.demand = self.demand_of(sequences)
             self._widen_slots(sequences)
+            self.table_size = self._table_size_with(sequences, self.table_size)
             self._change_to(self.shape_with())
 
     def fit_columns(self) -> None:
@@ -133,18 +137,23 @@ class Batch:
         """Decodes another chunk and returns the running sequences with their numbers of tokens before."""
         running = self.scheduler.running
         lengths = {id(sequence): len(sequence.tokens) for sequence in running}
+        sampling, table_size = self._decoding(running)
         self.cache, self.slots, chunk = decode_chunk(
             params,
             self.cache,
             self.slots,
+            self._constraints(table_size),
+            self._limit(),
             config=self.core.config,
             mesh=self.mesh,
             num_steps=self.chunk_steps,
-            sampling=self._sampling(running),
+            sampling=sampling,
             by_block=self.plan.by_block,
-            limit=self._limit(),
         )
-        grown = self.scheduler.append(_fetched(chunk, running))
+        fetched = _fetched(chunk, running)
+        grown = self.scheduler.append(fetched)
+        if fetched.state is not None:
+            self._tables.update(self.scheduler.slots, np.asarray(fetched.state))
         return [(sequence, lengths[id(sequence)]) for sequence in grown]
 
     def store_prefixes(self) -> None:
@@ -226,9 +235,18 @@ class Batch:
         """Returns the number of steps of the next chunk where that varies; None for `chunk_steps`."""
         return None
 
-    def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
-        """Returns the kind of sampling of a program that decodes these sequences."""
-        return sampling_kind(sequence.params for sequence in sequences)
+    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
+        """Returns the kind of sampling of the program that decodes these sequences, and the size of its tables."""
+        is_constrained = any(each.automaton is not None for each in sequences)
+        return sampling_kind(each.params for each in sequences), self.table_size if is_constrained else None
+
+    def _table_size_with(self, sequences: list[Sequence], now: TableSize | None = None) -> TableSize | None:
+        """Returns the size of tables for the constraints of these sequences, at least what they have now."""
+        automata = automata_of(sequences)
+        return (now or TableSize()).including(automata) if automata else now
+
+    def _constraints(self, size: TableSize | None) -> Constraints | None:
+        return None if size is None else self._tables.of(self.scheduler.slots, size)
 
     def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
         """Returns whether to change to this shape now, where the change may wait."""
@@ -334,6 +352,9 @@ class Batch:
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
         return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
+
+    def _on_all(self, array: np.ndarray) -> jax.Array:
+        return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, PartitionSpec()))
 
 
 def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:

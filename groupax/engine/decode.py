@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, pspec_of
+from groupax.engine.constraint import Constraints, allowed_tokens, constraint_pspecs, slot_classes, state_after
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -49,6 +50,7 @@ class Chunk:
         alternatives: The policy's likeliest tokens for each token, if a slot requests them; None if not fetched, and of
             plain sampling.
         alternative_logps: Log-probs of the alternatives.
+        state: State of each slot in its constraint (see `constraint.Constraints`); None without constraints.
     """
 
     token: Int[Array, "B C"]
@@ -58,6 +60,7 @@ class Chunk:
     stopped: Bool[Array, "B"]
     alternatives: Int[Array, "B C A"] | None
     alternative_logps: Float[Array, "B C A"] | None
+    state: Int[Array, "B"] | None = None
 
 
 Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: the first is the next one's index
@@ -72,21 +75,23 @@ def decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
+    constraints: Constraints | None = None,
+    limit: Int[Array, ""] | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
     num_steps: int,
     sampling: SamplingKind,
     by_block: bool = False,
-    limit: Int[Array, ""] | None = None,
 ) -> tuple[Cache, Slots, Chunk]:
     """Samples up to `num_steps` tokens in every busy slot.
 
     Args:
         params: The weights.
+        cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
+        constraints: Constraints of the slots; None without any.
         limit: A smaller number of steps, which needs no other program; on GPUs it is rounded up to `GPU_STEPS`. None
             for `num_steps`.
-        cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
         by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
@@ -94,13 +99,15 @@ def decode_chunk(
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
     attend_past = select_attend_past(mesh.devices.flat[0], by_block)
 
-    def local(params: Params, cache: Cache, slots: Slots, *limit: Array) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, layout, *limit)
+    def local(
+        params: Params, cache: Cache, slots: Slots, constraints: Constraints | None, limit: Array | None
+    ) -> tuple[Cache, Slots, Chunk]:
+        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, constraints, limit, layout)
 
-    limits = () if limit is None else (limit,)
-    in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, *(jax.P() for _ in limits))
+    of_limit = None if limit is None else jax.P()
+    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints), of_limit
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
-    return program(params, cache, slots, *limits)
+    return program(params, cache, slots, constraints, limit)
 
 
 def _decode_chunk(
@@ -111,13 +118,18 @@ def _decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
+    constraints: Constraints | None,
+    limit: Array | None,
     layout: Layout,
-    limit: Array | None = None,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
     chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size, sampling)
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
+
+    if constraints is not None:
+        chunk = replace(chunk, state=constraints.slot_state)
+        classes = slot_classes(constraints)
 
     def busy(carry: Carry) -> Array:
         index, slots, _, _ = carry
@@ -129,7 +141,14 @@ def _decode_chunk(
     def step(carry: Carry) -> Carry:
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
-        sampled = sample(logits, uniform[:, index], slots.settings, history if sampling == "general" else None)
+        seen = history if sampling == "general" else None
+        if constraints is None or chunk.state is None:
+            sampled = sample(logits, uniform[:, index], slots.settings, seen)
+        else:
+            allowed = allowed_tokens(constraints, classes, chunk.state, slots.remaining)
+            sampled = sample(logits, uniform[:, index], slots.settings, seen, allowed)
+            after = state_after(constraints, classes, chunk.state, sampled.token, slots.remaining > 0)
+            chunk = replace(chunk, state=after)
         slots, chunk = _append(chunk, slots, index, sampled)
         return index + 1, slots, cache, chunk
 

@@ -170,7 +170,12 @@ class Engine(EngineCore):
             assert not isinstance(params.stop_token_ids, int), "SamplingParams makes it a tuple"
             special = special_token_ids(self.tokenizer, params.stop)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special)) if special else params
-        return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
+        sequences = new_sequences(prompts, params, self.eos_ids, step, first_prompt)
+        if params.constraint is not None:
+            automaton = self.automata.get(*params.constraint, params.max_tokens)
+            for sequence in sequences:
+                sequence.automaton = automaton
+        return sequences
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Runs sequences to their ends and yields each as soon as it is finished."""

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
 from groupax.engine.batch import Batch
+from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.pace import Pace
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps
@@ -84,12 +85,20 @@ class PreparedBatch(Batch):
         sequences = [*self.scheduler.running, *self.scheduler.queued, *others]
         if shape != self.shape:
             yield Change(self.shape, shape)
-        yield from future_programs(shape, self.demand_of(sequences), super()._sampling(sequences), self.plan)
+        sampling, tables = sampling_kind(each.params for each in sequences), None
+        if any(each.automaton is not None for each in sequences):
+            tables = self._table_size_with(sequences, self.table_size)
+        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, tables)
 
-    def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
-        """Returns the kind that the sequences need, or "general" where only that is compiled."""
-        sampling = super()._sampling(sequences)
-        return "general" if self.programs.missing([Decode(self.shape, sampling)]) else sampling
+    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
+        """Returns what the sequences need, or what includes it where only that is compiled."""
+        sampling, size = super()._decoding(sequences)
+        kinds: dict[SamplingKind, None] = {sampling: None, "general": None}
+        for each in dict.fromkeys((size, self.table_size)):
+            for kind in kinds:
+                if not self.programs.missing([Decode(self.shape, kind, each)]):
+                    return kind, each
+        return sampling, size
 
     def _limit(self) -> jax.Array:
         """Returns the number of steps of the next chunk."""
@@ -116,10 +125,14 @@ def first_programs(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) 
     sequences = list(sequences)
     demand, sampling = server_demand(core, plan, sequences), sampling_kind(each.params for each in sequences)
     shape = plan.first_shape(demand, num_data_shards(core.mesh))
-    return [Create(shape), *future_programs(shape, demand, sampling, plan)]
+    automata = automata_of(sequences)
+    tables = TableSize().including(automata) if automata else None
+    return [Create(shape), *future_programs(shape, demand, sampling, plan, tables)]
 
 
-def future_programs(shape: CacheShape, demand: Demand, sampling: SamplingKind, plan: Plan) -> Iterator[Program]:
+def future_programs(
+    shape: CacheShape, demand: Demand, sampling: SamplingKind, plan: Plan, tables: TableSize | None = None
+) -> Iterator[Program]:
     """Yields the programs that a batch calls while its completions grow and others join it.
 
     Args:
@@ -127,12 +140,13 @@ def future_programs(shape: CacheShape, demand: Demand, sampling: SamplingKind, p
         demand: Demand of its sequences.
         sampling: Kind of sampling of its sequences.
         plan: Limits of the cache; beyond, sequences are preempted.
+        tables: Size of the tables of their constraints; None without any.
     """
     before = None
     while before is None or plan.allows(shape):
         if before is not None:
             yield Change(before, shape)
-        yield Decode(shape, sampling)
+        yield Decode(shape, sampling, tables)
         yield Admit(shape)
         before = shape
         shape = replace(shape, num_columns=plan.num_columns(shape.num_columns + 1, demand, shape.num_columns))

@@ -77,7 +77,11 @@ class Sampled:
 
 
 def sample(
-    logits: Float[Array, "B V"], uniform: Float[Array, "B 2"], settings: SamplingArrays, history: History | None
+    logits: Float[Array, "B V"],
+    uniform: Float[Array, "B 2"],
+    settings: SamplingArrays,
+    history: History | None,
+    allowed: Bool[Array, "B V"] | None = None,
 ) -> Sampled:
     """Draws one token per row, which depends on the row's logits, history, settings and numbers in [0, 1) only.
 
@@ -87,26 +91,32 @@ def sample(
         settings: Sampling parameters.
         history: Tokens before; None for plain sampling, which ignores all settings but the temperature. It reads the
             logits twice: for the maximum of each block of tokens, and for each block's sum of exponentials.
+        allowed: Tokens that a constraint allows, at least one per row; None without constraints. The policy's log-probs
+            are those without it.
     """
     greedy = settings.temperature == 0
     inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
     policy = _distribution(logits * inverse_temperature)
     if history is None:
-        token, scaled = _draw(policy, policy.sums, jnp.exp, uniform, greedy)
-        logp = scaled - policy.log_sum
-        return Sampled(token, logp, jnp.where(greedy, 0.0, logp))
+        drawn = policy if allowed is None else _distribution(jnp.where(allowed, logits, -jnp.inf) * inverse_temperature)
+        token, scaled = _draw(drawn, drawn.sums, jnp.exp, uniform, greedy)
+        logp = scaled - drawn.log_sum
+        policy_logp = logp if allowed is None else _logp_of(token, policy)
+        return Sampled(token, policy_logp, jnp.where(greedy, 0.0, logp))
     # Branches return as few arrays as large as the logits as they can: these are copied.
-    changed = lax.cond(
-        _are_changed(settings, history),
-        lambda: _distribution(changed_logits(logits, settings, history) * inverse_temperature),
-        lambda: policy,
-    )
+    if allowed is None:
+        changed = lax.cond(
+            _are_changed(settings, history),
+            lambda: _distribution(changed_logits(logits, settings, history) * inverse_temperature),
+            lambda: policy,
+        )
+    else:
+        changed = _distribution(_constrained_logits(logits, settings, history, allowed) * inverse_temperature)
     truncation = _truncation(changed, settings)
     sums = reduce_blocks(jnp.sum, truncation.weights(changed.scaled), 0.0)
     token, scaled = _draw(changed, sums, truncation.weights, uniform, greedy)
     sampler_logp = jnp.where(greedy, 0.0, scaled - jnp.log(jnp.sum(sums, axis=-1)))
-    policy_logp = jnp.take_along_axis(policy.scaled, token[:, None], axis=-1)[:, 0] - policy.log_sum
-    return Sampled(token, policy_logp, sampler_logp, *_alternatives(policy, settings))
+    return Sampled(token, _logp_of(token, policy), sampler_logp, *_alternatives(policy, settings))
 
 
 @pytree
@@ -153,6 +163,10 @@ class _Distribution:
     def log_sum(self) -> Float[Array, "B"]:
         """Logarithm of the sum of exp(scaled)."""
         return jnp.log(jnp.sum(self.sums, axis=-1))
+
+
+def _logp_of(token: Int[Array, "B"], of: _Distribution) -> Float[Array, "B"]:
+    return jnp.take_along_axis(of.scaled, token[:, None], axis=-1)[:, 0] - of.log_sum
 
 
 def _distribution(logits: Float[Array, "B V"]) -> _Distribution:
@@ -241,6 +255,18 @@ def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, histor
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - settings.presence_penalty[:, None] * (count > 0).astype(logits.dtype)
     return logits - settings.frequency_penalty[:, None] * count
+
+
+def _constrained_logits(
+    logits: Float[Array, "B V"], settings: SamplingArrays, history: History, allowed: Bool[Array, "B V"]
+) -> Float[Array, "B V"]:
+    """Returns the changed logits of allowed tokens; unchanged ones where no token that may follow is allowed."""
+    changed = lax.cond(
+        _are_changed(settings, history), lambda: changed_logits(logits, settings, history), lambda: logits
+    )
+    # the end of a completion may be the only allowed token before `min_tokens`
+    is_left = jnp.any(allowed & (changed > -jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(allowed, jnp.where(is_left, changed, logits), -jnp.inf)
 
 
 def _are_changed(settings: SamplingArrays, history: History) -> Bool[Array, ""]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.constraints.token_automaton import TokenAutomaton
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
 from groupax.settings.sampling import SamplingParams
@@ -32,6 +33,8 @@ class Sequence:
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
         admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
+        automaton: The completions that its constraint allows; None without one.
+        state: State of the automaton after the tokens.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
     """
 
@@ -50,6 +53,8 @@ class Sequence:
     text: str = ""
     request: int = 0
     admitted_s: float | None = None
+    automaton: TokenAutomaton | None = None
+    state: int = 0
     place: Place | None = None
 
     @property
@@ -65,6 +70,8 @@ class Sequence:
         """Drops all but the first tokens."""
         for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions):
             del values[num_tokens:]
+        if not num_tokens:
+            self.state = 0
 
 
 def demand_of(sequences: Iterable[Sequence]) -> Demand:

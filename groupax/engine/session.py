@@ -8,6 +8,7 @@ from typing import Any
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
+from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.pace import Pace
 from groupax.engine.plan import Demand
@@ -227,7 +228,9 @@ class Session:
             return ()
         sampling = sampling_kind(sequence.params for sequence in sequences)
         shape = self._batch.shape if self._batch else None
-        return server_demand(self.engine, self._plan, sequences), sampling, shape
+        automata = automata_of(sequences)
+        tables = TableSize().including(automata) if automata else None
+        return server_demand(self.engine, self._plan, sequences), sampling, tables, shape
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)

@@ -259,12 +259,18 @@ def engine_for(
     rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
     turns, chunks are short, since tools are called only after a chunk.
     """
-    return Engine(
+    constraint = sampling_params(args).constraint
+    if constraint is not None and has_turns:
+        raise ValueError(
+            f"{constraint[0]} constrains completions of one turn, and these episodes have several; leave it out, or "
+            "train without tools and environments"
+        )
+    engine = Engine(
         model.config,
         params,
         model.mesh,
         eos_ids,
-        tokenizer=tokenizer if args.stop or args.eval_stop or may_stop else None,
+        tokenizer=tokenizer if args.stop or args.eval_stop or constraint or may_stop else None,
         max_slots=args.max_concurrent_rows,
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
@@ -274,6 +280,9 @@ def engine_for(
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
     )
+    if constraint is not None:  # an error is found before the first rollout
+        engine.automata.get(*constraint, min(args.max_completion_length, eval_params(args).max_tokens))
+    return engine
 
 
 def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:

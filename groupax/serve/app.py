@@ -379,7 +379,8 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
         raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
     config = engine.config
     tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
-    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, config.vocab_size, config.max_positions)
+    limits = config.vocab_size, config.max_positions
+    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, engine.automata, *limits)
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.constraints.cache import AutomatonCache
 from groupax.data.tokenizer import decode, encode_prompts, encode_within
 from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
@@ -25,6 +26,7 @@ class ServedModel:
     tokenizer: Any
     turn_formats: TurnFormats
     token_texts: TokenTexts
+    automata: AutomatonCache
     vocab_size: int
     max_positions: int
 
@@ -63,6 +65,11 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     else:
         prompts = encoded(request, model.tokenizer, model.max_positions)
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
+    if params.constraint is not None:
+        try:
+            model.automata.get(*params.constraint, params.max_tokens)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="max_tokens" if str(error).startswith("max_t") else None) from error
     prompt_texts = []
     if isinstance(request, CompletionRequest) and request.echo:
         prompt_texts = [

@@ -22,6 +22,8 @@ from groupax.serve.chat_fields import (
     short,
 )
 from groupax.serve.errors import ApiError
+from groupax.serve.structured import FIELDS as STRUCTURED
+from groupax.serve.structured import with_constraint
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 
@@ -112,6 +114,8 @@ class Request(BaseModel):
     stop: StopStrings = []
     stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
+    regex: Text | None = None
+    json_schema: Text | None = None
     prompts: list[Any]
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -215,7 +219,6 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "functions": [None, []],
     "modalities": [None, ["text"]],
     "prediction": [None],
-    "response_format": [None, {"type": "text"}],
     "suffix": [None, ""],
     "web_search_options": [None],
 }
@@ -238,7 +241,8 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     """
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
-    check_known(given, [*known, *IGNORED, *UNSUPPORTED], "the request")
+    check_known(given, [*known, *STRUCTURED, *IGNORED, *UNSUPPORTED], "the request")
+    given = with_constraint(given)
     for name in given.keys() & UNSUPPORTED.keys():
         if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")

@@ -13,6 +13,7 @@ from groupax.tools.arguments import check_arguments
 from groupax.tools.calls import ParsedTurn, ToolCall
 
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id
+MAX_READINGS = 256  # of the whole text while a turn doubles its length, so that the time is about linear
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -145,11 +146,14 @@ class TurnStream:
 
     def __init__(self, reader: TurnReader, seed: Sequence[int]) -> None:
         self._reader, self._seed = reader, seed
-        self._text, self._sent = "", Turn()
+        self._text, self._sent, self._num_read = "", Turn(), 0
 
     def add(self, text: str) -> Turn:
-        """Adds text and returns what is new."""
+        """Adds text and returns what is new; of a long turn, not every time, since all of it is read again."""
         self._text += text
+        if len(self._text) - self._num_read < len(self._text) // MAX_READINGS:
+            return Turn()
+        self._num_read = len(self._text)
         return self._new_part(self._reader.read_begun(self._text, self._seed))
 
     def end(self, text: str, finish_reason: str, stop_string: str | None) -> Turn:

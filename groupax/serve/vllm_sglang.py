@@ -208,6 +208,9 @@ def samples_from_logits(params: SamplingParams) -> bool:
     )
 
 
+_VLLM_NAMES = {"regex": "regex", "json_schema": "json"}  # of constraints
+
+
 def vllm_request(group: Sequence[Completion], model: str) -> dict[str, Any]:
     """Returns the body for vLLM's /v1/completions, which samples with `seed`, `seed` + 1, ..."""
     params = group[0].params
@@ -222,6 +225,11 @@ def vllm_request(group: Sequence[Completion], model: str) -> dict[str, Any]:
         "top_k": params.top_k,
         "stop_token_ids": list(group[0].stop_ids),
         "ignore_eos": True,  # stop_token_ids include the end-of-sequence tokens
+        **(
+            {"structured_outputs": {_VLLM_NAMES[params.constraint[0]]: params.constraint[1]}}
+            if params.constraint
+            else {}
+        ),
         "logprobs": 1,
         "return_token_ids": True,
     }
@@ -253,6 +261,7 @@ def sglang_request(group: Sequence[Completion]) -> dict[str, Any]:
         "top_k": params.top_k or -1,
         "stop_token_ids": list(group[0].stop_ids),
         "ignore_eos": not group[0].stop_ids,  # which ignores the stop tokens too
+        **(dict([params.constraint]) if params.constraint else {}),
     }
     return {"input_ids": group[0].prompt.tolist(), "sampling_params": settings, "return_logprob": True}
 

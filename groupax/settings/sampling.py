@@ -44,6 +44,12 @@ class SamplingSettings:
     stop: Sequence[str] = ()
     """Stop strings: texts that end a completion. Its tokens include them, its text does not. One that is written like a
     special token is that token."""
+    regex: str | None = None
+    """Regular expression in the syntax of Rust's regex crate that every completion matches as a whole: other tokens are
+    not sampled. None for any text. Needs pip install 'groupax[structured]'."""
+    json_schema: str | None = None
+    """JSON schema, as JSON, that every completion is valid for: other tokens are not sampled. None for any text. Needs
+    pip install 'groupax[structured]'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +90,16 @@ class SamplingParams(SamplingSettings):
             check_range(each, getattr(self, each.name))
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
+        check_constraint(self.regex, self.json_schema)
         if not all(self.stop):
             raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """The kind of constraint, "regex" or "json_schema", and its text; None if any text may be sampled."""
+        if self.regex is not None:
+            return "regex", self.regex
+        return None if self.json_schema is None else ("json_schema", self.json_schema)
 
     @property
     def is_plain(self) -> bool:
@@ -127,8 +141,9 @@ class RolloutSamplingSettings(SamplingSettings):
     reward functions see them; such a completion does not count as truncated."""
 
     def check(self) -> None:
-        """Raises a ValueError for stop strings that cannot be looked for."""
+        """Raises a ValueError for stop strings that cannot be looked for, and for two constraints."""
         check_stop_strings("stop", self.stop)
+        check_constraint(self.regex, self.json_schema)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +170,16 @@ class EvalSamplingSettings:
         """The fields of `SamplingSettings` that evaluations set separately."""
         own = {each.name: getattr(self, each.name) for each in fields(EvalSamplingSettings)}
         return {name.removeprefix("eval_"): value for name, value in own.items() if value is not None}
+
+
+def check_constraint(regex: str | None, json_schema: str | None) -> None:
+    """Raises a ValueError if a constraint is no text, or if there are two."""
+    for name, value in (("regex", regex), ("json_schema", json_schema)):
+        if value is not None and not isinstance(value, str):
+            hint = ", for example json.dumps(schema)" if name == "json_schema" else ""
+            raise ValueError(f"{name} must be a text{hint}, got {value!r:.80}")
+    if regex is not None and json_schema is not None:
+        raise ValueError("regex and json_schema are two constraints, and a completion can have one; set one of them")
 
 
 def check_stop_strings(name: str, texts: Sequence[str]) -> None:

@@ -39,15 +39,15 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
 _HONOURED = ("eval_on_start",)  # by this trainer, if not by the others
 _INERT_OF_ALL = {name: why for name, why in training_arguments.INERT.items() if name not in _HONOURED}
 INERT = _INERT_OF_ALL | {name: why for why, names in _INERT_BY_REASON.items() for name in names}
-_UNCONSTRAINED = "completions are not constrained to a grammar; leave it out and reward the format instead"
 # Fields that cannot be honoured, with the reason and what to do instead.
 REFUSED = training_arguments.REFUSED | {
-    "vllm_structured_outputs_regex": _UNCONSTRAINED,
-    "vllm_guided_decoding_regex": _UNCONSTRAINED,
     "log_completions_hub_repo": "log_completions=True writes them to output_dir; upload that folder after the run",
 }
 # Current names of fields that were renamed.
-ALIASES = training_arguments.ALIASES | {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+ALIASES = training_arguments.ALIASES | {
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+}
 
 
 @dataclass

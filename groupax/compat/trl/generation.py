@@ -42,10 +42,14 @@ def generation_settings(config: GRPOFields) -> dict[str, Any]:
 def vllm_settings(config: GRPOFields) -> dict[str, Any]:
     """Returns the native settings for `use_vllm` and the other vLLM settings.
 
-    vLLM's importance-sampling correction is on if a server samples, or its mode is not the default.
+    vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its mode
+    is not the default.
     """
+    regex = config.vllm_structured_outputs_regex
     if not config.use_vllm:
         _warn_tp_unused(config, "it needs use_vllm=True")
+        if regex is not None:
+            warn("vllm_structured_outputs_regex has no effect without use_vllm=True, as in TRL")
         return {}
     url = _server_url(config)
     if url is None:
@@ -58,7 +62,13 @@ def vllm_settings(config: GRPOFields) -> dict[str, Any]:
         warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
     tp = config.vllm_tensor_parallel_size
     settings: dict[str, Any] = {"decoding_tp": tp} if url is None else {"rollout_servers": (url,)}
-    is_corrected = url is not None or config.vllm_importance_sampling_mode != GRPOFields.vllm_importance_sampling_mode
+    if regex is not None:
+        settings["regex"] = regex
+    is_corrected = (
+        url is not None
+        or regex is not None
+        or config.vllm_importance_sampling_mode != GRPOFields.vllm_importance_sampling_mode
+    )
     if is_corrected and config.vllm_importance_sampling_correction:
         settings["rollout_correction"] = config.vllm_importance_sampling_mode
         settings["rollout_correction_min"] = config.vllm_importance_sampling_clip_min

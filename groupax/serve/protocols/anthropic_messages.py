@@ -224,7 +224,7 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in CHOICES:
+    elif is_text(kind) and kind in CHOICES:
         fields["tool_choice"] = CHOICES[kind]
     else:
         raise ApiError(

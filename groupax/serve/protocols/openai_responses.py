@@ -63,7 +63,10 @@ def parse(body: bytes) -> Incoming:
                 "; send the whole conversation as input" if name in ("conversation", "previous_response_id") else ""
             )
             raise ApiError(400, message, name, "unsupported_value")
-    if "message.output_text.logprobs" in (given.get("include") or ()):
+    include = given.get("include", [])
+    if not isinstance(include, list):
+        raise ApiError(400, f"include must be a list, got {short(include)}", "include")
+    if "message.output_text.logprobs" in include:
         raise ApiError(400, "log-probs of responses are not supported; /v1/chat/completions has them", "include")
     chat = {name: given[name] for name in given.keys() & (SAME | EXTENSIONS)}
     chat |= {"messages": _messages(given), **_tools(given), **_text_format(given.get("text", {}))}

@@ -1,0 +1,1 @@
+"""Constrained decoding: regular expressions and JSON schemas become automata over a tokenizer's tokens."""

@@ -1,0 +1,222 @@
+"""Completions that match an expression or a schema: their tokens, log-probs, distribution and limits."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency, chisquare
+
+from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams
+from groupax.constraints.token_automaton import TokenTrie, token_automaton
+from groupax.engine.constraint import TableSize
+from groupax.engine.sampling import sample
+from groupax.models.decoder import logits
+
+from .automata import automaton_of
+from .conftest import rest_heavy
+from .test_engine import engine_for, history_of, settings_array
+
+LETTERS = [b"", b"", *(bytes([byte]) for byte in range(32, 126))]  # the tokens of the small model; 1 ends
+PROMPTS = [np.array(ids) for ids in ([3, 4, 5], [9], [7, 8])]
+PARAMS = SamplingParams(n=4, max_tokens=20, seed=3)
+
+
+def constrained(engine, regex, params=PARAMS, prompts=PROMPTS, first_prompt=0):
+    sequences = engine.sequences(prompts, params, first_prompt=first_prompt)
+    automaton = token_automaton(automaton_of(regex), TokenTrie(LETTERS), (1,))
+    for sequence in sequences:
+        sequence.automaton = automaton
+    return sequences
+
+
+def text_of(sequence):
+    return b"".join(LETTERS[token] for token in sequence.tokens).decode()
+
+
+def played(engine, sequences):
+    return {(each.prompt_index, each.sample_index): each.tokens for each in engine.stream(sequences)}
+
+
+def test_constrained_and_free_completions_are_decoded_together(tiny_model):
+    engine = engine_for(tiny_model)
+    free = engine.sequences(PROMPTS, PARAMS)
+    alone = played(engine, engine.sequences(PROMPTS, PARAMS))
+    short, long = constrained(engine, "[ab]{2,5}c", first_prompt=3), constrained(engine, "x(yz)*", first_prompt=6)
+    together = played(engine, [*free, *short, *long])
+    assert {key: together[key] for key in alone} == alone
+    for regex, sequences in (("[ab]{2,5}c", short), ("x(yz)*", long)):
+        for sequence in sequences:
+            assert re.fullmatch(regex, text_of(sequence)), text_of(sequence)
+            assert (sequence.finish_reason, sequence.tokens[-1]) == ("stop", 1)
+    assert played(engine, constrained(engine, "[ab]{2,5}c", first_prompt=3)).items() <= together.items()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{"max_slots": 3}, {"kv_bytes": 1}, {"num_devices": 1}])
+def test_slots_and_memory_do_not_show(tiny_model, settings):
+    engine = engine_for(tiny_model)
+    expected = played(engine, constrained(engine, "[a-z ]{0,19}"))
+    if "kv_bytes" in settings:
+        settings = {"kv_bytes": 330 * engine.bytes_per_token}
+    other = engine_for(tiny_model, **settings)
+    assert played(other, constrained(other, "[a-z ]{0,19}")) == expected
+
+
+@pytest.mark.heavy
+def test_devices_that_share_the_weights_sample_the_same(tiny_model):
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    one, two = engine_for(tiny_model), engine_for(tiny_model, num_devices=2, tp=2)
+    assert played(one, constrained(one, "[a-f]{3,9}")) == played(two, constrained(two, "[a-f]{3,9}"))
+
+
+SETTINGS = [
+    {"top_k": 2, "min_tokens": 20},
+    {"top_p": 0.5, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {67: -100.0}},
+    {"min_p": 0.2, "stop_token_ids": (69,)},
+]
+
+
+@pytest.mark.parametrize("settings", rest_heavy(SETTINGS))
+def test_other_settings_apply_to_what_is_allowed(tiny_model, settings):
+    engine = engine_for(tiny_model)
+    sequences = constrained(engine, "a[bcd]{0,9}e", replace(PARAMS, **settings))
+    for sequence in engine.stream(sequences):
+        regex = "a[bcd]{0,9}e|a[bcd]*c" if "stop_token_ids" in settings else "a[bcd]{0,9}e"
+        assert re.fullmatch(regex, text_of(sequence)), text_of(sequence)
+        assert np.isfinite(sequence.policy_logps).all()
+        assert np.isfinite(sequence.sampler_logps).all()
+
+
+@pytest.mark.parametrize("max_tokens", rest_heavy([4, 7, 20]))
+def test_completions_end_within_their_limit(tiny_model, max_tokens):
+    engine = engine_for(tiny_model)
+    sequences = constrained(engine, "\\{[a-z]*(ab)*\\}-", replace(PARAMS, max_tokens=max_tokens))
+    for sequence in engine.stream(sequences):
+        assert sequence.finish_reason == "stop"
+        assert re.fullmatch("\\{[a-z]*(ab)*\\}-", text_of(sequence))
+
+
+def test_log_probs_are_those_of_both_distributions(tiny_model):
+    engine = engine_for(tiny_model)
+    params = replace(PARAMS, temperature=0.7, n=2)
+    [sequence, *_] = engine.stream(constrained(engine, "[ab][cd]{3}", params))
+    tokens = [*sequence.prompt, *sequence.tokens]
+    scores = np.asarray(logits(tiny_model.config, tiny_model.params, jnp.asarray(tokens, jnp.int32)[None]))[0]
+    scores = scores[len(sequence.prompt) - 1 : -1] / np.float32(0.7)
+    allowed = [[2 + ord(letter) - 32 for letter in letters] for letters in ("ab", "cd", "cd", "cd")] + [[1]]
+    for index, (row, ids) in enumerate(zip(scores, allowed, strict=True)):
+        token = sequence.tokens[index]
+        policy = row[token] - np.logaddexp.reduce(row)
+        sampler = row[token] - np.logaddexp.reduce(row[ids])
+        np.testing.assert_allclose(sequence.policy_logps[index], policy, atol=1e-5)
+        np.testing.assert_allclose(sequence.sampler_logps[index], sampler, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_plain", [True, pytest.param(False, marks=pytest.mark.heavy)])
+def test_draws_are_those_that_rejection_keeps(is_plain):
+    rng, B, V = np.random.default_rng(0), 20_000, 40
+    row = rng.normal(size=V).astype(np.float32) * 2
+    allowed = rng.random(V) < 0.3
+    arrays = jnp.broadcast_to(jnp.asarray(row), (B, V)), jnp.asarray(rng.random((B, 2)), jnp.float32)
+    history = None if is_plain else history_of(B)
+    settings = settings_array(B, **({} if is_plain else {"top_p": 0.999999}))
+    mask = jnp.broadcast_to(jnp.asarray(allowed), (B, V))
+    constrained_draws = np.asarray(sample(*arrays, settings, history, mask).token)
+    assert allowed[constrained_draws].all()
+    free = np.asarray(sample(*arrays, settings, history).token)
+    kept = free[allowed[free]]  # what rejection sampling keeps
+    expected = np.exp(row.astype(np.float64)) * allowed
+    for draws in (constrained_draws, kept):
+        counts = np.bincount(draws, minlength=V)[allowed]
+        assert chisquare(counts, expected[allowed] / expected.sum() * len(draws)).pvalue > 1e-3
+
+
+@pytest.mark.heavy
+def test_a_toy_grammar_has_the_distribution_of_rejection_sampling(tiny_model):
+    """Where all texts have one token, sampling again until the text is allowed gives the same distribution."""
+    engine = engine_for(tiny_model)
+    params = SamplingParams(n=4000, max_tokens=2, seed=1, temperature=2.0)
+    tokens = [each.tokens[0] for each in engine.stream(constrained(engine, "[a-h]", params, PROMPTS[:1]))]
+    ids = [2 + ord(letter) - 32 for letter in "abcdefgh"]
+    free = [each.tokens[0] for each in engine.stream(engine.sequences(PROMPTS[:1], replace(params, n=16_000, seed=2)))]
+    kept = np.bincount([token for token in free if token in ids], minlength=96)[ids]
+    found = np.bincount(tokens, minlength=96)[ids]
+    assert found.sum() == 4000
+    assert kept.sum() > 500
+    assert chi2_contingency([found, kept]).pvalue > 1e-3
+
+
+def test_tables_grow_in_steps():
+    automata = [token_automaton(automaton_of(f"[ab]{{0,{size}}}"), TokenTrie(LETTERS), (1,)) for size in (10, 300)]
+    assert TableSize().including(automata[:1]) == TableSize(2, 256, 64)
+    assert TableSize().including(automata) == TableSize(8, 1024, 64)
+    assert TableSize(8, 4096, 64).including(automata[:1]) == TableSize(8, 4096, 64)
+
+
+def test_constraints_that_make_no_sense_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="regex and json_schema are two constraints"):
+        SamplingParams(regex="a", json_schema="{}")
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        engine_for(tiny_model).sequences(PROMPTS, SamplingParams(regex="a", max_tokens=9))
+    with pytest.raises(ValueError, match="with regex completions are sampled from another distribution"):
+        GRPOConfig(regex="a")
+
+
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "kind": {"enum": ["cat", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.heavy
+def test_every_completion_of_a_real_model_is_valid(stories):
+    validators = pytest.importorskip("jsonschema")
+    engine = Engine.load(stories)
+    params = SamplingParams(n=1000, max_tokens=120, seed=1, json_schema=json.dumps(PET))
+    [group] = engine.generate("Once upon a time", params)
+    for completion in group:
+        validators.validate(json.loads(completion.text), PET)
+        assert completion.finish_reason == "stop"
+    with pytest.raises(ValueError, match=r"max_tokens is 8, and the shortest completion that json_schema allows has"):
+        engine.generate("Once", replace(params, max_tokens=8))
+    with pytest.raises(ValueError, match="json_schema has 'not', which is not supported"):
+        engine.generate("Once", replace(params, json_schema='{"not": {}}'))
+
+
+@pytest.mark.heavy
+def test_training_on_constrained_completions(stories, tmp_path):
+    seen = []
+
+    def reward(completions, **columns):
+        seen.extend(completions)
+        return [float(len(completion)) for completion in completions]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        prompts_per_step=2,
+        num_generations=4,
+        max_completion_length=24,
+        regex=" (yes|no|maybe)( please)*[.]",
+        rollout_correction="token_truncate",
+    )
+    dataset = [{"prompt": "Once upon a time"}, {"prompt": "One day"}]
+    trainer = GRPOTrainer(str(stories), reward, args=args, train_dataset=dataset)
+    trainer.train()
+    assert len(seen) == 16
+    assert all(re.fullmatch(" ?(yes|no|maybe)( please)*[.]", text) for text in seen)
+    with pytest.raises(ValueError, match="max_tokens is 24, and the shortest"):
+        GRPOTrainer(str(stories), reward, args=replace(args, regex="a{99}"), train_dataset=dataset)

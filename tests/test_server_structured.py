@@ -1,0 +1,106 @@
+"""Structured responses of the server: fields of requests, and an openai client that parses what it receives."""
+
+import json
+import re
+from contextlib import contextmanager
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from groupax import Engine, load_model
+from groupax.data.tokenizer import load_tokenizer
+from groupax.serve.app import Limits, create_app
+from groupax.serve.errors import ApiError
+from groupax.serve.loop import EngineLoop
+
+from .test_serve import parsed
+from .test_server import KEY, listening
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": FORMAT}, ("json_schema", json.dumps(SCHEMA))),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type": "object"}')),
+        ({"response_format": {"type": "text"}, "regex": "a+"}, ("regex", "a+")),
+        ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", json.dumps(SCHEMA))),
+        ({"guided_json": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
+        ({"guided_regex": "a|b"}, ("regex", "a|b")),
+        ({"guided_choice": ["a.", "b"]}, ("regex", "a\\.|b")),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json_object": True}}, ("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("regex", "yes|no")),
+        ({"structured_outputs": {}, "response_format": None}, None),
+    ],
+)
+def test_constraints_under_the_names_of_all_servers(fields, constraint):
+    assert parsed(**fields).sampling_params(16).constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format must have the type text, json_object or json_schema"),
+        ({"response_format": "json"}, "response_format must have the type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "an object with a schema"),
+        ({"guided_json": 3}, "guided_json must be a JSON schema, got 3"),
+        ({"guided_choice": []}, "guided_choice must be a list of texts"),
+        ({"regex": 1}, "regex must be a text"),
+        ({"regex": "a", "guided_json": SCHEMA}, "regex and guided_json are several constraints"),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs has 'grammar', which is not supported"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "several constraints"),
+        ({"guided_grammar": "x"}, "unknown field 'guided_grammar'"),
+    ],
+)
+def test_constraints_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(ApiError, match=message) as caught:
+        parsed(**fields).sampling_params(16)
+    assert caught.value.status == 400
+
+
+class Pet(BaseModel):
+    name: str = Field(max_length=12)
+    kind: Literal["cat", "dog"]
+    age: int = Field(ge=0, le=20)
+
+
+@contextmanager
+def served(folder):
+    engine = Engine.of(load_model(folder), load_tokenizer(folder, "plain"), chunk_steps=8, kv_bytes=1 << 26)
+    loop = EngineLoop({"stories": engine}).start()
+    try:
+        with (
+            listening(create_app(loop, Limits(api_keys=(KEY,)))) as address,
+            openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
+        ):
+            yield client
+    finally:
+        loop.close()
+
+
+@pytest.mark.heavy
+def test_an_openai_client_parses_what_it_receives(stories):
+    with served(stories) as client:
+        chat = {"model": "stories", "messages": [{"role": "user", "content": "A pet:"}], "max_tokens": 80, "seed": 1}
+        parsed_pet = client.chat.completions.parse(**chat, response_format=Pet).choices[0].message.parsed
+        assert isinstance(parsed_pet, Pet)
+        for choice in client.chat.completions.create(**chat, n=4, response_format={"type": "json_object"}).choices:
+            assert isinstance(json.loads(choice.message.content), dict)
+            assert choice.finish_reason == "stop"
+        with client.chat.completions.stream(**chat, response_format=Pet) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == parsed_pet
+
+        text = {"model": "stories", "prompt": "Once", "seed": 1, "max_tokens": 30}
+        extra = {"structured_outputs": {"regex": " [a-z]+ing[.]"}, "return_token_ids": True}
+        [choice] = client.completions.create(**text, extra_body=extra).choices
+        assert re.fullmatch(" [a-z]+ing[.]", choice.text)
+        free = client.completions.create(**text)  # in the same programs as constrained ones, or in its own
+        assert free.choices[0].finish_reason == "length"
+        for regex, message in (("(", "is not valid"), ("a{99}", "max_tokens is 30, and the shortest")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.completions.create(**text, extra_body={"regex": regex})
