@@ -248,7 +248,7 @@ class Server:
         try:
             await asyncio.wrap_future(self.loop.pause(pause_mode(http.query_params)))
         except ClosedError as error:
-            raise _stopping() from error
+            raise stopping() from error
         return JSONResponse({"status": "paused"})
 
     async def resume(self, _: HttpRequest) -> Response:
@@ -257,7 +257,7 @@ class Server:
         try:
             await asyncio.wrap_future(self.loop.resume())
         except ClosedError as error:
-            raise _stopping() from error
+            raise stopping() from error
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self, _: HttpRequest) -> Response:

@@ -111,7 +111,7 @@ class _LoopCollector(Collector):
         yield CounterMetricFamily("groupax_chunks", "Decoded chunks", counts.num_chunks)
 
 
-def _gauge(name: str, meaning: str, label: str, values: dict[str, float]) -> GaugeMetricFamily:
+def _gauge(name: str, meaning: str, label: str, values: Mapping[str, float | int]) -> GaugeMetricFamily:
     gauge = GaugeMetricFamily(name, meaning, labels=[label])
     for model, value in values.items():
         gauge.add_metric([model], value)

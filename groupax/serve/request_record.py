@@ -66,7 +66,7 @@ class RequestRecord:
             values["prefill_time_seconds"] = max(0.0, self.first_s - admitted_s)
             values["decode_time_seconds"] = ended_s - self.first_s
             values["inference_time_seconds"] = max(0.0, ended_s - admitted_s)
-        self.metrics.add_request(self.model, ended_s - self.started_s, values)
+        self.metrics.add_request(self.model, ended_s - self.started_s, {name: float(x) for name, x in values.items()})
 
     def line(self, method: str, path: str, status: int, message: str = "") -> str:
         """Returns the request as a line of the log."""
