@@ -8,12 +8,13 @@ import asyncio
 import json
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from groupax import GRPOConfig, GRPOTrainer, Step, init_model, save_model, tool
+from groupax import GRPOConfig, GRPOTrainer, Step, init_model, program, save_model, tool
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
@@ -111,8 +112,33 @@ def save_start(folder):
     return folder
 
 
-def make_trainer(model, folder, **settings):
-    """A trainer whose episodes have tools and an environment."""
+def said(base_url, messages):
+    """The assistant's message that answers these."""
+    body = json.dumps({"messages": messages}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())["choices"][0]["message"]
+
+
+async def asking(base_url, topic, seed):
+    """A program that asks in parallel, and forgets."""
+    begun = [user(f"{topic} {seed % 7}")]
+    begun.append(await asyncio.to_thread(said, base_url, begun))
+    both = [asyncio.to_thread(said, base_url, [*begun, user(name)]) for name in ("left", "right")]
+    left, right = await asyncio.gather(*both)
+    last = await asyncio.to_thread(said, base_url, [user(left["content"][:5] + right["content"][:5])])
+    return last["content"].count("a") / 10 + len(begun[1]["content"]) / 100
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def make_trainer(model, folder, runs_program=False, **settings):
+    """A trainer whose episodes have tools and an environment, or are runs of a program."""
+    if runs_program:
+        args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder), "max_turns": 8, **settings})
+        return GRPOTrainer(str(model), None, args, ROWS, ROWS[:1], environments=program(asking))
     args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder), **settings})
     return GRPOTrainer(str(model), calls, args, ROWS, ROWS[:1], tools=[square], environments=Game)
 

@@ -20,11 +20,16 @@ from groupax import (
 from groupax.episodes.branches import SampledTurn
 from groupax.episodes.program_rollout import rollout_of
 from groupax.episodes.traces import trace_of, trajectory_of, turns_of
+from groupax.events import StepEnded
 
+from . import episodes_run
 from .chat_tokenizers import VOCAB_SIZE
 from .conftest import TINY
-from .test_episodes import TOKENIZER
-from .test_programs import said, user
+from .test_episodes import TOKENIZER, call
+from .test_processes import EPISODES, run
+from .test_programs import ADD, played, said, streams, user, written
+from .test_remote_rollouts import serving
+from .test_server import KEY
 
 CONFIG = {**TINY, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024, "eos_token_id": TOKENIZER.eos_token_id}
 ROWS = [{"prompt": [user("go")]}] * 4
@@ -58,7 +63,7 @@ def trained(folder, **settings):
         seed=3,
         progress_bar="none",
         report_to=(),
-        rollout_correction=settings.pop("rollout_correction", "none"),
+        **{name: settings.pop(name) for name in [*settings] if name in GRPOConfig.__dataclass_fields__},
     )
     given = {"train_dataset": ROWS, "processing_class": TOKENIZER, **settings}
     trainer = GRPOTrainer(init_model(CONFIG, seed=0), args=args, **given)
@@ -78,6 +83,7 @@ def test_a_run_of_programs_has_the_trainers_log_probs_and_the_same_bits_and_its_
     listeners = [TraceFile(path), lambda event: found.extend(getattr(event, "groups", ()))]
     first, result = trained(tmp_path / "first", environments=program(forking), listeners=listeners)
     assert result.metrics["rollout/logp_diff_max"] < 1e-5
+    assert first.engine.prefixes.num_reused_tokens > 0
     episodes = [each for group in found for each in group]
     assert all(len(each.branches) == 2 for each in episodes)
     again, _ = trained(tmp_path / "again", environments=program(forking))
@@ -150,3 +156,85 @@ def test_traces_that_are_none_are_refused(change, message):
         change = {"turns": [{**trace["turns"][0], **change["turns"][0]}]}
     with pytest.raises(ValueError, match=message):
         turns_of({**trace, **change})
+
+
+def streams_of_run(folder):
+    """The tokens of all streams of a run's episodes, from its log."""
+    import pyarrow.parquet as pq
+
+    rows = [pq.read_table(path).to_pylist() for path in sorted((folder / "run" / "rollouts").glob("*.parquet"))]
+    names = "prompt_ids", "completion_ids", "mask"
+    return [
+        [[row[name] for name in names], *([branch[name] for name in names] for branch in json.loads(row["branches"]))]
+        for each in rows
+        for row in each
+    ]
+
+
+@pytest.mark.heavy
+def test_programs_of_two_processes_and_of_a_server_are_those_of_one(tmp_path, monkeypatch):
+    episodes_run.save_start(tmp_path / "model")
+    settings = {"runs_program": True, "max_steps": 1}
+    for name, number in (("one", 1), ("two", 2)):
+        statuses, errors = run(tmp_path / name, number, 2 // number, settings, program=EPISODES)
+        assert statuses == [0] * number, errors
+    monkeypatch.setenv("GROUPAX_API_KEY", KEY)
+    with serving(tmp_path / "model") as (address, _):
+        trainer = episodes_run.make_trainer(
+            tmp_path / "model", tmp_path / "there" / "run", rollout_servers=address, **settings
+        )
+        trainer.train()
+    one, two, there = (streams_of_run(tmp_path / name) for name in ("one", "two", "there"))
+    assert one == two == there
+    assert all(len(streams) > 1 for streams in one)
+
+
+class StopAfter:
+    """A listener that ends a run after its first step."""
+
+    def __call__(self, event):
+        return isinstance(event, StepEnded)
+
+
+@pytest.mark.heavy
+def test_several_passes_over_programs_are_resumed_from_a_checkpoint_between_them(tmp_path):
+    settings = {"num_iterations": 2, "beta": 0.1, "save_steps": 1}
+    whole, _ = trained(tmp_path / "whole", environments=program(forking), **settings)
+    begun, _ = trained(tmp_path / "begun", environments=program(forking), listeners=[StopAfter()], **settings)
+    assert begun.cursor.step == 1
+    resumed, _ = trained(tmp_path / "begun", environments=program(forking), **settings)
+    assert resumed.cursor.step == 2
+    assert np.array_equal(weights(whole), weights(resumed))
+
+
+@pytest.mark.heavy
+def test_clients_of_openai_are_answered_in_all_of_its_protocols():
+    openai = pytest.importorskip("openai")
+
+    def agent(base_url, api_key, model, prompt):
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            assert [each.id for each in client.models.list()] == [model]
+            chat = client.chat.completions.create(model=model, messages=prompt, tools=[ADD], temperature=0.3)
+            [wanted] = chat.choices[0].message.tool_calls
+            result = {"role": "tool", "tool_call_id": wanted.id, "content": "3"}
+            messages = [*prompt, chat.choices[0].message, result]
+            with client.chat.completions.create(model=model, messages=messages, tools=[ADD], stream=True) as chunks:
+                streamed = "".join(each.choices[0].delta.content or "" for each in chunks)
+            question = {"role": "user", "content": "again"}
+            first = client.responses.create(model=model, input=[question], tools=[])
+            client.responses.create(model=model, input=[question, *first.output, {"role": "user", "content": "more"}])
+            client.completions.create(model=model, prompt="once")
+            return float(streamed == "it is 3")
+
+    def answer(text, sample, turn):
+        return call("add", a=1, b=2) if "<tool_response>" not in text and "Adds." in text else "it is 3"
+
+    [row], _ = played(agent, answer, n=1)
+    assert row.environment_reward == 1.0
+    assert sorted(len(ids) and sum(mask) for ids, mask in streams(row)) == sorted(
+        [
+            len(written(call("add", a=1, b=2))) + len(written("it is 3")),
+            2 * len(written("it is 3")),
+            len(written("it is 3")),
+        ]
+    )

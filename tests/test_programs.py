@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from groupax import program, tool
+from groupax import program
 from groupax.episodes.branches import SampledTurn, streams_of
 from groupax.episodes.play import play_episodes
 from groupax.episodes.record import Record
@@ -21,6 +21,7 @@ from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
+from groupax.tools.tool import Tool
 
 from .test_episodes import END, PROMPT, TOKENIZER, Script, call
 
@@ -393,10 +394,7 @@ def test_a_turn_that_continues_two_streams_counts_once():
         assert found == [([2, 5, 6, 7], [True, False, True, True]), ([2, 3, 4], [False, False, True]), ([8], [True])]
 
 
-@tool
-def nothing() -> str:
-    """Does nothing."""
-    return ""
+NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function"], "name": "nothing"}})
 
 
 @pytest.mark.parametrize(
@@ -409,7 +407,7 @@ def nothing() -> str:
         (lambda: program(len, branches="some"), "branches"),
         (lambda: program(len, env={"A": "b"}), "env is for commands"),
         (lambda: program(""), "empty"),
-        (lambda: make_rules(TOKENIZER, EpisodeSettings(), [nothing], program(len)), "tools=nothing"),
+        (lambda: make_rules(TOKENIZER, EpisodeSettings(), [NOTHING], program(len)), "tools=nothing"),
     ],
 )
 def test_programs_that_cannot_be_are_refused(make, message):

@@ -9,12 +9,16 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from groupax import Engine, load_model
+from groupax import Engine, init_model, load_model
 from groupax.data.tokenizer import load_tokenizer
 from groupax.serve.app import Limits, create_app
+from groupax.serve.call_constraint import _without
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
 
+from .automata import accepts, automaton_of
+from .chat_tokenizers import chat_tokenizer
+from .conftest import TINY
 from .test_serve import parsed
 from .test_server import KEY, listening
 
@@ -104,3 +108,53 @@ def test_an_openai_client_parses_what_it_receives(stories):
         for regex, message in (("(", "is not valid"), ("a{99}", "max_tokens is 30, and the shortest")):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.completions.create(**text, extra_body={"regex": regex})
+
+
+STRICT = {
+    "type": "function",
+    "function": {"name": "feed", "parameters": Pet.model_json_schema(), "strict": True, "description": "Feeds a pet."},
+}
+
+
+@pytest.mark.heavy
+def test_arguments_of_strict_tools_are_valid():
+    tokenizer = chat_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": tokenizer.eos_token_id}
+    model = init_model({**TINY, **sizes}, seed=0)
+    engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 26)
+    loop = EngineLoop({"tiny": engine}).start()
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [STRICT], "max_tokens": 200}
+    try:
+        with (
+            listening(create_app(loop, Limits(api_keys=(KEY,)))) as address,
+            openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
+        ):
+            create = client.chat.completions.create
+            for choice in ("required", {"type": "function", "function": {"name": "feed"}}):
+                for answer in create(**chat, n=4, seed=1, tool_choice=choice).choices:
+                    assert answer.finish_reason == "tool_calls"
+                    for call in answer.message.tool_calls:
+                        Pet.model_validate_json(call.function.arguments)
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+            answers = create(**chat, n=8, seed=1, response_format=form).choices
+            for answer in answers:
+                if answer.message.tool_calls:
+                    Pet.model_validate_json(answer.message.tool_calls[0].function.arguments)
+                else:
+                    assert set(json.loads(answer.message.content)) == {"a"}
+            assert {answer.finish_reason for answer in answers} == {"stop", "tool_calls"}
+            assert create(**chat, seed=1).choices[0].finish_reason == "stop"  # text that begins no call, which ended
+            tokenizer.chat_template += "{% if thinks %}<think>{% endif %}"
+            with pytest.raises(openai.BadRequestError, match="the chat template opens reasoning"):
+                create(**chat, response_format=form, extra_body={"chat_template_kwargs": {"thinks": True}})
+            refused = {**STRICT, "function": {**STRICT["function"], "parameters": {"type": "object", "not": {}}}}
+            with pytest.raises(openai.BadRequestError, match="has 'not', which is not supported"):
+                create(**{**chat, "tools": [refused]})
+    finally:
+        loop.close()
+
+
+def test_text_before_strict_calls_has_no_mark():
+    free = automaton_of(_without("<tool_call>"))
+    for text, is_free in {"a<b": True, "<<tool_call<": True, "<<tool_call>": False, "x<tool_call>y": False}.items():
+        assert accepts(free, text) == is_free

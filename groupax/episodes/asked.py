@@ -18,6 +18,7 @@ class Asked:
         stop: Texts that end a turn, in addition to those of the run.
         tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
         parallel: Whether a turn may have several calls.
+        regex, json_schema: Constraint of the turn; None for none.
     """
 
     prompt: Any
@@ -28,6 +29,8 @@ class Asked:
     stop: Sequence[str] = ()
     tool_choice: Any = "auto"
     parallel: bool = True
+    regex: str | None = None
+    json_schema: str | None = None
 
     @property
     def is_chat(self) -> bool:

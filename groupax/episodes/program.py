@@ -110,7 +110,7 @@ class Session:
         self._events: list[Event] = []  # that were not reported
         self._answered: list[tuple[int, str]] = []  # since the last event
         self._futures: list[concurrent.futures.Future[Answer]] = []  # by the number of the request
-        self._digests: list[str] = []
+        self._digests: list[bytes] = []
         self._left: set[int] = set()  # requests whose clients have gone
         self.has_ended, self.refusal = False, ""
 
@@ -129,7 +129,8 @@ class Session:
             asked: The request.
             is_retry: Whether the client says that it has sent the request before.
         """
-        digest = json.dumps(asdict(asked), sort_keys=True, default=str)
+        content = json.dumps(asdict(asked), sort_keys=True, default=str).encode()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
         with self._lock:
             for number, other in enumerate(self._digests):
                 if other == digest and (number in self._left or (is_retry and not self._futures[number].done())):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.branches import SampledTurn
 from groupax.episodes.program import Event, ProgramClass, Session
@@ -36,6 +37,8 @@ class ProgramEpisode:
         outcome: Its end; None while it runs.
         reward: Its reward; None for none.
         finish_reason: Reason of its end.
+        num_asked: Number of turns that were asked for.
+        place: Place for its keys and values between two turns.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ProgramEpisode:
         self.reward: float | None = None
         self.finish_reason: FinishReason | None = None
         self.num_asked = 0
+        self.place = Place(0)
 
     @property
     def index(self) -> tuple[int, int]:

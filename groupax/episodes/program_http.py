@@ -194,6 +194,7 @@ def _asked(incoming: Incoming, tokenizer: Any) -> Asked:
     if request.max_tokens is not None and request.max_tokens < 1:
         raise ApiError(400, f"a turn has at least one token, got max_tokens {request.max_tokens}", "max_tokens")
     given: dict[str, Any] = {"n": request.n, "max_tokens": request.max_tokens, "stop": request.stop}
+    given |= {"regex": request.regex, "json_schema": request.json_schema}
     if isinstance(request, ChatRequest):
         if request.continue_final_message or not request.add_generation_prompt:
             raise ApiError(400, "a session answers with whole messages only", "continue_final_message")

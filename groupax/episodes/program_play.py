@@ -83,6 +83,7 @@ class ProgramTable:
         self._playing: set[ProgramEpisode] = set()
         self._finished: dict[int, list[ProgramEpisode]] = {}
         self._numbers = itertools.count()
+        self._places: Iterator[Place] = iter(())  # for episodes that have not started
         self._prompt_ids: dict[int, np.ndarray] = {}  # of the dataset's prompts
 
     def play(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> Iterator[list[Rollout]]:
@@ -90,7 +91,8 @@ class ProgramTable:
         examples = [given[index] for index in range(len(prompt_ids))]
         params, self._prompt_ids = self._params, dict(enumerate(prompt_ids, first_prompt))
         if isinstance(self._session, ConversingSession):
-            self._session.converse(max(len(examples) * params.n, 1), self._max_tokens, params.max_tokens)
+            number = max(len(examples) * params.n, 1)
+            self._places = iter(self._session.converse(number, self._max_tokens, params.max_tokens))
         # they have the randomness of their episodes, and are not sampled
         firsts = self._sampler.sequences([np.zeros(1, np.int32)] * len(examples), params, self._step, first_prompt)
         for first in firsts:
@@ -138,10 +140,13 @@ class ProgramTable:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, first: Completion, example: Mapping[str, Any], num_retries: int) -> None:
+    def _begin(
+        self, first: Completion, example: Mapping[str, Any], num_retries: int, place: Place | None = None
+    ) -> None:
         program = self._rules.kind_of(example).environment
         assert isinstance(program, ProgramClass), "checked when the rules were made"
         episode = ProgramEpisode(first, example, program, self._templates, num_retries)
+        episode.place = place or next(self._places, Place(0))
         self._playing.add(episode)
         self._listen(episode)
 
@@ -207,13 +212,20 @@ class ProgramTable:
             return
         most = min(room, asked.max_tokens or room, settings.max_turn_tokens or room)
         stop = tuple(dict.fromkeys((*self._stop, *asked.stop)))
-        params = replace(self._params, n=1, max_tokens=most, stop=stop)
         try:
+            params = replace(self._params, n=1, max_tokens=most, stop=stop)
+            if asked.regex is not None or asked.json_schema is not None:
+                params = replace(params, regex=asked.regex, json_schema=asked.json_schema)
             sequences = [self._new_sequence(episode, prompt, params) for _ in range(asked.n)]
         except ValueError as error:  # e.g. a token that is not in the vocabulary
             self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_prompt", str(error))))
             return
         episode.num_asked += asked.n
+        # one at a time has the episode's keys and values; what others compute is dropped
+        for sequence in sequences:
+            sequence.place = Place(0)
+        if not self._waits(episode):
+            sequences[0].place = episode.place
         request = _Request(episode, number, asked, sequences)
         self._requests |= {id(sequence): request for sequence in sequences}
         self._to_submit += sequences
@@ -221,8 +233,6 @@ class ProgramTable:
     def _new_sequence(self, episode: ProgramEpisode, prompt: np.ndarray, params: SamplingParams) -> Completion:
         [sequence] = self._sampler.sequences([prompt], params, self._step, next(self._numbers))
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.key(prompt)
-        # computed as if alone: what else the program asks at the same time must not change any bit
-        sequence.place = Place(0)
         return sequence
 
     @property
@@ -307,7 +317,8 @@ class ProgramTable:
         if not has_left:
             warn_of_failure(self._rules.warned, episode.program.name, "failed; its episode begins again", outcome)
         self._calls.begin_again(episode.index)
-        self._begin(episode.first, episode.example, episode.num_retries - (not has_left))
+        place = Place(episode.place.max_tokens)  # the same memory, empty
+        self._begin(episode.first, episode.example, episode.num_retries - (not has_left), place)
 
     def _close(self, episode: ProgramEpisode) -> None:
         self._playing.discard(episode)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.episodes.as_json import messages_as_json, turns_as_json
+from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
 from groupax.events import TokenScores
 from groupax.types import Prompt, Rollout
 
@@ -131,6 +131,8 @@ def rollout_table(
             "turns": column(pa.string(), lambda row: turns_as_json(row.turns)),
             "messages": column(pa.string(), lambda row: messages_as_json(row.messages)),
         }
+    if any(row.branches for row in rollouts):
+        columns["branches"] = column(pa.string(), lambda row: branches_as_json(row.branches))
     if any(row.turn_advantages is not None for row in rollouts):
         columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})

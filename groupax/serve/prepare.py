@@ -1,13 +1,14 @@
 """Checks requests against a model and encodes their prompts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from groupax.constraints.cache import AutomatonCache
 from groupax.data.tokenizer import decode, encode_prompts, encode_within
+from groupax.serve.call_constraint import turn_regex
 from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Exchange, TokenTexts
@@ -16,6 +17,7 @@ from groupax.serve.requests import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRe
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import TurnReader
 from groupax.settings.sampling import SamplingParams
+from groupax.tools.formats.choose import call_frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,8 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     else:
         prompts = encoded(request, model.tokenizer, model.max_positions)
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
+    if isinstance(request, ChatRequest) and reader is not None:
+        params = _with_calls(request, params, model, reader)
     if params.constraint is not None:
         try:
             model.automata.get(*params.constraint, params.max_tokens)
@@ -80,6 +84,18 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     exchange = Exchange(request, incoming.wire, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
     row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
     return Prepared(prompts, params, row_keys, exchange)
+
+
+def _with_calls(request: ChatRequest, params: SamplingParams, model: ServedModel, reader: TurnReader) -> SamplingParams:
+    """Returns sampling parameters whose constraint allows the calls of a chat's tools."""
+    if not request.callable_tools:
+        return params
+    try:
+        frame = call_frame(model.tokenizer, request.template_kwargs)
+        regex = turn_regex(request, params, frame, reader.begun)
+    except ValueError as error:
+        raise ApiError(400, str(error), "tools") from error
+    return params if regex is None else replace(params, regex=regex, json_schema=None)
 
 
 def _sampling_params(
@@ -138,6 +154,11 @@ def encoded_chat(
         raise ApiError(400, f"{model.name} has no tools: {turn_format.fault}", "tools", "unsupported_value")
     try:
         prompt = chat_prompt(request, model.tokenizer, kwargs)
+        if (request.regex or request.json_schema) and prompt.text.rstrip().endswith(("<think>", "[THINK]")):
+            raise ValueError(
+                "the response is constrained from its first token, and the chat template opens reasoning; turn that "
+                "off, e.g. with chat_template_kwargs={'enable_thinking': false}"
+            )
         ids = encode_within(model.tokenizer, [prompt.text], [True], model.max_positions)
     except ValueError as error:
         raise ApiError(400, f"the prompt cannot be encoded: {error}", "messages") from error
