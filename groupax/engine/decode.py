@@ -199,12 +199,13 @@ def _feed(
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
     tokens = past.write(cache.tokens, slots.token, axis=1)
+    seen = past.visible(cache.num_columns)
     history = History(
         prompt_tokens=cache.prompt_tokens,
         prompt_seen=past.prompt_visible(cache.num_prompt_columns),
         tokens=tokens,
-        seen=past.visible(cache.num_columns),
-        generated=replace(past, lengths=past.lengths - 1).visible(cache.num_columns),
+        seen=seen,
+        generated=seen.at[:, 0].set(False),  # the first column has the last token of the prompt
         num_generated=slots.length,
         stop_ids=slots.stop_ids,
     )

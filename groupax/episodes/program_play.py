@@ -200,11 +200,13 @@ class ProgramTable:
             return
         try:
             prompt = episode.transcript.prompt(asked)
+            if not len(prompt):
+                raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
         except ValueError as error:
             self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_prompt", str(error))))
             return
         room = self._room(episode, prompt)
-        if not len(prompt) or room < 1:
+        if room < 1:
             message = f"a prompt of {len(prompt)} tokens leaves no room for a turn; an episode may have " + (
                 f"{self._params.max_tokens} tokens after its first prompt (max_completion_length)"
             )
