@@ -1,6 +1,6 @@
 """The same run in TRL and through `groupax.compat.trl`: reward by step, and time.
 
-    python benchmarks/trl_curves.py MODEL [--json] [--steps 60] [--seeds 3]
+    python benchmarks/trl_curves.py MODEL [--json] [--steps 60] [--seeds 3] [--algorithm RLOO]
 
 MODEL is the folder of a small story model. Both trainers get the same settings, prompts and reward function; only the
 import differs. 2 prompts x 8 completions x 24 tokens a step in float32; the reward is the share of the letter "e". The
@@ -30,7 +30,7 @@ def share_of_e(completions: list[str], **_: Any) -> list[float]:
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 
-def train(library: str, model: str, folder: Path, num_steps: int, seed: int) -> dict[str, Any]:
+def train(library: str, algorithm: str, model: str, folder: Path, num_steps: int, seed: int) -> dict[str, Any]:
     """One run: its rewards by step, the median seconds of a step, and the seconds of all."""
     from datasets import Dataset
 
@@ -60,10 +60,10 @@ def train(library: str, model: str, folder: Path, num_steps: int, seed: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         begun_s = time.perf_counter()
-        trainer = trl.GRPOTrainer(
+        trainer = getattr(trl, f"{algorithm}Trainer")(
             model=model,
             reward_funcs=share_of_e,
-            args=trl.GRPOConfig(output_dir=str(folder), **settings),
+            args=getattr(trl, f"{algorithm}Config")(output_dir=str(folder), **settings),
             train_dataset=Dataset.from_list(PROMPTS),
             callbacks=[Clock()],
         )
@@ -81,13 +81,16 @@ def main() -> None:
     flags.add_argument("model")
     flags.add_argument("--steps", type=int, default=60)
     flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--algorithm", choices=["GRPO", "RLOO"], default="GRPO")
     args = flags.parse_args()
     libraries, runs = ("trl", "groupax.compat.trl"), dict[str, list[dict[str, Any]]]()
     with tempfile.TemporaryDirectory() as name:
         for library in libraries:
             for seed in range(args.seeds):
                 folder = Path(name, library, str(seed))
-                runs.setdefault(library, []).append(train(library, args.model, folder, args.steps, seed))
+                runs.setdefault(library, []).append(
+                    train(library, args.algorithm, args.model, folder, args.steps, seed)
+                )
     rows: list[dict[str, Any]] = []
     for start in range(0, args.steps, BLOCK):
         row: dict[str, Any] = {"steps": f"{start + 1}-{min(start + BLOCK, args.steps)}"}

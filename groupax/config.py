@@ -178,9 +178,15 @@ class GRPOConfig(
     def _check_combinations(self) -> None:
         if self.drop_last and self.filter_zero_variance:
             raise ValueError("drop_last and filter_zero_variance exclude each other: rollouts differ in size then")
-        for name in ("sync_ref_model", "offload_reference"):
+        for name in ("sync_ref_model", "offload_reference", "use_kl_in_reward"):
             if getattr(self, name) and self.beta == 0:
                 raise ValueError(f"{name} needs a reference, and beta is 0; set beta above 0")
+        for name, undone in (("turn_credit", "returns"), ("multi_objective_aggregation", "normalize_then_sum")):
+            if self.use_kl_in_reward and getattr(self, name) == undone:
+                raise ValueError(
+                    f"use_kl_in_reward subtracts the KL from the sum of a completion's rewards, which {name} "
+                    f"{undone!r} does not use; leave one of them out"
+                )
         for name in ("decoding_weights", "base_weights"):
             if self.decoding_tp > 1 and getattr(self, name) not in ("same", "bfloat16"):
                 raise ValueError(
@@ -198,11 +204,12 @@ class GRPOConfig(
                 f"with {constraint} completions are sampled from another distribution than the policy, and nothing "
                 "corrects for it; set rollout_correction, e.g. to 'token_truncate'"
             )
-        if self.turn_credit == "returns" and self.importance_sampling_level == "sequence":
+        level = self.importance_sampling_level
+        if self.turn_credit == "returns" and level in ("sequence", "sequence_sum"):
             raise ValueError(
-                "with importance_sampling_level 'sequence' every token learns from the mean advantage of its "
+                f"with importance_sampling_level {level!r} every token learns from the mean advantage of its "
                 "completion, which undoes turn_credit 'returns'; set importance_sampling_level to 'sequence_token', "
-                "which has the same ratios, or to 'token'"
+                "or to 'token'"
             )
         if self.max_staleness and self.decoding_tp > 1:
             raise ValueError(

@@ -99,7 +99,7 @@ def test_a_script_of_trl_trains_with_tools_and_environments(tmp_path):
 
     trainer.native.collector.engine = Scripted(answer, trainer.native.collector.engine)
     trainer.train()
-    line = trainer.state.log_history[-1]
+    line = next(line for line in reversed(trainer.state.log_history) if "reward" in line)
     assert line["tools/call_frequency"] == 3  # the last call is one too many, and is not run
     assert line["tools/failure_frequency"] == 0
     assert line["stop/max_tool_calls"] == 1
@@ -207,7 +207,7 @@ def test_a_rollout_func_samples_whole_batches(tmp_path):
     with pytest.raises(ValueError, match="while it runs, and none does"):
         trl.generate_rollout_completions(trainer, ["a"])
     trainer.train()
-    line = trainer.state.log_history[-1]
+    line = next(line for line in reversed(trainer.state.log_history) if "reward" in line)
     assert prompts_seen == [4]
     assert line["reward"] == 1.5
     assert 2 <= line["completions/mean_length"] <= 8  # of sampled tokens

@@ -180,7 +180,9 @@ def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
         logp, old, A = x["logp"][i, mask], x["old_logp"][i, mask], x["advantages"][i, mask]
         n = mask.sum()
         r = np.clip(logp - old, -20, 20)
-        w = np.exp(r) if settings.importance_sampling_level == "token" else np.full(n, np.exp(r.sum() / n))
+        w = {"token": np.exp(r), "sequence_sum": np.full(n, np.exp(r.sum()))}.get(
+            settings.importance_sampling_level, np.full(n, np.exp(r.mean()))
+        )
         low, high = 1 - settings.epsilon, 1 + settings.upper_epsilon
         rho = np.ones(n)
         level, _, bound = settings.rollout_correction.rpartition("_")
@@ -234,6 +236,7 @@ CASES = [
     {"beta": 0.1, "use_bias_correction_kl": False},
     {"importance_sampling_level": "sequence"},
     {"importance_sampling_level": "sequence_token"},
+    {"importance_sampling_level": "sequence_sum"},
     {"off_policy_mask_threshold": 0.0},
     {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
     {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.5},
@@ -313,6 +316,8 @@ def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type, impo
         "luspo": np.full(6, 1 / 6),
         "dr_grpo": np.full(6, 1 / (6 * 16)),
     }.get(loss_type, np.full(6, 1 / mask.sum()))
+    if importance_sampling_level == "sequence_sum" and loss_type not in ("cispo", "vespo"):
+        weights = weights * lengths  # each token's loss has the gradient of the whole row's probability
     np.testing.assert_allclose(grad, -batch["advantages"] * weights[:, None] * mask, atol=1e-7)
 
 

@@ -21,6 +21,7 @@ MODELS = (
     "Qwen/Qwen3-4B",
     "Qwen/Qwen2-7B-Instruct",
     "Qwen/Qwen2-0.5B",
+    "Qwen/Qwen2-0.5B-Instruct",
     "Qwen/Qwen2.5-0.5B",
     "Qwen/Qwen2.5-0.5B-Instruct",
     "EssentialAI/rnj-1-instruct",

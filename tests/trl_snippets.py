@@ -35,7 +35,7 @@ ABSENT = (
 PRELUDE = """
 import random
 from datasets import Dataset
-from {library} import GRPOConfig, GRPOTrainer
+from {library} import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 dataset = train_dataset = Dataset.from_list(
     [{{"prompt": [{{"role": "user", "content": f"Count to {{n}}."}}], "ground_truth": "4"}} for n in range(4)]

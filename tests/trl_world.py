@@ -194,7 +194,7 @@ def write_datasets(folder: Path) -> None:
     gsm8k = [{"question": text, "answer": f"Add them.\n#### {answer}"} for text, answer in sums[:8]]
     genes = [{"question": f"Does the gene A{n} interact?", "answer": "Yes" if n % 2 else "No"} for n in range(8)]
     tables: dict[str, dict[str, list[dict[str, object]]]] = {
-        "AI-MO/NuminaMath-TIR": {"train": numina, "test": numina[:50] * 2},
+        "AI-MO/NuminaMath-TIR": {"train": numina * 8, "test": numina[:50] * 2},
         "trl-lib/DeepMath-103K": {"train": math, "test": math[:2]},
         "trl-lib/tldr": {"train": [{"prompt": text, "completion": "4"} for text, _ in sums[:8]]},
         "openai/gsm8k": {"train": gsm8k, "test": gsm8k[:2]},

@@ -94,8 +94,49 @@ def find_advantage_estimator(advantage_estimator: str | AdvantageEstimator) -> A
         ValueError: there is no such function, or it cannot be called with rewards, weights and group size.
     """
     return resolve(
-        "advantage_estimator", advantage_estimator, {"grpo": None}, ("rewards", "weights", "num_generations")
+        "advantage_estimator",
+        advantage_estimator,
+        {"grpo": None, "rloo": rloo},
+        ("rewards", "weights", "num_generations"),
     )
+
+
+def rloo(rewards: np.ndarray, weights: np.ndarray, num_generations: int, normalize: bool = False) -> np.ndarray:
+    """Computes A_i = s_i - the mean of s over the other completions of the group, [B]; 0 for rows without rewards.
+
+    Each function compares a row with the others of the group where it applies. A row that has no others gets 0.
+
+    Args:
+        rewards: Rewards of contiguous groups by function, [B, K]; NaN where a function does not apply to a row.
+        weights: Weight of each reward function, [K].
+        num_generations: G, rows per group.
+        normalize: Subtract the mean of the advantages of all rows, and divide by their standard deviation + 1e-4.
+
+    Source: arXiv:2402.14740, section 3.3.
+    """
+    applies = ~np.isnan(rewards)
+    weighted = np.where(applies, rewards * weights[None, :], 0.0)
+    counts = applies.reshape(-1, num_generations, len(weights)).sum(axis=1, keepdims=True)
+    own = _centred(weighted, applies, num_generations) * counts / np.maximum(counts - 1, 1)
+    values, known = own.sum(axis=2).reshape(-1), applies.any(axis=1)
+    if normalize and known.any():
+        values = (values - values[known].mean()) / (_std(values[known]) + STD_FLOOR)
+    return np.where(known, values, 0.0)
+
+
+def clipped_sum(
+    rewards: Float[np.ndarray, "B K"], weights: Float[np.ndarray, "K"], low: float, high: float
+) -> Float[np.ndarray, "B 1"]:
+    """Returns the weighted sums of the rewards as one column, clipped to [low, high]; NaN where no function applies."""
+    known = ~np.isnan(rewards).all(axis=1)
+    totals = np.clip(np.nansum(rewards * weights[None, :], axis=1), low, high)
+    return np.where(known, totals, np.nan)[:, None]
+
+
+def with_penalty(rewards: Float[np.ndarray, "B K"], penalty: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B L"]:
+    """Returns the rewards with one more column, the negative penalty; NaN for rows where no function applies."""
+    column = np.where(np.isnan(rewards).all(axis=1), np.nan, -penalty)
+    return np.concatenate([rewards, column[:, None]], axis=1)
 
 
 def _estimated(

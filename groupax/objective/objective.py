@@ -29,7 +29,7 @@ class LossInputs:
         rollout_logp: log-probs by the engine, under the policy that sampled the tokens.
         old_logp: log-probs by the trainer, under the policy at the start of the rollout; NaN in the rows of a rollout
             that the current policy has sampled, whose ratio is exactly 1. None if all rows are of such a rollout.
-        ref_logp: log-probs under the reference; None if `beta` is 0.
+        ref_logp: log-probs under the reference; None if the loss has no KL term.
         sampler_logp: log-probs under the distribution that was sampled from; None without rollout correction.
         policy_mask: tokens of the policy loss among those that count; None for all.
     """
@@ -108,7 +108,7 @@ def zero_metrics(settings: ObjectiveSettings) -> MetricSums:
 
     def of_two_rows() -> MetricSums:
         token = jnp.zeros((2, 3))
-        ref_logp = token if settings.beta > 0 else None
+        ref_logp = token if settings.has_kl_loss else None
         sampler_logp = token if settings.rollout_correction != "none" else None
         inputs = LossInputs(token, token > 0, token, None, ref_logp, sampler_logp)
         counts = Denominators(jnp.float32(1.0), jnp.float32(1.0))

@@ -25,6 +25,15 @@ def sequence_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> 
     return jnp.broadcast_to(jnp.exp(clamp_log_ratio(mean))[:, None], log_ratio.shape)
 
 
+def sequence_sum_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Computes w = exp(sum of r_t over the row's tokens): the ratio of whole completions, the same for all tokens.
+
+    Source: RLOO, arXiv:2402.14740, where a completion is one action.
+    """
+    total = jnp.sum(log_ratio, axis=-1, where=mask)
+    return jnp.broadcast_to(jnp.exp(clamp_log_ratio(total))[:, None], log_ratio.shape)
+
+
 def sequence_token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Computes the value of `sequence_ratio` with the gradient of each token's own log-prob (GSPO-token, eq. 13).
 
@@ -35,4 +44,9 @@ def sequence_token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"
 
 
 # By `importance_sampling_level`.
-RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_token": sequence_token_ratio}
+RATIOS = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+    "sequence_sum": sequence_sum_ratio,
+}

@@ -136,7 +136,7 @@ def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -
         logp,
         logp,
         old_logp=logp if updates > 1 else None,
-        ref_logp=logp if args.beta > 0 else None,
+        ref_logp=logp if args.has_kl_loss else None,
         sampler_logp=logp if args.rollout_correction != "none" else None,
         policy_mask=np.ones(longest[1], bool) if args.top_entropy_quantile < 1 else None,
     )

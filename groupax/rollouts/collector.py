@@ -28,12 +28,12 @@ from groupax.metrics.completions import (
     with_logged,
 )
 from groupax.metrics.episodes import episode_metrics
-from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
-from groupax.objective.returns import return_advantages
+from groupax.objective.advantages import Advantages
 from groupax.parallel import processes
-from groupax.rewards.contract import reward_matrix, turn_reward_matrices
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
+from groupax.rollouts.advantages import advantages_of
 from groupax.rollouts.rows import masked_ends, row_of, row_of_branch
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
@@ -151,9 +151,20 @@ class Collector:
             num_wanted: Number of minibatches of the next update, which computes their old log-probs itself.
         """
         self.emit(PhaseStarted("computing log-probs"))
-        minibatches = self._scored(self.cut(experience.groups[: self.schedule.prompts_per_rollout]), num_wanted)
-        num_tokens = float(cursor.num_tokens + experience.num_tokens)
-        return replace(experience, minibatches=minibatches, metrics=experience.metrics | {"num_tokens": num_tokens})
+        num_trained = self.schedule.prompts_per_rollout
+        groups, metrics = experience.groups, experience.metrics
+        minibatches = self.cut(groups[:num_trained])
+        reference = self._reference_logprobs(minibatches)
+        if reference is not None and self.args.use_kl_in_reward:
+            trained, penalties = self._penalized(groups[:num_trained], minibatches, reference)
+            groups, metrics = [*trained, *groups[num_trained:]], metrics | penalties
+            minibatches = self.cut(trained)
+        elif reference is not None:
+            pairs = zip(minibatches, reference, strict=True)
+            minibatches = [_with(rows, "ref_logp", values) for rows, values in pairs]
+        metrics = metrics | {"num_tokens": float(cursor.num_tokens + experience.num_tokens)}
+        minibatches = self._with_old_logprobs(minibatches, num_wanted)
+        return replace(experience, groups=groups, minibatches=minibatches, metrics=metrics)
 
     def trainer_state(self, cursor: Cursor) -> TrainerState:
         """Returns the state of the run for reward functions."""
@@ -229,14 +240,10 @@ class Collector:
             metrics |= solved_metrics(rewards)
         return metrics
 
-    def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        rows, args = [row for group in groups for row in group], self.args
-        names = [reward.name for reward in self.runner.rewards]
-        given = self.reward_weights, args.num_generations, args.scale_rewards
-        if args.turn_credit == "returns":
-            return return_advantages(turn_reward_matrices(names, rows), *given, args.turn_discount)
-        estimator = find_advantage_estimator(args.advantage_estimator)
-        return group_advantages(reward_matrix(names, rows), *given, args.multi_objective_aggregation, estimator)
+    def _advantages(self, groups: Sequence[Group], penalty: np.ndarray | None = None) -> Advantages:
+        """Returns the advantages of groups by their rewards, minus a penalty of each completion if there is one."""
+        rows, names = [row for group in groups for row in group], [reward.name for reward in self.runner.rewards]
+        return advantages_of(rows, names, self.reward_weights, self.args.num_generations, self.args, penalty)
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
         """Cuts a rollout into minibatches."""
@@ -254,23 +261,44 @@ class Collector:
         minibatches = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         return [[row for rows in minibatch for row in rows] for minibatch in minibatches]
 
-    def _scored(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
-        """Returns the minibatches with the log-probs of the reference and the old policy, as far as updates need them.
+    def _reference_logprobs(self, minibatches: Sequence[list[Row]]) -> list[list[np.ndarray]] | None:
+        """Returns the log-probs of the rows of each minibatch under the reference; None without a reference."""
+        if self.learner.reference is None:
+            return None
+        with self.learner.reference_on_devices() as reference:
+            return [self.learner.logprobs(reference, rows)[0] for rows in minibatches]
+
+    def _penalized(
+        self, groups: Sequence[Group], minibatches: Sequence[list[Row]], reference: Sequence[list[np.ndarray]]
+    ) -> tuple[list[Group], Metrics]:
+        """Returns groups with advantages by their rewards minus `beta` times their KL, and the metrics of the KL.
+
+        Args:
+            groups: Groups with advantages by their rewards alone.
+            minibatches: Their rows and those of their branches, in order.
+            reference: Log-probs of these rows under the reference.
+        """
+        pairs = zip((row for rows in minibatches for row in rows), (x for each in reference for x in each), strict=True)
+        of_rows = [np.sum(row.rollout_logp - values, where=row.mask, dtype=np.float64) for row, values in pairs]
+        first_rows = np.cumsum([0, *(1 + len(rollout.branches) for group in groups for rollout in group)])[:-1]
+        kl = np.add.reduceat(of_rows, first_rows)
+        num_tokens = sum(int(row.mask.sum()) for rows in minibatches for row in rows)
+        metrics = {"kl": float(kl.sum()) / max(num_tokens, 1)}
+        return _with_advantages(groups, self._advantages(groups, self.args.beta * kl)), metrics
+
+    def _with_old_logprobs(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
+        """Returns the minibatches with the log-probs of the old policy, as far as updates need them.
 
         Args:
             minibatches: Minibatches of a rollout.
             num_wanted: Number of those in the next update, which computes their old log-probs itself.
         """
         learner = self.learner
-        if learner.reference is not None:
-            with learner.reference_on_devices() as reference:
-                minibatches = [_with(rows, "ref_logp", learner.logprobs(reference, rows)[0]) for rows in minibatches]
         # an update's own would have its dropout, against which the next pass would compare another one
         num_known = 0 if learner.dropout_rate and self.schedule.num_passes > 1 else num_wanted
-        minibatches[num_known:] = [
+        return minibatches[:num_known] + [
             _with(rows, "old_logp", learner.logprobs(learner.policy, rows)[0]) for rows in minibatches[num_known:]
         ]
-        return minibatches
 
     def visited(self, first: int, count: int) -> list[int]:
         """Returns the indices of the examples at these positions of the run."""

@@ -1,6 +1,6 @@
 """The settings of the objective, hashable: the jitted step is specialized on them. Imports no jax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,9 +16,9 @@ CLIPPED: tuple[str, ...] = get_args(ClippedLossType)
 UNCLIPPED: tuple[str, ...] = tuple(name for name in get_args(LossType) if name not in CLIPPED)
 # Losses that are summed over tokens, so that one ratio per completion counts once for each of its tokens.
 WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
-ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
+ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 KLEstimator = Literal["k2", "k3"]
-AdvantageEstimator = Literal["grpo"]
+AdvantageEstimator = Literal["grpo", "rloo"]
 ScaleRewards = Literal["group", "batch", "none"]
 TurnCredit = Literal["episode", "returns"]
 MaskableEnd = Literal[Truncation, "parse_error"]
@@ -52,7 +52,8 @@ class LossSettings:
     """Upper bound of the importance ratio for negative advantages (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
     """One importance ratio per token, or one per completion (GSPO). "sequence_token" is the latter with the gradient of
-    each token's own log-prob, for advantages that differ between turns (GSPO-token)."""
+    each token's own log-prob, for advantages that differ between turns (GSPO-token). "sequence_sum" is the ratio of the
+    probabilities of whole completions (RLOO), which GSPO takes to the power of one over the length."""
     sapo_temperature_pos: float = ranged(1.0, 1e6, low=1e-6)
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = ranged(1.05, 1e6, low=1e-6)
@@ -67,6 +68,9 @@ class LossSettings:
     """Decay of vespo's weight for negative advantages."""
     kl_estimator: KLEstimator | str | Callable[..., Any] = "k3"
     """Estimator of the KL to the reference: k2, k3, or a function of the log-probs of policy and reference."""
+    use_kl_in_reward: bool = False
+    """Subtract beta times the KL of a completion from its reward, instead of adding the KL of each token to the loss.
+    That KL is the sum of log(policy / reference) over the tokens, by the policy that sampled them."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the importance ratio, which makes k3's gradient exact."""
     off_policy_mask_threshold: float | None = ranged(None, 1e6)
@@ -80,6 +84,11 @@ class LossSettings:
     """Upper bound of the weight of rollout_correction; None for none."""
     router_aux_loss_coef: float | None = ranged(None, 1e3)
     """Weight of the load-balancing loss of a mixture of experts; None takes that of the model's config.json."""
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Returns whether the loss has a KL term."""
+        return self.beta > 0 and not self.use_kl_in_reward
 
     @property
     def upper_epsilon(self) -> float:
@@ -155,14 +164,17 @@ class AdvantageSettings:
     """Advantages of completions."""
 
     advantage_estimator: AdvantageEstimator | str | Callable[..., Any] = "grpo"
-    """Computes advantages from rewards: "grpo", by scale_rewards and multi_objective_aggregation, or a function of the
-    rewards [B, K], their weights [K] and num_generations that returns [B]."""
+    """Computes advantages from rewards: "grpo", by scale_rewards and multi_objective_aggregation, "rloo", against the
+    mean of the group's other completions, or a function of the rewards [B, K], their weights [K] and num_generations
+    that returns [B]."""
     scale_rewards: ScaleRewards = "group"
     """Divide advantages by the standard deviation of the rewards in the group, in the batch, or not at all."""
     multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
     """Normalize the sum of several rewards, or normalize each of them before the sum (GDPO)."""
     reward_weights: tuple[float, ...] | None = ranged(None, 1e6, low=-1e6)
     """One weight per reward function; None gives each the weight 1."""
+    reward_clip_range: tuple[float, float] | None = ranged(None, 1e6, low=-1e6)
+    """Lowest and highest weighted sum of a completion's rewards that advantages are computed from; None for any."""
     turn_credit: TurnCredit = "episode"
     """Advantages of the turns of an episode: "episode" gives all of them that of the episode, "returns" compares the
     rewards from each turn on with those of the group's other episodes from that turn on. See docs/episodes.md."""
@@ -183,10 +195,13 @@ class AdvantageSettings:
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
+        if self.reward_clip_range is not None:
+            self._check_clip_range(self.reward_clip_range)
         if self.turn_credit == "returns":
             for name, needed in (
                 ("advantage_estimator", "grpo"),
                 ("multi_objective_aggregation", "sum_then_normalize"),
+                ("reward_clip_range", None),
             ):
                 if getattr(self, name) != needed:
                     raise ValueError(
@@ -197,6 +212,15 @@ class AdvantageSettings:
             raise ValueError(
                 f"turn_discount {self.turn_discount} is for turn_credit 'returns', and it is {self.turn_credit!r}; "
                 "leave turn_discount at 1"
+            )
+
+    def _check_clip_range(self, bounds: Sequence[float]) -> None:
+        if len(bounds) != 2 or not bounds[0] < bounds[1]:
+            raise ValueError(f"reward_clip_range must be a lower and a higher number, got {shown(tuple(bounds))}")
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError(
+                "reward_clip_range clips the sum of the rewards, and multi_objective_aggregation 'normalize_then_sum' "
+                "normalizes each of them; leave one of them out"
             )
 
 

@@ -1,6 +1,6 @@
 """TRL's trainers, configs and arguments of scripts, implemented with groupax (interface of TRL 1.16).
 
-from groupax.compat.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, ModelConfig, TrlParser
+from groupax.compat.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer, TrlParser
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from groupax.compat.trl.model_config import ModelConfig as ModelConfig
 from groupax.compat.trl.model_config import get_kbit_device_map as get_kbit_device_map
 from groupax.compat.trl.model_config import get_peft_config as get_peft_config
 from groupax.compat.trl.model_config import get_quantization_config as get_quantization_config
+from groupax.compat.trl.rloo_config import RLOOConfig as RLOOConfig
+from groupax.compat.trl.rloo_trainer import RLOOTrainer as RLOOTrainer
 from groupax.compat.trl.rollout_func import generate_rollout_completions as generate_rollout_completions
 from groupax.compat.trl.scripts import DatasetMixtureConfig as DatasetMixtureConfig
 from groupax.compat.trl.scripts import ScriptArguments as ScriptArguments

@@ -6,10 +6,6 @@ _PREFERENCES = (
     "preferences; train with trl, and continue here with the model that it saves"
 )
 _DISTILLATION = "groupax has no teacher model; train with trl, and continue here with the model that it saves"
-_RLOO = (
-    "groupax has no advantages that leave a completion out of its own baseline; GRPOConfig(scale_rewards='none') has "
-    "the mean of the whole group as the baseline, which is RLOO's advantage times (G - 1) / G"
-)
 _TEMPLATE = (
     "groupax reads calls of tools and the model's own tokens without changing the chat template; leave this line out, "
     "or import it from trl"
@@ -22,8 +18,6 @@ ABSENT = {
     "KTOTrainer": _PREFERENCES,
     "RewardConfig": _PREFERENCES,
     "RewardTrainer": "train the reward model with trl; GRPOTrainer takes the folder that it saves as a reward",
-    "RLOOConfig": _RLOO,
-    "RLOOTrainer": _RLOO,
     "DistillationConfig": _DISTILLATION,
     "DistillationTrainer": _DISTILLATION,
     "BEMACallback": "groupax keeps no average of the weights",

@@ -120,7 +120,8 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     def sample_with(self, generate: Callable[..., Any] | None) -> None:
         """Samples rollouts and evaluations with a model's own `generate` from now on; None for the engine."""
         if generate is None:
-            self.collector.engine, self._own_sampler = self._sampler, None
+            if self._own_sampler is not None:
+                self.collector.engine, self._own_sampler = self._sampler, None
             return
         pad_id = self.tokenizer.pad_token_id
         pad_id = self.eos_ids[0] if pad_id is None else pad_id

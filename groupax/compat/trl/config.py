@@ -14,6 +14,7 @@ from groupax.compat.fields import (
     scale_rewards,
     warn,
 )
+from groupax.compat.trl.advice import warn_about_losses
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.compat.trl.fields import ALIASES, INERT, REFUSED, GRPOFields
 from groupax.compat.trl.generation import generation_settings, vllm_settings
@@ -177,6 +178,7 @@ class GRPOConfig(GRPOFields, RunArguments):
         Raises:
             ValueError: A setting is not supported by groupax.
         """
+        warn_about_losses(self)
         rows, accumulated, generated = self.batches(num_devices)
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {

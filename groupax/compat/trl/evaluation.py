@@ -6,8 +6,8 @@ from typing import Any
 
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
-from groupax.objective.advantages import group_advantages
 from groupax.rewards.contract import reward_matrix
+from groupax.rollouts.advantages import advantages_of
 from groupax.rollouts.rows import masked_ends, row_of
 from groupax.training.step import ROUTER_LOSS
 from groupax.types import Metrics, Rollout, Row
@@ -33,15 +33,8 @@ def with_trl_names(metrics: Metrics) -> Metrics:
 def _with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
     rollouts = [rollout for group in evaluation.groups for rollout in group]
     settings, names = trainer.args, [reward.name for reward in trainer.rewards]
-    rewards = reward_matrix(names, rollouts)
-    advantages = group_advantages(
-        rewards,
-        trainer.reward_weights,
-        evaluation.params.n,
-        settings.scale_rewards,
-        settings.multi_objective_aggregation,
-    )
-    metrics = reward_metrics(names, rewards, advantages)
+    advantages = advantages_of(rollouts, names, trainer.reward_weights, evaluation.params.n, settings)
+    metrics = reward_metrics(names, reward_matrix(names, rollouts), advantages)
     metrics |= trl_zero_std_frac(advantages, settings.scale_rewards, settings.multi_objective_aggregation)
     scored = [
         replace(rollout, advantage=float(value)) for rollout, value in zip(rollouts, advantages.values, strict=True)
@@ -59,7 +52,7 @@ def _rows(trainer: Any, rollouts: Sequence[Rollout], num_generations: int) -> li
     for index, rollout in enumerate(rollouts):
         number = numbers.setdefault((index // num_generations, rollout.prompt_ids.tobytes()), len(numbers))
         rows.append(row_of(rollout, number, ends, has_correction))
-    if learner.reference is None:
+    if learner.reference is None or settings.use_kl_in_reward:
         return rows
     shapes = learner.shapes
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
-from groupax.compat.trl.advice import warn_about_losses, warn_about_rewards
+from groupax.compat.trl.advice import warn_about_rewards
 from groupax.compat.trl.attributes import Attributes, LastRollout
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
@@ -60,7 +60,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         self,
         model: Any,
         reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
+        args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -75,7 +75,6 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
         check_overrides(self, GRPOTrainer)
-        warn_about_losses(args)
         check_output_dir(args.output_dir)
         if args.disable_dropout:
             check_dropout(peft_config)
