@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +89,9 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def running(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """A server in another process, once it answers at /health."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+def running(command: list[str], port: int, log: Path, added: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A server in another process, with variables added to its environment, once it answers at /health."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(added or {})}
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as server:
         try:
             until_s = time.monotonic() + READY_S

@@ -7,13 +7,12 @@ import random
 import pytest
 
 from groupax.serve.errors import ApiError
-from groupax.serve.exchange import TokenTexts
-from groupax.serve.prepare import ServedModel, prepare
+from groupax.serve.prepare import prepare
 from groupax.serve.protocols.table import PROTOCOLS
 from groupax.serve.tokenizing import detokenize, parse, tokenize
-from groupax.serve.turn_format import TurnFormats
 
 from .test_bridge import LOOKUP, byte_tokenizer
+from .test_serve_chats import served
 
 pytestmark = pytest.mark.heavy
 
@@ -47,7 +46,8 @@ BODIES = {
     "/v1/completions": {"prompt": ["a", [1, 2]], "echo": True, "logprobs": 2, "max_tokens": 0, "prompt_logprobs": 2},
     "/v1/chat/completions": {
         "messages": CHAT, "tools": [LOOKUP], "tool_choice": {"type": "function", "function": {"name": "lookup"}},
-        "max_tokens": 5, "stop": ["a"], "chat_template_kwargs": {}, "parallel_tool_calls": True, "n": 1,
+        "max_tokens": 5, "stop": ["a"], "response_format": {"type": "text"},
+        "chat_template_kwargs": {}, "parallel_tool_calls": True, "n": 1,
         "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, "reasoning_effort": None,
     },
     "/v1/responses": {
@@ -68,6 +68,7 @@ BODIES = {
 VALUES = [
     *(None, True, False, 0, -1, 1.5, 1e300, 2**70, "", "a", "\ud800", "\0", "<|im_end|>", "required", "x" * 5000),
     *([], [[]], [None], [1], ["a"], [{}], {}, {"a": 1}, {"type": "function"}, {"type": "text", "text": "\ud800"}),
+    *({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": []}}}),
     *({"type": "tool_result"}, {"type": []}, {"role": {}}, {"role": "user"}, {"$ref": "#"}, [[[[[[]]]]]]),
 ]
 
@@ -97,8 +98,7 @@ def with_a_fault(body, rng):
 
 
 def test_requests_with_faults_are_answered_or_refused():
-    rng, tokenizer = random.Random(0), byte_tokenizer()
-    model = ServedModel("m", tokenizer, TurnFormats(tokenizer), TokenTexts(tokenizer), 300, 4096)
+    rng, model = random.Random(0), served(byte_tokenizer())
     statuses = []
     for number in range(1500):
         path = [*BODIES][number % len(BODIES)]

@@ -11,9 +11,10 @@ from groupax.models.decoder import logits
 from .test_engine import engine_for
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_log_probs_of_prompts_are_those_of_the_model(tiny_model, temperature):
-    engine = engine_for(tiny_model, 2)
+    engine = engine_for(tiny_model, 2 if temperature else 1)
     prompts = [np.random.default_rng(size).integers(0, 96, size).astype(np.int32) for size in (1, 5, 128, 129, 200)]
     compile_for(engine, 200)
     for prompt, found in zip(prompts, score(engine, prompts, temperature, 3), strict=True):

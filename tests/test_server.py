@@ -380,7 +380,13 @@ def test_health_and_metrics(address, client):
     client.completions.create(model="demo", prompt="1+1=", max_tokens=8)
     values = metrics_of(address)
     assert float(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
-    assert float(values["groupax_completion_tokens_total"]) >= 1
+    for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count"):
+        assert float(values[f'vllm:{name}{{model_name="demo"}}']) >= 1, name
+    for name in ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_decode_time_seconds"):
+        assert float(values[f'vllm:{name}_count{{model_name="demo"}}']) >= 1, name
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="demo"}}' in values
+    assert any(name.startswith("vllm:request_success_total{") for name in values)
     assert values['groupax_weights_version{model="demo"}'] == "0.0"
     assert not [name for name in values if 'status="500"' in name]
 
@@ -415,3 +421,19 @@ def test_the_command_serves_and_drains(tmp_path):
         finally:
             with suppress(ProcessLookupError):
                 server.kill()
+
+
+def test_each_request_is_a_line_of_the_log(loop):
+    lines = []
+    with listening(create_app(loop, Limits(), write_line=lines.append)) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        client.completions.create(model="demo", prompt="secret 1+1=", max_tokens=2)
+        list(client.completions.create(model="demo", prompt="secret", max_tokens=2, stream=True))
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="no\x1b[31m\nsuch", prompt="secret")
+        client.models.list()
+    assert [line.split()[:3] for line in lines] == [["POST", "/v1/completions", each] for each in ("200", "200", "404")]
+    assert all("model=demo prompt_tokens=" in line and "completion_tokens=2 finish=" in line for line in lines[:2])
+    assert "first_token_s=" in lines[1]
+    assert "there is no model" in lines[2]
+    assert not any("secret" in line or "\n" in line or "\x1b" in line for line in lines)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import random
 import socket
 import threading
@@ -362,17 +363,22 @@ def test_bad_requests_get_clear_errors(loop, caplog):
 # -- compiling beside decoding
 
 
-@pytest.mark.heavy
-def test_others_go_on_while_programs_are_compiled_for_one(loop):
+@pytest.fixture
+def compiled():
+    """Pairs of a thread's name and the seconds that it compiled for."""
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: (
-            compiled.append((threading.current_thread().name, seconds))
-            if event.endswith("backend_compile_duration")
-            else None
-        )
-    )
 
+    def listen(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append((threading.current_thread().name, seconds))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.heavy
+def test_others_go_on_while_programs_are_compiled_for_one(loop, compiled):
     def ask(num_tokens, n=1, prompt=(5, 6, 7)):
         told, done = [], threading.Event()
 
@@ -401,7 +407,7 @@ def test_others_go_on_while_programs_are_compiled_for_one(loop):
     assert sum(by_engine) < 0.5 * sum(seconds for _, seconds in compiled), compiled
 
 
-def test_a_server_is_ready_when_it_is_warm(engines):
+def test_a_server_is_ready_when_it_is_warm(engines, compiled):
     loop = EngineLoop(engines)
     loop.is_ready = False
 
@@ -416,9 +422,17 @@ def test_a_server_is_ready_when_it_is_warm(engines):
     try:
         assert asyncio.run(status("/health")) == (200, "ok")
         assert asyncio.run(status("/ready")) == (503, "compiling")
-        assert loop.warm_up([1], 16) > 0
-        assert loop.warm_up([1], 16) == 0
+        assert loop.warm_up([1, 2], 16) > 0
+        assert loop.warm_up([1, 2], 16) == 0
         loop.is_ready = True
         assert asyncio.run(status("/ready")) == (200, "ready")
+        compiled.clear()
+        told = queue.Queue()
+        for prompt in ([5, 6], [7] * 16):
+            loop.submit("tiny", [np.array(prompt, np.int32)], SamplingParams(max_tokens=16), told.put)
+        num_left = 2
+        while num_left:
+            num_left -= told.get(timeout=60).finish_reason is not None
+        assert compiled == []
     finally:
         loop.close()

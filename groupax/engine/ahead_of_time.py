@@ -91,6 +91,7 @@ class Tracer:
         kv_dtype: Dtype of keys and values.
         chunk_steps: Number of tokens of a chunk.
         has_prefixes: Whether the keys and values of finished sequences are stored and reused.
+        has_limits: Whether chunks have a limit of their steps at run time.
     """
 
     config: ModelConfig
@@ -99,10 +100,11 @@ class Tracer:
     kv_dtype: Any
     chunk_steps: int
     has_prefixes: bool = False
+    has_limits: bool = False
 
     @cached_property
     def _static(self) -> dict[str, Any]:
-        return {"config": self.config, "mesh": self.mesh}
+        return {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
 
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""
@@ -131,7 +133,8 @@ class Tracer:
         cache, slots = self.cache(shape), self._slots(shape)
         constraints = None if tables is None else self._constraints(shape, tables)
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
-        return decode_chunk.trace(self.params, cache, slots, constraints, **static)
+        limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
+        return decode_chunk.trace(self.params, cache, slots, constraints, limit if self.has_limits else None, **static)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""

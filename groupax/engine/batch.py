@@ -6,6 +6,7 @@ The scheduler knows which sequence sits in which slot, the plan what memory allo
 accordingly.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
@@ -142,6 +143,7 @@ class Batch:
             self.cache,
             self.slots,
             self._constraints(table_size),
+            self._limit(),
             config=self.core.config,
             mesh=self.mesh,
             num_steps=self.chunk_steps,
@@ -229,6 +231,10 @@ class Batch:
         kept = scheduler.compact(needed)
         self._resize(kept, kept // share, shape)
 
+    def _limit(self) -> jax.Array | None:
+        """Returns the number of steps of the next chunk where that varies; None for `chunk_steps`."""
+        return None
+
     def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
         """Returns the kind of sampling of the program that decodes these sequences, and the size of its tables."""
         is_constrained = any(each.automaton is not None for each in sequences)
@@ -308,6 +314,7 @@ class Batch:
         for slot, sequence in admission.slots:
             is_new[slot] = True
             places[row_of[slot // self.scheduler.share]] = sequence.place
+            sequence.admitted_s = time.monotonic()
             self._generations[sequence] = self.core.prefixes.generation
             fill(admitted[slot], sequence)
         self.cache, self.slots = admit(

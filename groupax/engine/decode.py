@@ -3,9 +3,11 @@
 It runs on each device of the data axes separately, without communication: a device leaves its loop as soon as its own
 slots are done. Where devices share the weights (the mesh's `tp`), all of them take the same number of steps, so that
 none waits for one that has left. On GPUs every device takes all steps: there a loop of unknown length waits for the
-host before each token.
+host before each token; a server's chunks, whose lengths vary, wait once every few tokens.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 
@@ -31,6 +33,8 @@ from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS, SamplingKind
+
+GPU_STEPS = 4  # between two looks at the limit of a chunk
 
 
 @pytree
@@ -59,6 +63,9 @@ class Chunk:
     state: Int[Array, "B"] | None = None
 
 
+Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: the first is the next one's index
+
+
 @partial(
     jax.jit,
     static_argnames=("config", "mesh", "num_steps", "sampling", "by_block"),
@@ -69,6 +76,7 @@ def decode_chunk(
     cache: Cache,
     slots: Slots,
     constraints: Constraints | None = None,
+    limit: Int[Array, ""] | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -82,6 +90,8 @@ def decode_chunk(
         params: The weights.
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         constraints: Constraints of the slots; None without any.
+        limit: A smaller number of steps, which needs no other program; on GPUs it is rounded up to `GPU_STEPS`. None
+            for `num_steps`.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
         by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
@@ -90,13 +100,14 @@ def decode_chunk(
     attend_past = select_attend_past(mesh.devices.flat[0], by_block)
 
     def local(
-        params: Params, cache: Cache, slots: Slots, constraints: Constraints | None
+        params: Params, cache: Cache, slots: Slots, constraints: Constraints | None, limit: Array | None
     ) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, constraints, layout)
+        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, constraints, limit, layout)
 
-    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints)
+    of_limit = None if limit is None else jax.P()
+    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints), of_limit
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
-    return program(params, cache, slots, constraints)
+    return program(params, cache, slots, constraints, limit)
 
 
 def _decode_chunk(
@@ -108,6 +119,7 @@ def _decode_chunk(
     cache: Cache,
     slots: Slots,
     constraints: Constraints | None,
+    limit: Array | None,
     layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
@@ -119,14 +131,14 @@ def _decode_chunk(
         chunk = replace(chunk, state=constraints.slot_state)
         classes = slot_classes(constraints)
 
-    def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
+    def busy(carry: Carry) -> Array:
         index, slots, _, _ = carry
         is_busy = jnp.any(slots.remaining > 0)
         if layout.axes:
             is_busy = lax.pmax(is_busy.astype(jnp.int32), DATA) > 0
-        return (index < C) & is_busy
+        return (index < (C if limit is None else limit)) & is_busy
 
-    def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
+    def step(carry: Carry) -> Carry:
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
         seen = history if sampling == "general" else None
@@ -141,11 +153,17 @@ def _decode_chunk(
         return index + 1, slots, cache, chunk
 
     start = jnp.int32(0), slots, cache, chunk
-    if traced_platform() == "gpu":
+    if traced_platform() != "gpu":
+        _, slots, cache, chunk = lax.while_loop(busy, step, start)
+    elif limit is None:
         _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
     else:
-        _, slots, cache, chunk = lax.while_loop(busy, step, start)
+        _, slots, cache, chunk = lax.while_loop(busy, partial(_several, math.gcd(C, GPU_STEPS), step), start)
     return cache, slots, chunk
+
+
+def _several(num: int, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    return lax.fori_loop(0, num, lambda _, carry: step(carry), carry)
 
 
 def _empty_chunk(B: int, C: int, vocab_size: int, sampling: SamplingKind) -> Chunk:

@@ -4,22 +4,30 @@ A request that needs another shape waits until all programs are compiled that it
 these continue meanwhile. Therefore shapes are few here, in larger steps than elsewhere.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations
 from typing import get_args
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
 from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
 from groupax.engine.batch import Batch
 from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
+from groupax.engine.pace import Pace
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
+from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
+from groupax.parallel.transfer import to_device
 from groupax.settings.sampling import SamplingKind, sampling_kind
 
-PROMPT_COLUMNS, PROMPT_STEP = 128, 4
+PROMPT_COLUMNS, PROMPT_STEP = 256, 4
 COLUMNS_STEP = 2
 
 
@@ -28,6 +36,7 @@ class PreparedBatch(Batch):
 
     Args:
         programs: The compiled programs.
+        pace: The length of its chunks.
         core, plan, sequences, patience: Arguments of `Batch`.
 
     Attributes:
@@ -35,15 +44,31 @@ class PreparedBatch(Batch):
     """
 
     def __init__(
-        self, programs: Programs, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int
+        self,
+        programs: Programs,
+        pace: Pace,
+        core: EngineCore,
+        plan: Plan,
+        sequences: list[Sequence],
+        patience: int,
     ) -> None:
-        self.programs = programs
+        self.programs, self.pace = programs, pace
         self.declined: CacheShape | None = None
         super().__init__(core, plan, sequences, patience)
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""
         return server_demand(self.core, self.plan, sequences)
+
+    def decode(self, params: Params) -> list[tuple[Sequence, int]]:
+        """Decodes another chunk, whose length the pace chooses (see `Batch.decode`)."""
+        waited_s = time.perf_counter()
+        jax.block_until_ready(self.slots)
+        begun_s = time.perf_counter()
+        grown = super().decode(params)
+        num_steps = max((len(sequence.tokens) - num_before for sequence, num_before in grown), default=0)
+        self.pace.add_chunk(num_steps, time.perf_counter() - begun_s, begun_s - waited_s)
+        return grown
 
     def programs_with(self, sequences: Iterable[Sequence]) -> list[Program]:
         """Returns the programs that are needed until the last sequence has finished if these join."""
@@ -74,6 +99,10 @@ class PreparedBatch(Batch):
                 if not self.programs.missing([Decode(self.shape, kind, each)]):
                     return kind, each
         return sampling, size
+
+    def _limit(self) -> jax.Array:
+        """Returns the number of steps of the next chunk."""
+        return to_device(np.array(self.pace.num_steps, np.int32), NamedSharding(self.mesh, jax.P()))
 
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):

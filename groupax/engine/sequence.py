@@ -32,6 +32,7 @@ class Sequence:
         text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
+        admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
         automaton: The completions that its constraint allows; None without one.
         state: State of the automaton after the tokens.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
@@ -51,6 +52,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: str = ""
     request: int = 0
+    admitted_s: float | None = None
     automaton: TokenAutomaton | None = None
     state: int = 0
     place: Place | None = None

@@ -10,6 +10,7 @@ from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
+from groupax.engine.pace import Pace
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
 from groupax.engine.prepared import PreparedBatch, first_programs, server_demand, usual_programs
@@ -35,10 +36,14 @@ class Session:
         patience: Number of chunks for which slots for more requests are kept while requests are few.
         programs: Programs that are compiled while the engine decodes; requests that need others wait for them, and
             later requests pass them. None compiles whatever is needed while all wait.
+
+    Attributes:
+        pace: The length of chunks where programs are compiled while the engine decodes; elsewhere it is the engine's.
     """
 
     def __init__(self, engine: EngineCore, patience: int = 0, programs: Programs | None = None) -> None:
         self.engine, self.patience, self.programs = engine, patience, programs
+        self.pace = Pace(engine.chunk_steps)
         self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
         self._num_programs = 0
         self._plan = engine.plan()
@@ -74,6 +79,12 @@ class Session:
         """Number of sequences without a slot."""
         queued = len(self._batch.scheduler.queued) if self._batch else 0
         return queued + sum(len(sequences) for sequences in self._pending)
+
+    @property
+    def kv_frac(self) -> float:
+        """Fraction of the memory for keys and values that the tokens of running sequences use."""
+        running = self._batch.scheduler.running if self._batch else []
+        return sum(len(each.prompt) + len(each.tokens) for each in running) / max(1, self._plan.max_tokens)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Refuses a request that can never run; from any thread.
@@ -192,7 +203,7 @@ class Session:
 
     def _new_batch(self, sequences: list[Sequence]) -> Batch:
         settings = self.engine, self._plan, sequences, self.patience
-        return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, *settings)
+        return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, self.pace, *settings)
 
     def _is_prepared(self, sequences: list[Sequence]) -> bool:
         """Returns whether all programs that a request may need are compiled; requests the missing ones."""

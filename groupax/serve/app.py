@@ -24,17 +24,20 @@ from starlette.routing import Route
 from groupax.models.checkpoint import Model
 from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck
-from groupax.serve.deltas import collect, no_tokens, to_queue
+from groupax.serve.deltas import arriving_deltas, collect, no_tokens, to_queue
 from groupax.serve.errors import ApiError, stopping
 from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
-from groupax.serve.loop import ClosedError, Delta, EngineLoop, Job, QueueFullError
+from groupax.serve.jobs import ClosedError, Delta, Job, QueueFullError
+from groupax.serve.loop import EngineLoop
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
+from groupax.serve.pause import pause_mode
 from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
 from groupax.serve.prompt_scoring import PromptScorer
 from groupax.serve.protocols import anthropic_messages
 from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.protocols.table import PROTOCOLS, Protocol
 from groupax.serve.rate_limited_log import RateLimitedLog
+from groupax.serve.request_record import RequestRecord
 from groupax.serve.requests import ChatRequest
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
 from groupax.serve.tokenizing import detokenize, tokenize, tokenizer_info
@@ -78,6 +81,7 @@ def create_app(
     limits: Limits | None = None,
     models: Mapping[str, Model] | None = None,
     log: RateLimitedLog | None = None,
+    write_line: Callable[[str], object] = lambda _: None,
 ) -> Starlette:
     """Creates the application.
 
@@ -86,8 +90,9 @@ def create_app(
         limits: Limits of requests.
         models: Models of the engines, by name, whose weights clients with a key may change.
         log: Log of refusals; None creates one.
+        write_line: Receives a line for each request that is not a GET; by default nothing is written.
     """
-    server = Server(loop, limits or Limits(), Weights(loop, models or {}), log)
+    server = Server(loop, limits or Limits(), Weights(loop, models or {}), log, write_line)
     routes = [
         *[
             Route(path, server.endpoint(partial(server.complete, protocol), protocol.error_body), methods=["POST"])
@@ -107,6 +112,9 @@ def create_app(
         Route("/metrics", server.endpoint(server.get_metrics)),
         Route("/health", server.health),
         Route("/ready", server.ready),
+        Route("/pause", server.endpoint(server.pause), methods=["POST"]),
+        Route("/resume", server.endpoint(server.resume), methods=["POST"]),
+        Route("/is_paused", server.endpoint(server.is_paused)),
         *WeightUploads(loop, server.weights, server.limits.api_keys, server.limits.max_body_bytes).routes(
             server.endpoint
         ),
@@ -122,9 +130,18 @@ class Server:
         limits: Limits of requests.
         weights: Weights that clients may change.
         log: Log of refusals; None creates one.
+        write_line: Receives a line for each request that is not a GET.
     """
 
-    def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights, log: RateLimitedLog | None = None) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        limits: Limits,
+        weights: Weights,
+        log: RateLimitedLog | None = None,
+        write_line: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._write_line = write_line
         self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics, self.log = Metrics(loop), log or RateLimitedLog()
         self._preparing, self._scorer = CapacityLimiter(PREPARING_THREADS), PromptScorer(loop)
@@ -136,7 +153,8 @@ class Server:
         """Wraps a handler: checks the caller, converts errors to the protocol's format, and counts the request."""
 
         async def respond(request: HttpRequest) -> Response:
-            started_s = time.monotonic()
+            record = RequestRecord(self.metrics, time.monotonic())
+            request.state.record, message = record, ""
             try:
                 self._check_caller(request)
                 response = await handler(request)
@@ -144,19 +162,20 @@ class Server:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001 - sent, and logged
                 fault = as_api_error(error, request.scope)
+                message = fault.message
                 response = JSONResponse(error_body(fault), fault.status, fault.headers)
             if isinstance(response, EventStream):
-                response.on_end = lambda: self._count(request, response.status_code, started_s)
+                response.on_end = lambda: self._count(request, response.status_code, record)
             else:
-                self._count(request, response.status_code, started_s)
+                self._count(request, response.status_code, record, message)
             return response
 
         return respond
 
     async def complete(self, protocol: Protocol, http: HttpRequest) -> Response:
         """Handles requests for completions in any protocol."""
-        started_s = time.monotonic()
-        deadline_s = started_s + self.limits.request_timeout_s
+        record: RequestRecord = http.state.record
+        deadline_s = record.started_s + self.limits.request_timeout_s
         body = await json_body(http, self.limits.max_body_bytes)
         incoming = await run_in_threadpool(protocol.parse, body)
         request = incoming.request
@@ -166,13 +185,15 @@ class Server:
             raise ApiError(409, message, param="weights_state", code="other_weights")
         prepared = await self._prepared(incoming, name, deadline_s)
         exchange = await self._with_prompt_logps(prepared, http, deadline_s)
+        record.begin(name, sum(map(len, exchange.prompts)))
         num = len(exchange.prompts) * request.n
         if request.max_tokens == 0:
             arriving, cancel = no_tokens(num), lambda: None
         else:
             deltas: asyncio.Queue[Delta] = asyncio.Queue()
             job = await run_in_threadpool(self._submit, prepared, name, to_queue(deltas))
-            arriving, cancel = self._arriving(job, deltas, started_s), partial(self.loop.cancel, job)
+            record.job = job
+            arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
         writer = protocol.writer(exchange)
         if request.stream:
             events = self._events(exchange, writer, num, arriving)
@@ -220,6 +241,32 @@ class Server:
     async def get_metrics(self, _: HttpRequest) -> Response:
         """Handles /metrics."""
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def pause(self, http: HttpRequest) -> Response:
+        """Handles POST /pause?mode=keep|wait|abort: returns when the engines have stopped."""
+        self._check_may_pause()
+        try:
+            await asyncio.wrap_future(self.loop.pause(pause_mode(http.query_params)))
+        except ClosedError as error:
+            raise stopping() from error
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, _: HttpRequest) -> Response:
+        """Handles POST /resume."""
+        self._check_may_pause()
+        try:
+            await asyncio.wrap_future(self.loop.resume())
+        except ClosedError as error:
+            raise stopping() from error
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, _: HttpRequest) -> Response:
+        """Handles /is_paused."""
+        return JSONResponse({"is_paused": self.loop.pause_state.is_paused})
+
+    def _check_may_pause(self) -> None:
+        if not self.limits.api_keys:
+            raise ApiError(403, "a server can be paused only with one of its keys; start it with --api_key")
 
     async def health(self, _: HttpRequest) -> Response:
         """Handles /health: 200 while the engine runs."""
@@ -272,23 +319,6 @@ class Server:
         except ClosedError as error:
             raise stopping() from error
 
-    async def _arriving(self, job: Job, deltas: "asyncio.Queue[Delta]", started_s: float) -> AsyncIterator[Delta]:
-        """Yields the deltas of a job until all its completions are finished.
-
-        Raises:
-            ApiError: the engine failed.
-        """
-        num_left, is_first = len(job.sequences), True
-        while num_left:
-            delta = await deltas.get()
-            if delta.finish_reason == "abort":
-                raise ApiError(503, "the engine gave up this request; try again", code="aborted")
-            if is_first:
-                is_first = False
-                self.metrics.first_token_seconds.observe(time.monotonic() - started_s)
-            num_left -= delta.finish_reason is not None
-            yield delta
-
     async def _events(
         self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]
     ) -> AsyncIterator[dict[str, Any]]:
@@ -334,10 +364,13 @@ class Server:
             message = "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    def _count(self, http: HttpRequest, status: int, started_s: float) -> None:
+    def _count(self, http: HttpRequest, status: int, record: RequestRecord, message: str = "") -> None:
         path = getattr(http.scope.get("route"), "path", http.url.path)
         self.metrics.requests.labels(path, status).inc()
-        self.metrics.seconds.observe(time.monotonic() - started_s)
+        self.metrics.seconds.observe(time.monotonic() - record.started_s)
+        record.end()
+        if http.method != "GET":
+            self._write_line(record.line(http.method, path, status, message))
 
 
 def _served_model(name: str, loop: EngineLoop) -> ServedModel:

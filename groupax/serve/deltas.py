@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
+from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion
-from groupax.serve.loop import Delta
+from groupax.serve.jobs import Delta
 
 
 def to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:
@@ -17,6 +18,24 @@ def to_queue(deltas: "asyncio.Queue[Delta]") -> Callable[[Delta], None]:
             call_here(deltas.put_nowait, delta)
 
     return listener
+
+
+async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIterator[Delta]:
+    """Yields the deltas of a job until all its completions are finished.
+
+    Args:
+        deltas: The queue that the job's listener fills.
+        num: Number of completions.
+
+    Raises:
+        ApiError: the engine failed, or the request was aborted.
+    """
+    while num:
+        delta = await deltas.get()
+        if delta.finish_reason == "abort":
+            raise ApiError(503, "the engine gave up this request; try again", code="aborted")
+        num -= delta.finish_reason is not None
+        yield delta
 
 
 async def no_tokens(num: int) -> AsyncIterator[Delta]:

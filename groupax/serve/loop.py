@@ -9,11 +9,11 @@ between_chunks ───────► commands ─┤
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,8 +23,9 @@ from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
+from groupax.serve.jobs import ClosedError, Delta, EngineLoad, Job, Listener, LoopCounts, QueueFullError
+from groupax.serve.pause import Pause, PauseMode
 from groupax.settings.sampling import SamplingParams
-from groupax.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -32,70 +33,6 @@ T = TypeVar("T")
 
 # Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
-
-
-class QueueFullError(Exception):
-    """The loop has as many sequences as it takes."""
-
-
-class ClosedError(Exception):
-    """The loop takes no more requests."""
-
-
-@dataclass(frozen=True, eq=False)
-class Delta:
-    """New tokens of a completion since the previous call of its listener.
-
-    Attributes:
-        index: Index of the completion in its request; completions of one prompt are adjacent.
-        start: Position of the first new token; 0 if the completion was restarted and new weights changed it.
-        tokens, policy_logps, sampler_logps, alternatives, versions: The new ones (see `scheduler.Sequence`).
-        finish_reason: None while it runs; "abort" if the engine failed.
-        text: The whole text of a finished completion.
-    """
-
-    index: int
-    start: int
-    tokens: list[int]
-    policy_logps: list[float]
-    sampler_logps: list[float]
-    alternatives: list[list[tuple[int, float]]]
-    versions: list[int]
-    finish_reason: FinishReason | None
-    text: str
-
-
-Listener = Callable[[Delta], None]
-
-
-@dataclass(eq=False)
-class Job:
-    """A request in the loop.
-
-    Attributes:
-        model: Name of its engine.
-        sequences: Its sequences, which belong to the loop's thread.
-        listener: Called with every delta, in that thread; it must be quick and must not raise.
-        reported: Tokens of each sequence that the listener has received.
-    """
-
-    model: str
-    sequences: list[Sequence]
-    listener: Listener
-    reported: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class LoopCounts:
-    """The current load of the loop, and totals since its start."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    num_finished: int = 0
-    num_cancelled: int = 0
-    num_chunks: int = 0
 
 
 class EngineLoop:
@@ -111,7 +48,9 @@ class EngineLoop:
     Attributes:
         engines: The engines; only functions that `between_chunks` runs may change their weights.
         counts: Load and totals; the record is replaced, so that any thread may read it.
+        loads: The current load of each engine, replaced in the same way.
         programs: Programs of each engine, compiled in the background.
+        pause_state: Whether the engines are paused (see `pause`).
         is_ready: Whether the usual programs are compiled; set by the caller of `warm_up`.
     """
 
@@ -119,8 +58,11 @@ class EngineLoop:
         self.engines = dict(engines)
         self.max_sequences = max_sequences
         self.counts = LoopCounts()
+        self.pause_state = Pause()
+        self._arrived_while_paused: list[Job] = []
         self.programs = {name: Programs(engine, self._wake) for name, engine in self.engines.items()}
         self._sessions = {name: self._new_session(name) for name in self.engines}
+        self.loads = {name: EngineLoad() for name in self.engines}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
@@ -249,6 +191,34 @@ class EngineLoop:
             future.set_exception(ClosedError())
         return future
 
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Pauses all engines, for example while their weights change. Requests that arrive meanwhile wait.
+
+        Args:
+            mode: "keep" stops after the current chunk, and running requests continue after `resume`; "wait" stops when
+                they have finished; "abort" aborts all requests.
+
+        Returns:
+            Ends when the engines have stopped.
+        """
+        future: Future[None] = Future()
+
+        def begin() -> None:
+            if mode == "abort":
+                self._abort_all()
+                self._arrived_while_paused.clear()
+                self._sessions = {name: self._new_session(name) for name in self.engines}
+                self._count()
+            self.pause_state.begin(mode, future, self._is_busy)
+
+        if not self._command(begin):
+            future.set_exception(ClosedError())
+        return future
+
+    def resume(self) -> Future[None]:
+        """Ends a pause. Safe in any thread."""
+        return self.between_chunks(self._resume)
+
     def _command(self, command: Callable[[], None]) -> bool:
         with self._changed:
             if not self._closed:
@@ -262,25 +232,43 @@ class EngineLoop:
         try:
             while True:
                 with self._changed:
-                    while not (self._closed or self._commands or any(s.can_step for s in self._sessions.values())):
+                    while not (self._closed or self._commands or self._can_step):
                         self._changed.wait()
                     if self._closed:
                         break
                     num_commands = len(self._commands)
                 for _ in range(num_commands):
                     self._commands.popleft()()
+                if self.pause_state.is_paused:
+                    continue
                 for model in self._sessions:
                     self._step(model)
+                self.pause_state.update(self._is_busy)
         finally:
             with self._changed:
                 self._closed = True
             with ExitStack() as last:  # runs each of these, even if an earlier one raises
+                last.callback(self.pause_state.end)
                 last.callback(self._abort_all)
                 for command in reversed(self._commands):
                     last.callback(command)
 
     def _new_session(self, model: str) -> Session:
         return Session(self.engines[model], PATIENCE, self.programs[model])
+
+    @property
+    def _can_step(self) -> bool:
+        return not self.pause_state.is_paused and any(session.can_step for session in self._sessions.values())
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(session.busy for session in self._sessions.values())
+
+    def _resume(self) -> None:
+        self.pause_state.end()
+        arrived, self._arrived_while_paused = self._arrived_while_paused, []
+        for job in arrived:
+            self._sessions[job.model].submit(job.sequences)
 
     def _wake(self) -> None:
         with self._changed:
@@ -290,6 +278,7 @@ class EngineLoop:
         session = self._sessions[model]
         if not session.busy:
             return
+        begun_s, session.pace.device_s = time.perf_counter(), 0.0
         try:
             updates = [sequence for sequence, _ in session.step()]
         except Exception:
@@ -307,12 +296,16 @@ class EngineLoop:
         self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens, num_finished=num_finished)  # before listeners
         for job, delta in deltas:
             job.listener(delta)
+        session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
 
     def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             self._jobs[id(sequence)] = job, index
         self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
-        self._sessions[job.model].submit(job.sequences)
+        if self.pause_state.mode is None:
+            self._sessions[job.model].submit(job.sequences)
+        else:
+            self._arrived_while_paused.append(job)
 
     def _cancel(self, job: Job) -> None:
         cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]
@@ -362,8 +355,12 @@ class EngineLoop:
             self._num_sequences -= num
 
     def _count(self, **added: Any) -> None:
-        sessions = self._sessions.values()
         values = {name: getattr(self.counts, name) + number for name, number in added.items()}
-        values["num_running"] = sum(session.num_running for session in sessions)
-        values["num_waiting"] = sum(session.num_waiting for session in sessions)
+        self.loads = {
+            name: EngineLoad(session.num_running, session.num_waiting, session.kv_frac)
+            for name, session in self._sessions.items()
+        }
+        num_held = sum(id(each) in self._jobs for job in self._arrived_while_paused for each in job.sequences)
+        values["num_running"] = sum(load.num_running for load in self.loads.values())
+        values["num_waiting"] = sum(load.num_waiting for load in self.loads.values()) + num_held
         self.counts = LoopCounts(**{**vars(self.counts), **values})
