@@ -106,12 +106,20 @@ class EngineLoop:
             while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
                 programs.request(missing)
                 programs.wait(missing)
-            if clients:  # a request compiles the small rest
-                done = threading.Event()
-                params = SamplingParams(max_tokens=1)
-                self.submit(name, [np.zeros(1, np.int32)], params, lambda _, done=done: done.set())
-                done.wait()
+            for number in sorted(clients):  # requests compile the small rest, and load the programs
+                self._run_dummies(name, min(number, self.max_sequences))
         return sum(programs.num_compiled for programs in self.programs.values()) - before
+
+    def _run_dummies(self, model: str, number: int) -> None:
+        done = threading.Semaphore(0)
+
+        def listener(delta: Delta) -> None:
+            if delta.finish_reason is not None:
+                done.release()
+
+        self.submit(model, [np.zeros(1, np.int32)] * number, SamplingParams(max_tokens=1), listener)
+        for _ in range(number):
+            done.acquire()
 
     @property
     def is_alive(self) -> bool:
