@@ -84,6 +84,7 @@ def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
     assert metrics["reward"] == pytest.approx(np.mean([rollout.rewards["count_a"] for rollout in rollouts]))
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("default")
 def test_trls_trainer_trains(folder, tmp_path):  # noqa: F811
     args = trl.RLOOConfig(
