@@ -50,12 +50,9 @@ PART = (
     "test_train[trl-internal-testing/tiny-Qwen2ForCausalLM-2.5]",
     "test_train_with_iterable_dataset",
     "test_evaluate_with_eval_dataset[dict_of_iterable_dataset]",
-    "test_train_peft_config",
-    "test_train_with_sync_ref_model",
     "test_warning_raised_all_rewards_none",
     "test_train_reward_func_with_log_extra",
     "test_correct_reward_processing_classes_list",
-    "test_train_with_tools",
     OF_POOL,
     "test_train_with_unknown_environment_raises",
     "test_train_with_environment_factory",
@@ -174,7 +171,7 @@ def _class_of(source, test):
 @pytest.mark.parity
 def test_a_part_of_trls_own_tests_passes(tmp_path):
     outcomes = run_theirs(tmp_path, PART, PLUGIN + POOL)
-    assert len(outcomes) == len(PART) + 1  # tools are tested with two lists
+    assert len(outcomes) == len(PART)
     assert {name: each for name, each in outcomes.items() if each[0] != "passed"} == {}
 
 

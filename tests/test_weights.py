@@ -275,7 +275,7 @@ def test_weights_change_between_two_chunks_and_answers_say_so(servers):
     for choice in answers[0]["choices"]:
         (first, num_first), (second, num_second) = choice["weight_versions"]
         assert (first, second) == (old, 70)
-        assert num_first % 8 == 0
+        assert 0 < num_first < 400
         assert num_first + num_second == 400
 
 
