@@ -52,6 +52,7 @@ def test_settings_become_native_ones(tmp_path):
     assert (native.eval_steps, native.save_steps, native.dataset_text_field) == (5, 5, "story")
 
 
+@pytest.mark.heavy
 def test_it_trains_evaluates_and_writes_trl_s_folders(tmp_path):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     trainer = a_trainer(tmp_path, eval_dataset=EXAMPLES[:3], settings=settings)

@@ -139,8 +139,9 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     return rows, engine.prefixes.num_reused_tokens
 
 
-@pytest.mark.parametrize("num_bytes", rest_heavy([1 << 30, 0, 5 * 100 * 512], quick=1))
-@pytest.mark.parametrize("family", rest_heavy(["llama", "gemma2"], quick=1))
+@pytest.mark.heavy
+@pytest.mark.parametrize("num_bytes", [1 << 30, 0, 5 * 100 * 512])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_order_of_answers_changes_no_bit(family, num_bytes, monkeypatch):
     sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "head_dim": 8}
     model = init_model({**TINY, "model_type": family, **sizes}, seed=1)

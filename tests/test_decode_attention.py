@@ -162,6 +162,7 @@ def test_keys_beyond_the_range_of_float8_are_its_largest_number():
     assert to_cache(large, jnp.float8_e4m3fn).astype(jnp.float32).tolist() == [448, -448, 1.5]
 
 
+@pytest.mark.heavy
 def test_a_cache_in_float8_changes_log_probs_little(tiny_model):
     params = SamplingParams(n=2, max_tokens=12, seed=3)
     prompts = [np.arange(2, 30)]

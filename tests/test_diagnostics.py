@@ -19,7 +19,6 @@ from groupax.runs.diagnostics import (
     step_diagnostics,
 )
 
-from .conftest import rest_heavy
 from .test_trainer import a_trainer, count_a
 
 HEALTHY = {
@@ -167,7 +166,8 @@ def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
 # -- runs
 
 
-@pytest.mark.parametrize("num_steps", rest_heavy([2, 1, 5], quick=1))
+@pytest.mark.heavy
+@pytest.mark.parametrize("num_steps", [2, 1, 5])
 def test_a_run_without_any_reward_ends_and_says_why(tmp_path, num_steps, caplog):
     def nothing(completions):
         return [None] * len(completions)
