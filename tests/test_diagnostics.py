@@ -213,7 +213,7 @@ def test_diagnostics_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path
     ]
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_reward_that_all_wait_for_is_found(tmp_path):
     def slow(completions, completion_ids):
         time.sleep(0.5)

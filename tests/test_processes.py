@@ -401,7 +401,7 @@ def test_a_signal_to_one_stops_all_and_all_go_on(place, one_process):
     assert_same_run(one_process, folder)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_an_evaluation_by_two_processes_is_told_and_written_once(place, monkeypatch, capfd):
     (place / "rows.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("ab", "c", "dea")))
     (place / "one_reward.py").write_text(

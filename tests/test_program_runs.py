@@ -171,7 +171,7 @@ def streams_of_run(folder):
     ]
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_programs_of_two_processes_and_of_a_server_are_those_of_one(tmp_path, monkeypatch):
     episodes_run.save_start(tmp_path / "model")
     settings = {"runs_program": True, "max_steps": 1}

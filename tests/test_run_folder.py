@@ -303,7 +303,7 @@ def test_a_run_killed_before_its_first_checkpoint_makes_its_steps_again_in_its_p
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_five_kills_before_the_first_checkpoint_leave_one_folder(tmp_path):
     killed = Killed(tmp_path / "killed", {"save_steps": 100, "max_steps": 6}, 0.05)
     for phase in ("rollout", "update", "rollout", "reward", "update"):

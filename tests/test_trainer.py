@@ -76,7 +76,7 @@ def test_it_learns(tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("adapts", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkeypatch):
     """A run of 50 steps on a CPU with completions of up to 96 tokens, and with any lengths as accelerators decode."""
     plan = EngineCore.plan

@@ -64,7 +64,6 @@ PART = (
     "test_environment_owned_data_requires_max_steps",
     "test_multiple_environments_without_dataset_raises",
     "test_train_with_environment_owned_data",
-    "test_train_with_malformed_tool_calls",
 )
 
 # The tests that cannot pass, by the reason, as docs/coming_from_trl.md has it.

@@ -28,7 +28,8 @@ def world(tmp_path_factory):
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("output_dir", "arguments"), [("functions", ACCURACY), ("reward_model_and_lora", (*REWARD_MODEL, *LORA))]
+    ("output_dir", "arguments"),
+    [("functions", ACCURACY), pytest.param("reward_model_and_lora", (*REWARD_MODEL, *LORA), marks=pytest.mark.long)],
 )
 def test_trls_script_of_grpo_saves_a_trained_model(world, output_dir, arguments):
     from . import trl_scripts
