@@ -503,6 +503,7 @@ def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.heavy
 def test_the_end_of_a_run_does_not_wait_for_ever(small_disk, monkeypatch):
     monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
 

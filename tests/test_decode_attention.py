@@ -110,6 +110,7 @@ def test_each_row_attends_to_its_visible_columns(case, form):
         [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float8_e4m3fn")]
     ),
 )
+@pytest.mark.heavy
 def test_a_kernel_reads_a_cache_of_another_dtype(dtype, kv_dtype):
     attn, past = AttentionConfig(0.125), past_of(SHORT, [0, 69])
     cache, new = draw(8, 2, 4, 2, 64, 70, 64, jnp.dtype(dtype), jnp.dtype(kv_dtype))

@@ -163,6 +163,7 @@ def exchanges(jaxpr):
     rest_heavy([((1, 2, 1, 2, 1), 2), ((1, 4, 1, 1, 1), 1), ((1, 2, 2, 1, 1), 1), ((1, 1, 1, 2, 2), 2)]),
     ids=str,
 )
+@pytest.mark.heavy
 def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     model = init_model(MIXTURE, mesh=make_mesh(mesh))
     engine = Engine(model.config, model.params, model.mesh, (1,), kv_bytes=1 << 26, tp=tp)

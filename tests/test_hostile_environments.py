@@ -150,6 +150,7 @@ BAD_ANSWERS = [
 ]
 
 
+@pytest.mark.heavy
 def test_environments_that_fail_are_left_out_and_told_once():
     rows, told = what_each_does(BAD_ANSWERS, as_call=False, tool_timeout_s=1.5)
     reasons = ["timeout"] * 2 + ["env_error"] * (len(BAD_ANSWERS) - 2) + ["done"] * 2

@@ -139,6 +139,7 @@ def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 def test_an_own_loss_is_logged_stored_and_resumed(tmp_path, own):
     settings = {"loss_type": "my_objective:GMPO(epsilon=0.2)", "save_steps": 1, "max_steps": 2}
     a_trainer(tmp_path, **settings).train()

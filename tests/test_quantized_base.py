@@ -60,6 +60,7 @@ def test_4_bits_take_about_half_a_byte(shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.heavy
 def test_products_and_their_gradients_are_those_of_the_numbers(kind):
     rng = np.random.default_rng(0)
     weight, x, y = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 64), (7, 64), (7, 24)))

@@ -61,6 +61,7 @@ def test_contradictions_are_refused(settings, message):
         GRPOConfig(**settings)
 
 
+@pytest.mark.heavy
 def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
     seen = []
     settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 2}

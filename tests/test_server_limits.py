@@ -407,6 +407,7 @@ def test_others_go_on_while_programs_are_compiled_for_one(loop, compiled):
     assert sum(by_engine) < 0.5 * sum(seconds for _, seconds in compiled), compiled
 
 
+@pytest.mark.heavy
 def test_a_server_is_ready_when_it_is_warm(engines, compiled):
     loop = EngineLoop(engines)
     loop.is_ready = False

@@ -134,6 +134,7 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 def test_refilled_prompts_draw_other_numbers(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, [PROMPTS[0]], filter_zero_variance=True, filter_budget=3.0)
     with trainer.reward_runner:

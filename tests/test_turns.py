@@ -220,6 +220,7 @@ CASES += [case for case in itertools.product(LOSSES, ("token", "sequence_token")
 
 
 @pytest.mark.parametrize(("loss_type", "level"), rest_heavy(CASES, quick=2))
+@pytest.mark.heavy
 def test_packed_episodes_have_the_loss_and_gradient_of_each_row_by_itself(model, loss_type, level):
     settings = ObjectiveSettings(
         loss_type=loss_type,
