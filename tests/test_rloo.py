@@ -11,7 +11,7 @@ import pytest
 
 from groupax.compat import trl
 from groupax.config import GRPOConfig
-from groupax.events import RolloutScored
+from groupax.events import RolloutScored, StepEnded
 from groupax.objective.advantages import clipped_sum, find_advantage_estimator, rloo, with_penalty
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
@@ -83,6 +83,22 @@ def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
     np.testing.assert_allclose([rollout.advantage for rollout in rollouts], expected, atol=1e-5)
     np.testing.assert_allclose([row.advantages[row.mask][0] for row in rows], expected, atol=1e-5)
     assert metrics["reward"] == pytest.approx(np.mean([rollout.rewards["count_a"] for rollout in rollouts]))
+
+
+@pytest.mark.heavy
+def test_a_run_stopped_between_updates_on_a_rollout_ends_as_if_it_was_not(tmp_path):
+    settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 8}
+    settings |= {"importance_sampling_level": "sequence_sum", "loss_type": "grpo", "save_steps": 1}
+    settings |= {"updates_per_rollout": 2, "num_iterations": 2, "prompts_per_step": 2}
+    whole = a_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    stopped = a_trainer(tmp_path / "parts", **settings)
+    stopped.listeners = [lambda event: isinstance(event, StepEnded) and event.step == 5]
+    stopped.train()
+    assert stopped.cursor.step == 5
+    again = a_trainer(tmp_path / "parts", **settings)
+    again.train()
+    jax.tree.map(np.testing.assert_array_equal, again.learner.state.params, whole.learner.state.params)
 
 
 @pytest.mark.heavy
