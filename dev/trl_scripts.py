@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -137,9 +138,7 @@ def run_case(case: Case, folder: Path, checkout: Path, library: str) -> dict[str
     """Runs a script, or the snippets of a page; returns what became of each, by its name."""
     text = (checkout / case.path).read_text()
     if case.path.startswith(INSTALLED):
-        import trl
-
-        text = (Path(trl.__file__).parent / "scripts" / Path(case.path).name).read_text()
+        text = (resources.files("trl") / "scripts" / Path(case.path).name).read_text()
     if case.path.endswith(".md"):
         return trl_snippets.run_page(folder, text, case.path, library)
     for file in (checkout / case.path).parent.glob("*.txt"):
