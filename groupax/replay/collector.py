@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from groupax.models.specs import Params
 from groupax.replay.recorded import RecordedRun
@@ -38,10 +37,7 @@ class ReplayCollector(Collector):
         """Returns the recorded rollout, or the same one computed again, ready for updates."""
         number = cursor.num_rollouts
         groups = None if self.samples(number) else self._recorded(cursor)
-        if groups is None:
-            experience = self._sampled(cursor)
-        else:
-            experience = self._experience(groups, cursor)
+        experience = self._sampled(cursor) if groups is None else self._experience(groups, cursor)
         return self.scored(experience, cursor, num_wanted)
 
     def samples(self, number: int) -> bool:
@@ -77,10 +73,11 @@ class ReplayCollector(Collector):
 
     def _copy_calls(self, number: int) -> None:
         """Copies what tools answered into the folder of the replay, where it is looked up."""
-        folder = self.records()
-        for path in self.run.calls(number) if folder is not None else ():
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, folder)
+        folder, files = self.records(), self.run.calls(number)
+        if folder is not None and files:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in files:
+                shutil.copy(path, folder)
 
     def _recorded(self, cursor: Cursor) -> list[Group] | None:
         def examples(count: int) -> Sequence[Mapping]:
@@ -107,4 +104,3 @@ class ReplayCollector(Collector):
         metrics = self._rollout_metrics(groups) | times
         metrics["epoch"] = (cursor.num_prompts + len(groups)) / len(self.prompts)
         return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)
-

@@ -13,10 +13,12 @@ from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.recorded import RecordedRun
 from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
 from groupax.runs.checkpoints.record import read_policies
 from groupax.runs.checkpoints.saver import RunSaver
+from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.trainer import GRPOTrainer
@@ -34,6 +36,7 @@ QUIET: dict[str, Any] = {
     "log_completions": True,
     "log_completions_steps": 1,
     "rollout_log_gb": None,
+    "replay_state_gb": 0.0,
     "rollout_servers": (),
     "rollout_folder": None,
 }
@@ -41,17 +44,25 @@ QUIET: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Target:
-    """What is replayed.
+    """A step to replay.
 
     Attributes:
         run: The recorded run.
         step: The step to repeat.
         stage: First stage of it that is computed again; those before it are taken from the record.
+        is_changed: Whether it is repeated under changes, so that it need not be the same run.
+        starts_at: Step after which it starts without a checkpoint, as with other weights; 0 for the run's own start.
+        identity: Identity of the run whose state it starts from, if its settings differ from that.
+        saves: Whether the state after the step is saved.
     """
 
     run: RecordedRun
     step: int
     stage: Stage = "data"
+    is_changed: bool = False
+    starts_at: int = 0
+    identity: Identity | None = None
+    saves: bool = False
 
     @property
     def record(self) -> StepRecord:
@@ -72,15 +83,24 @@ class Target:
             )
 
 
+def first_of_rollout(step: int, args: GRPOConfig) -> int:
+    """Returns the number of steps before the rollout that a step trains on."""
+    updates = args.updates_per_rollout * args.num_iterations
+    return (step - 1) // updates * updates
+
+
 @contextmanager
 def replay_settings(target: Target, args: GRPOConfig) -> Iterator[GRPOConfig]:
     """Gives the settings of a run that repeats a step in a temporary folder, which is deleted at the end."""
-    updates = args.updates_per_rollout * args.num_iterations
-    first = (target.step - 1) // updates * updates  # before its rollout
-    saved = target.run.checkpoint(first)
+    saved = target.run.checkpoint(first_of_rollout(target.step, args))
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
-        resume = "never" if saved is None else str(saved.folder)
-        yield replace(args, **QUIET, output_dir=str(Path(folder) / "run"), resume=resume)
+        settings = replace(args, **QUIET, output_dir=str(Path(folder) / "run"), resume="never")
+        if saved is not None:  # a checkpoint or a state, which has another place
+            place = Path(folder) / "before" / "checkpoints" / saved.folder.name
+            place.parent.mkdir(parents=True)
+            place.symlink_to(saved.folder.resolve())
+            settings = replace(settings, resume=str(place))
+        yield settings
 
 
 class ReplayTrainer(GRPOTrainer):
@@ -113,8 +133,10 @@ class ReplayTrainer(GRPOTrainer):
     def _describe(self) -> Identity:
         """Returns the identity that was saved, if only the data differ; says so then."""
         own = super()._describe()
+        if self.target.identity is not None:
+            return self.target.identity
         saved = self.target.run.checkpoint(self.target.step)
-        if saved is None:
+        if saved is None or self.target.is_changed:
             return own
         found = differences(saved.state["identity"], own)
         data = {name: pair for name, pair in found.items() if name.startswith("train_dataset")}
@@ -128,10 +150,20 @@ class ReplayTrainer(GRPOTrainer):
         self.collector.policies = policies
         self.first_step = self.cursor.step
 
+    def _begin(self, log: RunLog) -> RunSaver:
+        saver, start = super()._begin(log), self.target.starts_at
+        if start:
+            before = self.target.run.records[start]
+            self.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
+            self.learner.num_updates = self.first_step = start
+        return saver
+
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while self.cursor.step < self.target.step:
             stop.check()
             self._step(log, stop)
+        if self.target.saves:
+            saver.save_and_wait(self.cursor, self.experience)
 
     def _step(self, log: RunLog, stop: PreemptionHandler) -> None:
         self._keep_policy()
@@ -150,9 +182,24 @@ class ReplayTrainer(GRPOTrainer):
             if is_due and self.collector.needs_policy(number):
                 self.collector.policies[number] = Policy(step, self.learner.snapshot())
 
+    @property
+    def identity(self) -> Identity:
+        """The identity of the run."""
+        assert self._identity is not None, "it has trained"
+        return self._identity
+
+    @property
+    def _diagnose(self) -> Diagnose:
+        """Finds nothing: the run has reported what is wrong."""
+        return lambda _: {}
+
+    def _report_setup(self, log: RunLog) -> None:
+        """Does nothing, for the same reason."""
+
     def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         """Does nothing: the run has continued."""
 
     def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
+        del saver, stop  # nothing is saved
         log.close_sinks()
         self.run_folder.settle()

@@ -46,7 +46,8 @@ class RunFolder:
 
     Layout: `config.json`; `run.json` with the run's id and its processes; `command.json` with the command line;
     `tokenizer/`; `metrics.jsonl` with one line per logged step, written at once; `diagnostics.jsonl` with `step`,
-    `name` and `text` per line; `record.jsonl` with digests of each step (see `StepRecord`); `rollouts/step_N.parquet` with one row per completion (see `RolloutLog`);
+    `name` and `text` per line; `record.jsonl` with digests of each step (see `StepRecord`); `rollouts/step_N.parquet`
+    with one row per completion (see `RolloutLog`);
     `evaluations/step_N.SET.jsonl` with one line per item; `bad_steps/` with batches whose update was not finite;
     `checkpoints/`; `model/`, written by the trainer at the end.
 

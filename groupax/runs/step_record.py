@@ -27,7 +27,7 @@ GROUP_BYTES, STAGE_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step was made of, as digests.
+    """A step as digests of what it was made of.
 
     Attributes:
         step: Number of the optimizer step.
