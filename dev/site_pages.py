@@ -9,18 +9,21 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, get_args
 
 import groupax
 from groupax.cli.main import COMMANDS, USAGE
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.runs import diagnostics
+from groupax.runs.severity import Severity, severity_of
 from groupax.settings.documentation import descriptions, parts, title
 
+SETTINGS = "reference/settings.md"
 DIAGNOSTICS_MARK = "<!-- the list of diagnostics -->"
 OTHER_MODULES = ("groupax.events", "groupax.runs.trackers.tracker")  # public, but not at the top of the package
+SEVERITIES = get_args(Severity)
 RESUMES = {
     "free": "A resumed run may change it.",
     "explicit": "A resumed run may change it where `resume` names the checkpoint.",
@@ -40,13 +43,15 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replaces the mark of the diagnostics with their list."""
-    return markdown.replace(DIAGNOSTICS_MARK, "\n".join(diagnostics_list())) if DIAGNOSTICS_MARK in markdown else markdown
+    return (
+        markdown.replace(DIAGNOSTICS_MARK, "\n".join(diagnostics_list())) if DIAGNOSTICS_MARK in markdown else markdown
+    )
 
 
 def generated_pages() -> dict[str, str]:
     """Returns the generated pages as Markdown, by path."""
     return {
-        "reference/settings.md": "\n".join(settings_page(GRPOConfig, "Settings", "groupax train")),
+        SETTINGS: "\n".join(settings_page(GRPOConfig, "Settings", "groupax train")),
         "reference/sft_settings.md": "\n".join(
             settings_page(SFTConfig, "Settings of supervised fine-tuning", "groupax sft")
         ),
@@ -70,9 +75,16 @@ def settings_page(record: type, heading: str, command: str) -> Iterator[str]:
         if not names:
             continue
         shown |= set(names)
-        yield from ("", f"## {title(part).replace('_', ' ').capitalize()}", "", _linked(part.__doc__ or ""))
+        yield from ("", f"## {title(part).replace('_', ' ').capitalize()}", "", _linked(part.__doc__ or "", ""))
         for name in names:
-            yield from ("", f"### `{name}` {{ #{name} }}", "", _facts(declared[name]), "", texts[name])
+            yield from (
+                "",
+                f"### `{name}` {{ #{name} }}",
+                "",
+                _facts(declared[name]),
+                "",
+                _linked(texts[name], "", declared),
+            )
 
 
 def python_page() -> Iterator[str]:
@@ -99,8 +111,8 @@ def diagnostics_list() -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for name, text in _diagnosed(ast.parse(inspect.getsource(diagnostics))):
         found.setdefault(name, []).append(text)
-    for name, texts in found.items():
-        yield from (f"### {name}", "")
+    for name, texts in sorted(found.items(), key=lambda each: SEVERITIES.index(severity_of(each[0]))):
+        yield from (f"### {name}", "", f"*{severity_of(name).capitalize()}*", "")
         for text in texts:
             yield from (f"> {_linked(text)}", "")
 
@@ -115,7 +127,7 @@ def _diagnosed(tree: ast.AST) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
             for key, value in zip(node.value.keys, node.value.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Constant | ast.JoinedStr):
-                    yield key.value, _template(value)
+                    yield str(key.value), _template(value)
 
 
 def _template(node: ast.expr) -> str:
@@ -134,10 +146,10 @@ def _value(node: ast.expr) -> str:
     return format(getattr(diagnostics, node.value.id), spec)
 
 
-def _linked(text: str) -> str:
-    """Returns Markdown in which the names of settings lead to their descriptions."""
-    names = sorted((each.name for each in fields(GRPOConfig) if "_" in each.name), key=len, reverse=True)
-    path = "reference/settings.md"
+def _linked(text: str, path: str = SETTINGS, known: Iterable[str] | None = None) -> str:
+    """Returns Markdown in which the names of settings lead to their descriptions on a page."""
+    declared = [each.name for each in fields(GRPOConfig)] if known is None else known
+    names = sorted((name for name in declared if "_" in name), key=len, reverse=True)
     text = " ".join(text.split()).replace("<", "&lt;")
     return re.sub(rf"(?<![\w`/.])({'|'.join(names)})(?![\w`/])", rf"[`\1`]({path}#\1)", text)
 
