@@ -435,5 +435,26 @@ def test_a_server_is_ready_when_it_is_warm(engines, compiled):
         while num_left:
             num_left -= told.get(timeout=60).finish_reason is not None
         assert compiled == []
+        loop.programs["tiny"].close()  # three completions never get four slots, and share two
+        loop.submit("tiny", [np.array([5, 6], np.int32)], SamplingParams(n=3, max_tokens=16), told.put)
+        num_left = 3
+        while num_left:
+            num_left -= told.get(timeout=60).finish_reason is not None
+    finally:
+        loop.close()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("numbers", [[2], [1, 2], [6], [1, 1, 1]])
+def test_requests_run_in_the_slots_that_are_compiled(tiny_model, numbers):
+    loop = EngineLoop({"tiny": engine_for(tiny_model, 1)}).start()
+    try:
+        loop.warm_up([1, 4], 16)
+        loop.programs["tiny"].close()
+        told, num_left, prompt = queue.Queue(), sum(numbers), np.array([5, 6], np.int32)
+        for number in numbers:
+            loop.submit("tiny", [prompt], SamplingParams(n=number, max_tokens=16, ignore_eos=True), told.put)
+        while num_left:
+            num_left -= told.get(timeout=60).finish_reason is not None
     finally:
         loop.close()

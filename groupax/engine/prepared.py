@@ -19,7 +19,7 @@ from groupax.engine.batch import Batch
 from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.pace import Pace
-from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps
+from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps, power_of_two
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
@@ -43,6 +43,8 @@ class PreparedBatch(Batch):
         declined: The last shape that was not compiled when the batch would have changed to it; None for none.
     """
 
+    short_pieces = True
+
     def __init__(
         self,
         programs: Programs,
@@ -60,14 +62,20 @@ class PreparedBatch(Batch):
         """Returns the demand to choose shapes by, for these sequences."""
         return server_demand(self.core, self.plan, sequences)
 
+    def admit(self, params: Params) -> None:
+        """Lets waiting sequences enter free slots, as many prompts as the pace allows before the next chunk."""
+        begun_s = time.perf_counter()
+        if admission := self.scheduler.admit(self.pace.num_prompts(self.shape, self._max_prompts())):
+            self._admit(params, admission)
+            jax.block_until_ready(self.slots)
+            self.pace.add_admission(int(admission.num_prompts.max()), time.perf_counter() - begun_s)
+
     def decode(self, params: Params) -> list[tuple[Sequence, int]]:
         """Decodes another chunk, whose length the pace chooses (see `Batch.decode`)."""
-        waited_s = time.perf_counter()
-        jax.block_until_ready(self.slots)
         begun_s = time.perf_counter()
         grown = super().decode(params)
         num_steps = max((len(sequence.tokens) - num_before for sequence, num_before in grown), default=0)
-        self.pace.add_chunk(num_steps, time.perf_counter() - begun_s, begun_s - waited_s)
+        self.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
         return grown
 
     def programs_with(self, sequences: Iterable[Sequence]) -> list[Program]:
@@ -102,7 +110,16 @@ class PreparedBatch(Batch):
 
     def _limit(self) -> jax.Array:
         """Returns the number of steps of the next chunk."""
-        return to_device(np.array(self.pace.num_steps, np.int32), NamedSharding(self.mesh, jax.P()))
+        return to_device(np.array(self.pace.num_steps(self.shape), np.int32), NamedSharding(self.mesh, jax.P()))
+
+    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:
+        return first_shape(self.core, self.plan, self.programs, sequences)
+
+    def _instead_of(self, shape: CacheShape) -> CacheShape | None:
+        for larger in larger_shapes(self.plan, shape, num_data_shards(self.mesh)):
+            if not self.programs.missing(self._programs_of(larger)):
+                return larger
+        return None
 
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):
@@ -120,11 +137,32 @@ def server_demand(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) -
     return rounded if plan.allows(plan.smallest_shape(rounded)) else replace(demand, group_sizes=rounded.group_sizes)
 
 
-def first_programs(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) -> list[Program]:
-    """Returns the programs that a new batch of these sequences needs until the last of them has finished."""
+def first_shape(core: EngineCore, plan: Plan, programs: Programs, sequences: Iterable[Sequence]) -> CacheShape:
+    """Returns the shape in which a new batch of these sequences starts.
+
+    It has a slot for each sequence. If that is not compiled, but another number of slots is, the batch starts with that
+    one, preferably with more.
+    """
+    sequences, num_shards = list(sequences), num_data_shards(core.mesh)
+    first = plan.first_shape(server_demand(core, plan, sequences), num_shards)
+    fewer = (replace(first, num_slots=first.num_slots >> halved) for halved in range(1, first.num_slots.bit_length()))
+    for shape in (first, *larger_shapes(plan, first, num_shards), *fewer):
+        if not programs.missing(first_programs(core, plan, shape, sequences)):
+            return shape
+    return first
+
+
+def larger_shapes(plan: Plan, shape: CacheShape, num_shards: int) -> Iterator[CacheShape]:
+    """Yields the allowed shapes with twice as many slots, four times as many and so on."""
+    most = power_of_two(plan.max_slots, num_shards)
+    while 2 * shape.num_slots <= most and plan.allows(shape := replace(shape, num_slots=2 * shape.num_slots)):
+        yield shape
+
+
+def first_programs(core: EngineCore, plan: Plan, shape: CacheShape, sequences: Iterable[Sequence]) -> list[Program]:
+    """Returns the programs that a new batch of a shape needs until the last of these sequences has finished."""
     sequences = list(sequences)
     demand, sampling = server_demand(core, plan, sequences), sampling_kind(each.params for each in sequences)
-    shape = plan.first_shape(demand, num_data_shards(core.mesh))
     automata = automata_of(sequences)
     tables = TableSize().including(automata) if automata else None
     return [Create(shape), *future_programs(shape, demand, sampling, plan, tables)]

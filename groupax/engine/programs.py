@@ -105,7 +105,7 @@ class Programs:
                 engine.kv_dtype,
                 engine.chunk_steps,
                 has_prefixes=bool(engine.prefixes.max_bytes),
-                has_limits=True,
+                is_served=True,
             )
             compiled = self._all_compiled.setdefault((structure, kinds), set())
             if compiled is not self._compiled:
