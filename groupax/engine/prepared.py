@@ -1,13 +1,14 @@
 """Batches that change only to shapes whose programs are compiled, and the programs that requests need.
 
-A request that needs another shape waits until all programs are compiled that it and the running sequences may need;
-these continue meanwhile. Therefore shapes are few here, in larger steps than elsewhere.
+A request that needs another shape waits until the programs are compiled that it and the running sequences soon need;
+these continue meanwhile. What they need only when completions have become longer is compiled while they grow. Shapes
+are few here, in larger steps than elsewhere.
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import count, permutations
 from typing import get_args
 
 import jax
@@ -29,6 +30,7 @@ from groupax.settings.sampling import SamplingKind, sampling_kind
 
 PROMPT_COLUMNS, PROMPT_STEP = 256, 4
 COLUMNS_STEP = 2
+NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
 
 
 class PreparedBatch(Batch):
@@ -56,6 +58,7 @@ class PreparedBatch(Batch):
     ) -> None:
         self.programs, self.pace = programs, pace
         self.declined: CacheShape | None = None
+        self._seen: tuple[CacheShape, Demand] | None = None  # for which missing programs were last looked for
         super().__init__(core, plan, sequences, patience)
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
@@ -79,16 +82,25 @@ class PreparedBatch(Batch):
         return grown
 
     def programs_with(self, sequences: Iterable[Sequence]) -> list[Program]:
-        """Returns the programs that are needed until the last sequence has finished if these join."""
+        """Returns the programs that are soon needed if these join."""
         sequences = list(sequences)
         return list(self._programs_of(self.shape_with(sequences), sequences))
 
     def missing_programs(self) -> list[Program]:
-        """Returns the programs that the last declined shape lacks, and forgets the shape."""
-        declined, self.declined = self.declined, None
-        return [] if declined is None else self.programs.missing(self._programs_of(declined))
+        """Returns what the last declined shape lacks, and once for each shape what is needed for longer completions.
 
-    def _programs_of(self, shape: CacheShape, others: Iterable[Sequence] = ()) -> Iterator[Program]:
+        The declined shape is forgotten.
+        """
+        declined, self.declined = self.declined, None
+        missing = [] if declined is None else self.programs.missing(self._programs_of(declined))
+        if self._seen != (self.shape, self.demand):
+            self._seen = self.shape, self.demand
+            missing += self.programs.missing(self._programs_of(self.shape, num_shapes=None))
+        return missing
+
+    def _programs_of(
+        self, shape: CacheShape, others: Iterable[Sequence] = (), num_shapes: int | None = NEAR_SHAPES
+    ) -> Iterator[Program]:
         """Yields the programs that change to a shape and continue in it, together with other sequences."""
         sequences = [*self.scheduler.running, *self.scheduler.queued, *others]
         if shape != self.shape:
@@ -96,7 +108,15 @@ class PreparedBatch(Batch):
         sampling, tables = sampling_kind(each.params for each in sequences), None
         if any(each.automaton is not None for each in sequences):
             tables = self._table_size_with(sequences, self.table_size)
-        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, tables)
+        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, tables, num_shapes)
+
+    def _change_to(self, shape: CacheShape) -> None:
+        """Changes to another shape, once its programs are compiled."""
+        missing = self.programs.missing(self._programs_of(shape, num_shapes=1))
+        if missing:
+            self.programs.request(missing, first=True)
+            self.programs.wait(missing)
+        super()._change_to(shape)
 
     def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
         """Returns what the sequences need, or what includes it where only that is compiled."""
@@ -160,16 +180,21 @@ def larger_shapes(plan: Plan, shape: CacheShape, num_shards: int) -> Iterator[Ca
 
 
 def first_programs(core: EngineCore, plan: Plan, shape: CacheShape, sequences: Iterable[Sequence]) -> list[Program]:
-    """Returns the programs that a new batch of a shape needs until the last of these sequences has finished."""
+    """Returns the programs that a new batch of these sequences soon needs, which starts in a shape."""
     sequences = list(sequences)
     demand, sampling = server_demand(core, plan, sequences), sampling_kind(each.params for each in sequences)
     automata = automata_of(sequences)
     tables = TableSize().including(automata) if automata else None
-    return [Create(shape), *future_programs(shape, demand, sampling, plan, tables)]
+    return [Create(shape), *future_programs(shape, demand, sampling, plan, tables, NEAR_SHAPES)]
 
 
 def future_programs(
-    shape: CacheShape, demand: Demand, sampling: SamplingKind, plan: Plan, tables: TableSize | None = None
+    shape: CacheShape,
+    demand: Demand,
+    sampling: SamplingKind,
+    plan: Plan,
+    tables: TableSize | None = None,
+    num_shapes: int | None = None,
 ) -> Iterator[Program]:
     """Yields the programs that a batch calls while its completions grow and others join it.
 
@@ -179,9 +204,12 @@ def future_programs(
         sampling: Kind of sampling of its sequences.
         plan: Limits of the cache; beyond, sequences are preempted.
         tables: Size of the tables of their constraints; None without any.
+        num_shapes: Number of shapes, this one included, until whose end programs are yielded; None for all.
     """
     before = None
-    while before is None or plan.allows(shape):
+    for _ in count() if num_shapes is None else range(num_shapes):
+        if before is not None and not plan.allows(shape):
+            break
         if before is not None:
             yield Change(before, shape)
         yield Decode(shape, sampling, tables)
