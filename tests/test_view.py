@@ -2,6 +2,7 @@
 (tests/test_view_page.py)."""
 
 import http.client
+import inspect
 import json
 import os
 import re
@@ -24,8 +25,11 @@ from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
+from groupax.runs import diagnostics
 from groupax.runs.folder import RunFolder
+from groupax.runs.severity import SEVERITIES, severity_of
 from groupax.types import Rollout
+from groupax.view.axes import mean_and_spread
 from groupax.view.groups import group_summaries
 from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import Run, Runs
@@ -146,7 +150,8 @@ def test_every_run_of_a_folder_is_listed_with_its_state(port):
     runs = ask(port, "runs")
     assert list(runs) == ['"><img src=x onerror=alert(3)>', "alpha"]
     state = runs["alpha"]
-    assert (state["last_step"], state["num_rollout_steps"], state["num_diagnostics"]) == (NUM_STEPS, NUM_STEPS + 1, 1)
+    assert (state["last_step"], state["num_rollout_steps"]) == (NUM_STEPS, NUM_STEPS + 1)
+    assert state["diagnostics"] == {"kl_runaway": "error"}
     assert state["latest"] == {"reward": NUM_STEPS / 10, "kl": None}
     assert state["status"] == "live"
     assert ask(port, "names") == ["kl", "reward", "step_time", "time/rollout_s"]
@@ -160,6 +165,38 @@ def test_series_are_what_was_logged(port):
     part = ask(port, "series", **{"run": "alpha", "name": "reward", "from": 2.5, "to": 4, "smooth": 0.5})
     assert part["alpha"]["reward"]["x"] == [3, 4]
     assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
+
+
+def test_series_by_tokens_and_time(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    for step in (2, 4, 6):
+        run.write_metrics({"step": float(step), "reward": step / 10, "step_time": 3.0, "num_tokens": 100.0 * step})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        by_tokens = ask(port, "series", **{"run": "run", "name": "reward", "by": "tokens", "from": 300})
+        assert by_tokens["run"]["reward"]["x"] == [400, 600]
+        assert ask(port, "series", run="run", name="reward", by="time")["run"]["reward"]["x"] == [6, 12, 18]
+        assert (
+            "by='x' is none of step, tokens, time"
+            in ask(port, "series", 400, run="run", name="reward", by="x")["error"]
+        )
+
+
+def test_the_band_of_seeds_is_their_mean_and_deviation(tmp_path):
+    curves = [(np.array([1.0, 3.0]), np.array([0.0, 2.0])), (np.array([1.0, 2.0, 4.0]), np.array([2.0, np.nan, 5.0]))]
+    x, mean, std = mean_and_spread(curves)
+    assert x.tolist() == [1, 3, 4]
+    assert mean == pytest.approx([1.0, 3.0, 5.0])  # the second curve is 4 at 3, the first ends there
+    assert std == pytest.approx([1.0, 1.0, 0.0])
+    assert mean_and_spread([])[0].size == 0
+    for seed in (1, 2):
+        write_run(tmp_path / f"seed{seed}", {"seed": seed}, num_steps=2)
+    with serving(tmp_path) as port:
+        ask(port, "runs")
+        band = ask(port, "band", run=["seed1", "seed2"], name=["reward", "none"])
+    assert list(band) == ["reward"]
+    assert band["reward"] == {"x": [1, 2], "y": [0.1, 0.2], "low": [0.1, 0.2], "high": [0.1, 0.2], "num_runs": 2}
 
 
 def test_smoothing_is_a_mean_that_favours_what_is_near():
@@ -201,6 +238,65 @@ def test_times_beside_updates_are_left_out(tmp_path):
     with serving(run.path) as port:
         ask(port, "runs")
         assert ask(port, "times", run="run")["parts"] == {"train": [1.0], "wait": [0.5], "other": [0.5]}
+
+
+def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({"max_steps": -1, "reward_weights": [0.5, 1.0], "learning_rate": 1e-3})
+    facts = {"model": "m", "rewards": "a, b", "steps": "1,000, each on 8 completions", "devices": "1 x cpu"}
+    process = {
+        "started_at": "now",
+        "processor": "P",
+        "cores": 2,
+        "python": "3.11",
+        "versions": {"jax": "1"},
+        "run": facts,
+    }
+    (run.path / "run.json").write_text(json.dumps({"processes": [process]}))
+    (run.path / "command.json").write_text(json.dumps({"model": "m", "reward_funcs": ["a", "b"]}))
+    for step in (10, 20):
+        compiled = {"time/compile_s": 20.0 if step == 10 else 0.0}
+        times = {"step_time": 30.0 if step == 10 else 2.0, **compiled}
+        run.write_metrics({"step": float(step), "reward": step / 10, "num_tokens": 7.0 * step, **times})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        found = ask(port, "overview", run="run")
+        progress = {"step": 20, "num_steps": 1000, "elapsed_s": 320, "remaining_s": 1960, "tokens": 140}
+        assert found["progress"] == {**progress, "started_at": "now"}
+        assert found["facts"]["rewards"] == "a × 0.5, b × 1"
+        assert found["facts"]["command"].startswith("groupax train --model m --reward_funcs a b")
+        assert "--learning_rate 0.001" in found["facts"]["command"]
+        [change] = found["changes"]
+        assert (change["before"]["value"], change["after"]["value"], change["set"]) == (1.0, 2.0, "training prompts")
+        pair = {
+            "before": 0.25,
+            "after": 0.75,
+            "difference": {"value": 0.5, "low": 0.25, "high": 0.625},
+            "p_value": 0.01,
+        }
+        estimates = {"before": {"pass@1": {"value": 0.25, "low": 0.125, "high": 0.5}}, "after": {}}
+        result = {"sets": {"eval": {**estimates, "comparison": {"differences": {"pass@1": pair}}}}}
+        (run.path / "result.json").write_text(json.dumps(result))
+        [change] = ask(port, "overview", run="run")["changes"]
+        assert change["before"] == {"value": 0.25, "low": 0.125, "high": 0.5}
+        assert change["after"] == {"value": 0.75, "low": None, "high": None}
+        row = ask(port, "table")["run"]
+        assert (row["last"], row["best"], row["num_steps"]) == (2.0, 2.0, 1000)
+        assert row["held_out"]["difference"]["low"] == 0.25
+        for name in ("run.json", "result.json", "command.json"):
+            (run.path / name).write_text('{"processes": [7], "sets": 3, "recipe": []}')
+        assert ask(port, "overview", run="run")["facts"]["folder"] == str(run.path)
+
+
+def test_every_diagnostic_has_a_severity():
+    source = inspect.getsource(diagnostics)
+    names = set(re.findall(r'(?:found\["|^ {8}")(\w+)"(?:\] = |: f")', source, re.MULTILINE))
+    assert {"rewards_equal", "all_truncated", "learning_rate_zero"} <= names <= set(SEVERITIES)
+    assert [severity_of(name) for name in ("reward f", "tracker_wandb_late", "of the future")] == [
+        "error",
+        "note",
+        "warning",
+    ]
 
 
 def test_metrics_are_read_while_they_are_written(tmp_path):
@@ -436,7 +532,13 @@ def test_settings_findings_and_evaluations(port, folder):
     assert settings["alpha"]["config"]["beta"] == 0.0
     assert settings['"><img src=x onerror=alert(3)>']["config"][HOSTILE] == HOSTILE
     [diagnostic] = ask(port, "diagnostics")["alpha"]
-    assert diagnostic == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}"}
+    assert diagnostic == {
+        "step": 3,
+        "name": "kl_runaway",
+        "text": f"KL runs away {HOSTILE}",
+        "severity": "error",
+    }
+    assert list(ask(port, "diagnostics", run="alpha")) == ["alpha"]
     assert ask(port, "evaluations", run="alpha") == ["step_000005.eval"]
     page = ask(port, "items", run="alpha", name="step_000005.eval", first=50)
     assert [item["prompt"] for item in page["items"]] == [f"question {n}" for n in range(50, 60)]

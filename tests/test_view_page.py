@@ -189,7 +189,7 @@ class Reader:
             return 0  # there, the key would scroll the page to its end, where the curve is out of sight
         self.keys(f'[data-title="{title}"] .canvas', Keys.END)
         told = self.text(f'[data-title="{title}"] .reading')
-        return int(told.removeprefix("step ").partition(":")[0].replace(",", "")) if told else 0
+        return int(told.splitlines()[0].removeprefix("step ").replace(",", "")) if told else 0
 
     def release(self):
         """The answer that `HOLD` holds back."""
@@ -335,6 +335,8 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
     until(lambda: page.all(".chart canvas"))
     for number, (place, ready) in enumerate(
         [
+            ("overview", ".overview-facts dl"),
+            ("runs", "table"),
             ("curves", ".chart"),
             ("rollouts", ".card"),
             ("prompts", "table"),

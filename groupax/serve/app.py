@@ -28,7 +28,7 @@ from groupax.serve.deltas import arriving_deltas, collect, no_tokens, to_queue
 from groupax.serve.errors import ApiError, stopping
 from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.jobs import ClosedError, Delta, Job, QueueFullError
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import EngineLoop, adapter_of
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.pause import pause_mode
 from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
@@ -347,7 +347,8 @@ class Server:
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
-        version = self.loop.engines[name].version
+        engine = self.loop.engines[name]
+        version = engine.version_of(adapter_of(engine, name))
         return {**card, "max_model_len": self.models[name].max_positions, "weights_version": version}
 
     def _check_caller(self, http: HttpRequest) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from groupax.view import groups, token_values
+from groupax.view.axes import mean_and_spread, positions
 from groupax.view.evaluations import item_page
+from groupax.view.overview import overview, table_row
 from groupax.view.prompt_index import PromptIndex
 from groupax.view.rollouts import Step, StepCache, matching_rows
 from groupax.view.runs import NotFoundError, Run, Runs
@@ -43,8 +45,11 @@ class Page:
         """Returns all routes of the page."""
         answers: Mapping[str, Callable[[Request], Any]] = {
             "/api/runs": self.states,
+            "/api/overview": self.overview,
+            "/api/table": self.table,
             "/api/names": self.names,
             "/api/series": self.series,
+            "/api/band": self.band,
             "/api/times": self.times,
             "/api/config": self.config,
             "/api/diagnostics": self.diagnostics,
@@ -76,32 +81,57 @@ class Page:
         self.runs.refresh()
         return {name: run.state() for name, run in self.runs.named().items()}
 
-    def names(self, request: Request) -> Any:  # noqa: ARG002
-        """Returns the names of all metrics of all runs."""
-        return sorted({name for run in self.runs.named().values() for name in run.metric_names()})
+    def overview(self, request: Request) -> Any:
+        """Returns the summary of a run."""
+        return overview(self._run(request))
+
+    def table(self, request: Request) -> Any:
+        """Returns a row of the table of runs for each of the runs `run`, by default for all runs."""
+        return {name: table_row(run) for name, run in self._chosen(request).items()}
+
+    def names(self, request: Request) -> Any:
+        """Returns the names of all metrics of the runs `run`, by default of all runs."""
+        return sorted({name for run in self._chosen(request).values() for name in run.metric_names()})
 
     def series(self, request: Request) -> Any:
-        """Returns the metrics `name` of the runs `run` between the steps `from` and `to`.
+        """Returns the metrics `name` of the runs `run` at the positions `from` to `to` of the axis `by`.
 
         The curves are smoothed with the weight `smooth` and have about `points` points at most.
         """
-        first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
-        num_points = _num_points(request, 1000)
-        weight = _number(request, "smooth", 0.0)
-        found: dict[str, dict[str, Any]] = {}
-        for run_name in request.query_params.getlist("run"):
-            run = self.runs[run_name]
-            found[run_name] = {}
-            for name in request.query_params.getlist("name"):
-                x, y = run.series(name)
-                if not len(x):
-                    continue
-                shown = smoothed(y, weight)
-                inside = (x >= first) & (x <= last)
-                x, shown = x[inside], shown[inside]
-                thin_x, thin_y = thinned(x, shown, num_points)
-                found[run_name][name] = {"x": thin_x.tolist(), "y": thin_y.tolist(), "num_points": len(x)}
+        return {
+            name: {
+                metric: {"x": x.tolist(), "y": y.tolist(), "num_points": num_points}
+                for metric in request.query_params.getlist("name")
+                for x, y, num_points in self._curve(request, self.runs[name], metric)
+            }
+            for name in request.query_params.getlist("run")
+        }
+
+    def band(self, request: Request) -> Any:
+        """Returns the mean of the metrics `name` over the runs `run`, with one standard deviation on either side."""
+        runs = [self.runs[name] for name in request.query_params.getlist("run")]
+        found = {}
+        for metric in request.query_params.getlist("name"):
+            curves = [(x, y) for run in runs for x, y, _ in self._curve(request, run, metric)]
+            x, mean, std = mean_and_spread(curves)
+            if len(x):
+                ends = {"y": mean, "low": mean - std, "high": mean + std}
+                kept = np.unique(np.linspace(0, len(x) - 1, _num_points(request, 1000)).astype(int))
+                found[metric] = {"x": x[kept].tolist(), **{name: y[kept].tolist() for name, y in ends.items()}}
+                found[metric]["num_runs"] = len(curves)
         return found
+
+    def _curve(self, request: Request, run: Run, metric: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Yields the requested curve and its number of points before thinning; nothing for a metric without points."""
+        first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
+        num_points, weight = _num_points(request, 1000), _number(request, "smooth", 0.0)
+        steps, y = run.series(metric)
+        if not len(steps):
+            return
+        shown = smoothed(y, weight)
+        x = positions(run, steps, request.query_params.get("by", "step"))
+        inside = (x >= first) & (x <= last)
+        yield *thinned(x[inside], shown[inside], num_points), int(inside.sum())
 
     def times(self, request: Request) -> Any:
         """Returns the step time of a run in seconds by phase; `other` is the time outside all phases."""
@@ -127,9 +157,9 @@ class Page:
                 found[name] = {"config": {}, "command": {}, "fault": str(error)}
         return found
 
-    def diagnostics(self, request: Request) -> Any:  # noqa: ARG002
-        """Returns the diagnostics of every run."""
-        return {name: run.diagnostics() for name, run in self.runs.named().items()}
+    def diagnostics(self, request: Request) -> Any:
+        """Returns the diagnostics of the runs `run`, by default of all runs."""
+        return {name: run.diagnostics() for name, run in self._chosen(request).items()}
 
     def steps(self, request: Request) -> Any:
         """Returns the steps that have a rollout log."""
@@ -207,6 +237,10 @@ class Page:
             raise NotFoundError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
         show = request.query_params.get("show", "all")
         return item_page(files[name], _integer(request, "first", "0"), show, request.query_params.get("q", ""))
+
+    def _chosen(self, request: Request) -> dict[str, Run]:
+        names = request.query_params.getlist("run")
+        return {name: self.runs[name] for name in names} if names else self.runs.named()
 
     def _run(self, request: Request) -> Run:
         return self.runs[request.query_params.get("run", "")]
