@@ -87,7 +87,7 @@ def admit(
     def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
         prompts, starts, num_prompts, source, is_new, admitted, known, adapters = given
         rows = prompts, starts, num_prompts[0], adapters
-        size = _piece_size(config, *prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
+        size = _piece_size(config, prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
         keys, values = _prefill(config, params, *rows, cache.k[0], known, layout, size, by_block)
         cache = _stored(cache, prompts, starts, source, keys, values)
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
@@ -127,10 +127,10 @@ def _stored(
 
 
 def _piece_size(
-    config: ModelConfig, num_prompts: int, num_columns: int, num_kv_heads: int, by_block: bool, short_pieces: bool
+    config: ModelConfig, shape: tuple[int, ...], num_kv_heads: int, by_block: bool, short_pieces: bool
 ) -> tuple[int, int]:
-    """Returns the numbers of prompts and of their columns that are computed at once."""
-    platform = traced_platform()
+    """Returns the numbers of prompts and of their columns that are computed at once, of prompts [P, S]."""
+    (num_prompts, num_columns), platform = shape, traced_platform()
     if by_block:
         return 1, min(num_columns, BLOCK)
     if short_pieces and platform == "cpu":
