@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
+import { Comparison } from "./compare.js";
 import { debounced, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { address, colour, oneRun } from "./state.js";
@@ -81,19 +82,23 @@ export class Prompts {
     const lines = [["best", "high", 2], ["mean", "mean", 0], ["worst", "low", 3]].map(([label, field, index]) => ({ label, colour: colour(index), x: found.step, y: found[field] }));
     if (!this.chart || !this.body.contains(this.chart.card)) {
       this.chart?.close();
-      this.chart = new Chart("Reward of this prompt", { wide: true });
-      this.table = el("div");
+      this.chart = new Chart("Reward of this prompt", { wide: true, height: 150 });
+      this.table = el("details", { class: "more" });
       this.head = el("div");
-      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.chart.card, this.table);
+      this.comparison = new Comparison();
+      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.comparison.root, this.chart.card, this.table);
     }
     fill(this.head, el("pre", { class: "text prompt-text" }, visible(found.text)));
     this.chart.show(lines);
+    this.comparison.show(this.run, { ...found, key: this.parameters.key });
+    const isOpen = this.table.open;
     const rows = found.step.map((step, index) => ({ step, index })).slice(-200).reverse();
-    fill(this.table, el("table", { class: "data" },
+    fill(this.table, el("summary", {}, "Rewards at every step"), el("table", { class: "data" },
       el("thead", {}, el("tr", {}, ["Step", "Completions", "Worst", "Mean", "Best", "Truncated"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, rows.map(({ step, index }) => el("tr", {},
         el("td", {}, el("a", { href: address("rollouts", { run: this.run, step, prompt: found.prompt_index[index] }) }, `step ${step}`)),
         [found.size, found.low, found.mean, found.high, found.truncated].map((column) => el("td", { class: "number" }, shown(column[index], 3))))))));
+    this.table.open = isOpen;
   }
 
   themed() {
