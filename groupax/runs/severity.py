@@ -34,4 +34,7 @@ def severity_of(name: str) -> Severity:
     """Returns the severity of the diagnostic with this name; `warning` for names of other versions."""
     if name in SEVERITIES:
         return SEVERITIES[name]
-    return next((severity for prefix, severity in PREFIXES.items() if name.startswith(prefix)), "warning")
+    for prefix, severity in PREFIXES.items():
+        if name.startswith(prefix):
+            return severity
+    return "warning"

@@ -32,14 +32,15 @@ def timeline(run: Run, last: float, num_steps: int) -> dict[str, Any]:
     shown = np.flatnonzero(steps <= last)[-min(num_steps, MAX_STEPS) :]
     bars: list[dict[str, Any]] = []
     for index in shown.tolist():
-        begin_s = ends_s[index] - np.nan_to_num(step_s[index])
-        at_s = begin_s
+        step, end_s = float(steps[index]), float(ends_s[index])
+        at_s = end_s - float(np.nan_to_num(step_s[index]))
         for name in names:
-            bars.append(_bar(steps[index], name, at_s, at_s + times[name][index]))
-            at_s += times[name][index]
+            next_s = at_s + float(times[name][index])
+            bars.append(_bar(step, name, at_s, next_s))
+            at_s = next_s
             if is_ahead and name == "wait":
-                bars.append(_bar(steps[index], "rollout", max(at_s - times["rollout"][index], 0.0), at_s))
-        bars.append(_bar(steps[index], "other", at_s, max(ends_s[index], at_s)))
+                bars.append(_bar(step, "rollout", max(at_s - float(times["rollout"][index]), 0.0), at_s))
+        bars.append(_bar(step, "other", at_s, max(end_s, at_s)))
     lanes = ["rollout", *names, "other"] if is_ahead else [*names, "other"]
     return {"lanes": lanes, "bars": [bar for bar in bars if bar["end_s"] > bar["start_s"]], "is_ahead": is_ahead}
 
@@ -64,7 +65,7 @@ def shares(run: Run) -> list[dict[str, Any]]:
 
 
 def _bar(step: float, lane: str, start_s: float, end_s: float) -> dict[str, Any]:
-    return {"step": step, "lane": lane, "start_s": float(start_s), "end_s": float(end_s)}
+    return {"step": step, "lane": lane, "start_s": start_s, "end_s": end_s}
 
 
 def _at(run: Run, name: str, steps: np.ndarray) -> np.ndarray:

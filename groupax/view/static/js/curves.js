@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { debounced, el, empty, failure, fill, select } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, select } from "./dom.js";
 import { bands } from "./seeds.js";
 import { app, colour, go, runColour, runDash, shownRuns, store, stored } from "./state.js";
 
@@ -241,7 +241,7 @@ export class Curves {
     for (const card of cards) {
       card.chart.show([...this.lines(card.names, single, exact, smooth), ...bandLines(card.names, groups, spread)], this.axes, marks);
     }
-    if (cards.length) document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+    if (cards.length) drawn();
   }
 
   lines(names, runs, exact, smooth) {

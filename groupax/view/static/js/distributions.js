@@ -1,7 +1,7 @@
 // Heat maps of the completions' values over steps.
 
 import { ask } from "./api.js";
-import { el, empty, failure, fill, shown, visible } from "./dom.js";
+import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { cssVariable, go, oneRun } from "./state.js";
 
@@ -49,7 +49,7 @@ export class Distributions {
       if (this.run !== run || this.closed) return;
       this.draw(found);
       if (found.steps.length < found.num_steps) this.timer = setTimeout(() => this.read(), AGAIN_MS);
-      document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+      drawn();
     } catch (error) {
       if (this.run === run && !this.closed) fill(this.grid, failure(error, () => this.read()));
     }
@@ -106,7 +106,7 @@ class HeatMap {
     this.last = el("span");
     this.reading = el("p", { class: "heat-reading", "aria-live": "polite" });
     this.card = el("section", { class: "chart", "aria-label": `Distribution of ${name}` },
-      el("header", {}, el("h3", {}, visible(name))),
+      el("header", {}, el("h2", {}, visible(name))),
       name in NOTES && el("p", { class: "note" }, NOTES[name]),
       el("div", { class: "heat-box" }, el("div", { class: "heat-y" }, this.high, this.low), this.canvas, el("div", { class: "heat-x" }, this.first, this.last)),
       this.reading);

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { diffText } from "./diff.js";
-import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Chat, endBadge } from "./episode.js";
 import { RunChoice } from "./runs.js";
 import { go, oneRun } from "./state.js";
@@ -67,7 +67,7 @@ export class Evaluations {
     this.rows = rows;
     const own = rows.find((row) => row.name === this.name);
     const others = rows.filter((row) => row.set === own?.set && row.name !== this.name);
-    const open = (change) => go("evaluations", { run: this.run, name: this.name, before: this.before || "none", ...change });
+    const open = (change) => go("evaluations", { run: this.run, name: this.name, before: this.parameters.before, ...change });
     fill(this.fields,
       names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => open({ name }), "evaluation"),
       others.length > 0 && select("Compare with", [["none", "none"], ...others.map((row) => [row.name, row.name])], this.before || "none", (before) => open({ before }), "before"),
@@ -90,7 +90,7 @@ export class Evaluations {
       if (this.asked !== asked) return;
       if (before) this.layOutPairs(found);
       else this.layOut(found);
-      document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+      drawn();
     } catch (error) {
       if (this.asked === asked) fill(this.body, failure(error, () => this.read()));
     }

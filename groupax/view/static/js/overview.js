@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { diagnosticList } from "./diagnostics.js";
-import { el, empty, failure, fill, shown, visible } from "./dom.js";
+import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { address, app, oneRun, runColour } from "./state.js";
 
@@ -49,7 +49,7 @@ export class Overview {
       if (this.run !== run || this.closed) return;
       this.draw(found, diagnostics[run] ?? []);
       await this.drawCurves(names);
-      document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+      drawn();
     } catch (error) {
       if (this.run === run && !this.closed) fill(this.body, failure(error, () => this.read()));
     }

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { Comparison } from "./compare.js";
-import { debounced, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { address, colour, oneRun } from "./state.js";
 
@@ -39,6 +39,7 @@ export class Prompts {
       this.tell(found.progress);
       if (key) this.showPrompt(found);
       else this.showPrompts(found.prompts);
+      drawn();
       if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 700);
     } catch (error) {
       if (!this.closed && this.parameters === parameters) fill(this.body, failure(error, () => this.read()));

@@ -1,7 +1,7 @@
 // The rollouts of a step: a list of groups, one of which is open.
 
 import { ask } from "./api.js";
-import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
 import { SearchAll } from "./search_all.js";
@@ -133,6 +133,7 @@ export class Rollouts {
     this.body.hidden = false;
     this.layOutList();
     document.documentElement.dataset.step = String(step);
+    drawn();
   }
 
   setList(change) {

@@ -1,7 +1,7 @@
 // Where the time of steps went: their phases on a time axis, and the shares of phases in all steps.
 
 import { ask } from "./api.js";
-import { el, empty, failure, fill, select, shown } from "./dom.js";
+import { drawn, el, empty, failure, fill, select, shown } from "./dom.js";
 import { duration } from "./overview.js";
 import { RunChoice } from "./runs.js";
 import { colour, go, oneRun } from "./state.js";
@@ -54,7 +54,7 @@ export class Timeline {
       const found = await ask("timeline", { run, last: this.last, num: this.number });
       if (this.run !== run || this.closed) return;
       this.draw(found);
-      document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+      drawn();
     } catch (error) {
       if (this.run === run && !this.closed) fill(this.chart, failure(error, () => this.read()));
     }
