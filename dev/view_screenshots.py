@@ -39,6 +39,10 @@ RUNS = {
 HACKED = "def many_sevens(completions, **kwargs):\n    return [text.count('7') / 4 for text in completions]\n"
 WIDE, PHONE = (1400, 900, 1.0, False), (390, 844, 1.0, True)
 OPEN_FIRST = "document.querySelector('.item summary').click()"
+OPEN_GAINED = """const order = document.querySelector('[name="order"]');
+order.value = 'gained';
+order.dispatchEvent(new Event('change'));
+setTimeout(() => document.querySelector('tbody a').click(), 800);"""
 # Of each picture the place, the size, the themes, and what to do on the page.
 PICTURES: dict[str, tuple[str, tuple[int, int, float, bool], tuple[str, ...], str]] = {
     "overview": ("overview?run=baseline-s0", WIDE, ("light", "dark"), ""),
@@ -48,7 +52,7 @@ PICTURES: dict[str, tuple[str, tuple[int, int, float, bool], tuple[str, ...], st
     "distributions": ("distributions?run=hacked", WIDE, ("light",), ""),
     "timeline": ("time?run=baseline-s0", WIDE, ("light", "dark"), ""),
     "rollouts": ("rollouts?run=baseline-s0&step=20", WIDE, ("light", "dark"), ""),
-    "prompt": ("prompts?run=baseline-s0", WIDE, ("light", "dark"), "document.querySelector('tbody a').click()"),
+    "prompt": ("prompts?run=baseline-s0", WIDE, ("light", "dark"), OPEN_GAINED),
     "evaluation": ("evaluations?run=baseline-s1", WIDE, ("light", "dark"), OPEN_FIRST),
     "settings": ("settings", WIDE, ("light",), ""),
     "phone_overview": ("overview?run=baseline-s0", PHONE, ("light", "dark"), ""),
@@ -105,6 +109,7 @@ def take(browser: Any, address: str, name: str, place: str, size: tuple[int, int
     browser.get(address)
     browser.execute_script("localStorage.setItem('groupax-theme', arguments[0])", name.rpartition("_")[2])
     browser.execute_script("localStorage.setItem('groupax-smoothing', '0.5')")
+    browser.execute_script("localStorage.setItem('groupax-compared', '\"median\"')")
     browser.get("about:blank")
     browser.get(f"{address}#/{place}")
     time.sleep(SETTLED_S)

@@ -623,6 +623,12 @@ def test_one_prompt_is_followed_over_the_steps(port):
     found = ask(port, "prompts", run="alpha")
     assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
     assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
+    orders = ("unsolved", "gained", "lost")
+    first = {order: ask(port, "prompts", run="alpha", order=order)["prompts"][0] for order in orders}
+    assert first["unsolved"]["best"] == 0.5
+    assert first["unsolved"]["text"] == "What is 1+1?"
+    assert all(each["best"] is not None for each in first.values())
+    assert "order='x' is none of frequent" in ask(port, "prompts", 400, run="alpha", order="x")["error"]
     [only] = ask(port, "prompts", run="alpha", q="1+1")["prompts"]
     history = ask(port, "prompt", run="alpha", key=only["key"])
     assert history["step"] == [1, 2, 3, 4, 5, 6]

@@ -228,7 +228,8 @@ class Page:
         """Returns the prompts of all steps that contain the text `q`."""
         index = self._index(self._run(request))
         progress = index.update()
-        return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MAX_PROMPTS)}
+        query, order = request.query_params.get("q", ""), request.query_params.get("order", "frequent")
+        return {"progress": progress, "prompts": index.prompts(query, MAX_PROMPTS, order)}
 
     def prompt(self, request: Request) -> Any:
         """Returns the history of a prompt over all steps."""

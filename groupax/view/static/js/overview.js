@@ -168,7 +168,7 @@ function change(each) {
 function factList(facts) {
   return el("dl", { class: "about" }, Object.entries(facts).map(([label, text]) => [
     el("dt", {}, visible(label)),
-    el("dd", {}, label === "command" ? command(text) : visible(text)),
+    el("dd", { title: label === "model" ? text : null }, label === "command" ? command(text) : visible(label === "model" ? shortName(text) : text)),
   ]));
 }
 
