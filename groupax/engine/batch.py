@@ -49,10 +49,13 @@ class Batch:
     Attributes:
         scheduler: Assigns sequences to slots.
         cache, slots: The arrays on the devices.
+        short_pieces: Whether prompts are computed in short pieces (see `prefill.admit`).
 
     Raises:
         ValueError: The plan does not allow two of the longest sequences.
     """
+
+    short_pieces = False
 
     def __init__(self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int) -> None:
         self.core, self.plan, self.patience = core, plan, patience
@@ -62,7 +65,7 @@ class Batch:
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
-        shape = plan.first_shape(self.demand, num_data_shards(self.mesh))
+        shape = self._first_shape(sequences)
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
@@ -101,6 +104,8 @@ class Batch:
                 break
             if self._is_prepared(larger):
                 shape = larger
+        else:
+            return shape if larger == shape else self._instead_of(larger) or shape
         return shape
 
     def allows(self, sequences: Iterable[Sequence]) -> bool:
@@ -192,7 +197,8 @@ class Batch:
     def _store(self, sequence: Sequence | None, stored: dict[str, Any]) -> None:
         """Stores keys and values that were read from the slot of a sequence."""
         assert sequence is not None, "it has a slot"
-        prefix = prefix_of(stored, sequence.prompt, sequence.tokens)
+        adapter = self.core.adapter_index(sequence.adapter)
+        prefix = prefix_of(stored, sequence.prompt, sequence.tokens, adapter)
         if sequence.place is None:
             self.core.prefixes.add(prefix)
         else:
@@ -248,6 +254,14 @@ class Batch:
     def _constraints(self, size: TableSize | None) -> Constraints | None:
         return None if size is None else self._tables.of(self.scheduler.slots, size)
 
+    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:  # noqa: ARG002
+        """Returns the shape to start with."""
+        return self.plan.first_shape(self.demand, num_data_shards(self.mesh))
+
+    def _instead_of(self, shape: CacheShape) -> CacheShape | None:  # noqa: ARG002
+        """Returns a shape with more slots to change to while this one is not prepared; None for none."""
+        return None
+
     def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
         """Returns whether to change to this shape now, where the change may wait."""
         return True
@@ -256,7 +270,7 @@ class Batch:
         return admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
 
     def _may_have(self, num_slots: int) -> bool:
-        return num_slots <= power_of_two(self.plan.max_slots, self.scheduler.num_shards)
+        return num_slots <= power_of_two(self.plan.max_slots, num_data_shards(self.mesh))
 
     # -- changes of the arrays
 
@@ -310,13 +324,17 @@ class Batch:
         admitted = self._idle_slots()
         is_new = np.zeros(len(admitted), bool)
         places: list[Place | None] = [None] * len(prompts)
+        adapters = np.full(len(prompts), -1, np.int32)
         row_of = {prompt_slot: self._row_of(prompt_slot, index) for prompt_slot, index in admission.prompt_slots}
         for slot, sequence in admission.slots:
             is_new[slot] = True
-            places[row_of[slot // self.scheduler.share]] = sequence.place
+            row = row_of[slot // self.scheduler.share]
+            places[row], adapters[row] = sequence.place, self.core.adapter_index(sequence.adapter)
             sequence.admitted_s = time.monotonic()
             self._generations[sequence] = self.core.prefixes.generation
             fill(admitted[slot], sequence)
+            if self.core.adapters:
+                admitted[slot]["adapter"] = adapters[row]
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -327,10 +345,12 @@ class Batch:
             self._on_rows(source),
             self._on_rows(is_new),
             to_slots(admitted, self._on_rows),
-            self._known(prompts, starts, places),
+            self._known(prompts, starts, places, adapters.tolist()),
+            self._on_rows(adapters) if self.core.adapters else None,
             config=self.core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
+            short_pieces=self.short_pieces,
         )
 
     def _row_of(self, prompt_slot: int, index: int) -> int:
@@ -338,9 +358,11 @@ class Batch:
         shard = prompt_slot * self.scheduler.share // self.scheduler.slots_per_shard
         return shard * self._max_prompts() + index
 
-    def _known(self, prompts: np.ndarray, starts: np.ndarray, places: list[Place | None]) -> Known | None:
+    def _known(
+        self, prompts: np.ndarray, starts: np.ndarray, places: list[Place | None], adapters: list[int]
+    ) -> Known | None:
         """Returns the stored keys and values of these left-padded prompts, [P, S]; None if there are none."""
-        gathered = self.core.prefixes.gather(prompts, starts, places)
+        gathered = self.core.prefixes.gather(prompts, starts, places, adapters)
         if gathered is None:
             return None
         lengths, k, v = gathered
@@ -348,7 +370,7 @@ class Batch:
         return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
 
     def _idle_slots(self) -> np.ndarray:
-        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
+        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
         return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))

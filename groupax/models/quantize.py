@@ -56,7 +56,7 @@ def check_decoding_weights(params: Params, dtype: str) -> None:
 @lru_cache(maxsize=16)
 def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     if dtype == "bfloat16":
-        return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+        return jax.jit(lambda params: jax.tree.map(_in_bfloat16, params))
     quantize = quantizer(dtype)
 
     def convert_matrix(weight: Any) -> Any:
@@ -71,6 +71,10 @@ def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
         return {**params, "layers": layers, "head": quantize(head_weights(params))}
 
     return jax.jit(convert)
+
+
+def _in_bfloat16(x: Array) -> Array:
+    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def quantizer(kind: str) -> Callable[[Array], Any]:
