@@ -42,7 +42,9 @@ def messages_from_json(text: str | None) -> tuple[Mapping[str, Any], ...] | None
 
 def branches_as_json(branches: Sequence[Branch]) -> str | None:
     """Returns further streams of an episode as one text, in which numbers keep all their bits; None without any."""
-    plain = [{name: array.tolist() for name, array in vars(branch).items()} for branch in branches]
+    plain: list[dict[str, Any]] = [{name: getattr(branch, name).tolist() for name in DTYPES} for branch in branches]
+    for each, branch in zip(plain, branches, strict=True):
+        each |= {} if branch.adapter is None else {"adapter": branch.adapter}
     return json.dumps(plain) if plain else None
 
 
@@ -50,7 +52,10 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
     """Returns the streams that `branches_as_json` has written."""
     plain = [] if text is None else json.loads(text)
     return tuple(
-        Branch(**{name: np.asarray(values, DTYPES[name]) for name, values in branch.items()}) for branch in plain
+        Branch(
+            **{name: np.asarray(branch[name], dtype) for name, dtype in DTYPES.items()}, adapter=branch.get("adapter")
+        )
+        for branch in plain
     )
 
 
