@@ -9,6 +9,7 @@ from groupax.data.examples import Examples
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.episodes.program import ProgramClass
+from groupax.parallel import processes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import one_line, short_repr
@@ -67,6 +68,7 @@ class Rules:
         rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
         templates: The `transcript.Templates` of programs; None without programs.
         adapters: Names of the adapters that the run trains; empty for a run that trains one or none.
+        constraint_fault: Why programs may not constrain their turns; None if they may.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
     """
@@ -78,6 +80,7 @@ class Rules:
     rollout_func: RolloutFunction | None = None
     templates: Any = None
     adapters: tuple[str, ...] = ()
+    constraint_fault: str | None = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
 
@@ -205,6 +208,12 @@ def _rules_of_programs(
     if tools:
         raise ValueError(
             f"a program names its tools in its own requests, so that tools={', '.join(tools)} would have no effect"
+        )
+    urls = {each.listening.public_url for each in classes.values() if isinstance(each, ProgramClass)} - {None}
+    if processes.num_processes() > 1 and any("{port}" not in str(url) for url in urls):
+        raise ValueError(
+            f"each of the run's {processes.num_processes()} processes answers programs at a port of its own; write "
+            "{port} into public_url, e.g. 'http://trainer:{port}'"
         )
     text_bridge = TextBridge(templates.tokenizer)
     kinds = {name: Kind(each, text_bridge=text_bridge) for name, each in classes.items()}
