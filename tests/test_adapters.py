@@ -1,15 +1,19 @@
 """Training several adapters of one base in one run."""
 
 import json
+import urllib.error
+import urllib.request
 
 import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, load_model, save_model
+from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model, load_model, program, save_model
 
 from .test_lora import a_base, leaves
+from .test_program_runs import CONFIG, trained
+from .test_programs import user
 from .test_resume import stopped_at
 from .test_trainer import a_trainer, lines_of
 
@@ -126,3 +130,54 @@ def test_a_stopped_run_continues_exactly(tmp_path, settings):
 def test_what_cannot_be_trained_together_is_refused_at_the_start(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         a_run(tmp_path, rows_of("solver", 4), **settings)
+
+
+def roles(base_url, prompt):
+    """A planner, a solver that gets the same messages and then the plan, and the base, which judges."""
+    plan = ask(base_url, "planner", prompt)
+    first = ask(base_url, "solver", prompt)
+    answer = ask(base_url, "solver", [*prompt, first, user(plan["content"][:10])])
+    verdict = ask(base_url, "base", [user(answer["content"][:10])])
+    return float(len(plan["content"] + verdict["content"]) % 3)
+
+
+def ask(base_url, model, messages):
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 12}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.loads(response.read())["choices"][0]["message"]
+
+
+@pytest.mark.heavy
+def test_roles_of_a_program_train_adapters_of_their_own(tmp_path):
+    trainer, _ = trained(tmp_path, environments=program(roles), adapters=NAMES, lora_r=4, learning_rate=1e-2)
+    start = add_adapter(init_model(CONFIG, seed=0), LoRAConfig(r=4, lora_alpha=32), seed=3).adapter.trained
+    for name in NAMES:
+        trained_now = trainer.learner.each[name].state.params
+        assert any(np.any(a != b) for a, b in zip(leaves(start), leaves(trained_now), strict=True))
+    [table, *_] = sorted((tmp_path / "rollouts").iterdir())
+    for row in pyarrow.parquet.read_table(table).to_pylist():
+        found = [row["adapter"], *(branch.get("adapter") for branch in json.loads(row["branches"]))]
+        assert sorted(map(str, found)) == ["None", "planner", "solver"]
+        assert found[0] == "solver", "which has the most turns"
+    [*_, line] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["rollout/logp_diff_max"] < 1e-4
+    assert line["adapters/planner/loss_tokens"] < line["adapters/solver/loss_tokens"]
+    again, _ = trained(tmp_path / "again", environments=program(roles), adapters=NAMES, lora_r=4, learning_rate=1e-2)
+    for one, other in zip(leaves(again.learner.state), leaves(trainer.learner.state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.heavy
+def test_a_program_that_names_no_adapter_of_the_run_learns_which_there_are(tmp_path):
+    def wrong(base_url, prompt):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(base_url, "judge", prompt)
+        assert refused.value.code == 404
+        assert "planner, solver and base" in json.loads(refused.value.read())["error"]["message"]
+        with urllib.request.urlopen(f"{base_url}/models") as response:
+            assert [each["id"] for each in json.loads(response.read())["data"]] == [*NAMES, "base"]
+        return float(len(ask(base_url, "planner", prompt)["content"]))
+
+    trainer, _ = trained(tmp_path, environments=program(wrong), adapters=NAMES, lora_r=4)
+    assert trainer.cursor.step == 2

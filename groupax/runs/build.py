@@ -225,6 +225,8 @@ def rules_for(
             "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
             "its end; leave turn_credit as it is"
         )
+    if rules.templates is not None:
+        rules.templates.adapters = args.adapters
     fault = UNCORRECTED_CONSTRAINT if rules.templates is not None and args.rollout_correction == "none" else None
     return replace(rules, constraint_fault=fault, adapters=args.adapters)
 

@@ -68,6 +68,8 @@ class RolloutSettings:
                 raise ValueError(
                     f"adapters must be names of letters, digits, '.', '_' and '-', at most 64, got {short_repr(name)}"
                 )
+        if "base" in self.adapters:
+            raise ValueError("adapters must have other names than 'base', which is their base; e.g. 'basic'")
         if len(set(self.adapters)) < len(self.adapters):
             raise ValueError(f"adapters must have different names, got {', '.join(self.adapters)}")
         if self.adapters and self.rollout_servers:

@@ -68,7 +68,7 @@ class AdapterLearners:
 
     @property
     def execution(self) -> Execution:
-        """How the programs are executed."""
+        """The settings with which programs are executed."""
         return self._first.execution
 
     @property
