@@ -33,6 +33,7 @@ from groupax.runs.header import model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
+from groupax.runs.progress.notebook import result_html
 from groupax.runs.run import Run
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
@@ -58,6 +59,10 @@ class SFTResult:
     num_steps: int
     train_seconds: float
     metrics: Metrics
+
+    def _repr_html_(self) -> str:
+        """Returns the result as a table, for notebooks."""
+        return result_html(self.num_steps, self.train_seconds, self.metrics, {})
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ class Turn:
 class Branch:
     """A further stream of tokens of an episode, whose prompt is not the stream of its rollout.
 
-    The fields are those of `Rollout`. A token that an earlier stream of the episode counts is not counted again.
+    The fields are those of `Rollout`, and the messages of its prompt. A token that an earlier stream of the episode
+    counts is not counted again.
     """
 
     prompt_ids: np.ndarray
@@ -97,6 +98,9 @@ class Branch:
     policy_logps: np.ndarray
     sampler_logps: np.ndarray
     mask: np.ndarray
+    turns: tuple[Turn, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt: tuple[Mapping[str, Any], ...] | None = None
     adapter: str | None = None
 
 

@@ -15,6 +15,7 @@ DTYPES: dict[str, type] = {  # of the arrays of a branch
     "sampler_logps": np.float32,
     "mask": bool,
 }
+MESSAGES = ("messages", "prompt")  # of a branch
 
 
 def turns_as_json(turns: Sequence[Turn]) -> str:
@@ -42,9 +43,13 @@ def messages_from_json(text: str | None) -> tuple[Mapping[str, Any], ...] | None
 
 def branches_as_json(branches: Sequence[Branch]) -> str | None:
     """Returns further streams of an episode as one text, in which numbers keep all their bits; None without any."""
-    plain: list[dict[str, Any]] = [{name: getattr(branch, name).tolist() for name in DTYPES} for branch in branches]
-    for each, branch in zip(plain, branches, strict=True):
-        each |= {} if branch.adapter is None else {"adapter": branch.adapter}
+    plain = [
+        {name: getattr(branch, name).tolist() for name in DTYPES}
+        | {"turns": turns_as_json(branch.turns)}
+        | {name: messages_as_json(getattr(branch, name)) for name in MESSAGES}
+        | ({} if branch.adapter is None else {"adapter": branch.adapter})
+        for branch in branches
+    ]
     return json.dumps(plain) if plain else None
 
 
@@ -53,7 +58,10 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
     plain = [] if text is None else json.loads(text)
     return tuple(
         Branch(
-            **{name: np.asarray(branch[name], dtype) for name, dtype in DTYPES.items()}, adapter=branch.get("adapter")
+            **{name: np.asarray(branch[name], kind) for name, kind in DTYPES.items()},
+            turns=turns_from_json(branch.get("turns", "[]")),
+            **{name: messages_from_json(branch.get(name)) for name in MESSAGES},
+            adapter=branch.get("adapter"),
         )
         for branch in plain
     )

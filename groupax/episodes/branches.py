@@ -130,4 +130,4 @@ def _stream(path: tuple[SampledTurn, ...], counted: set[int]) -> Stream:
         counted.add(id(turn))
     zero = np.float32(0.0)
     logps = np.where(mask, policy_logps, zero), np.where(mask, sampler_logps, zero)
-    return Stream(Branch(path[0].prompt_ids, ids, *logps, mask, path[0].adapter), path, tuple(spans))
+    return Stream(Branch(path[0].prompt_ids, ids, *logps, mask, adapter=path[0].adapter), path, tuple(spans))

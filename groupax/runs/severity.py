@@ -32,5 +32,9 @@ PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of n
 
 def severity_of(name: str) -> Severity:
     """Returns the severity of the diagnostic with this name; `warning` for names of other versions."""
-    found = [severity for prefix, severity in PREFIXES.items() if name.startswith(prefix)]
-    return SEVERITIES.get(name, found[0] if found else "warning")
+    if name in SEVERITIES:
+        return SEVERITIES[name]
+    for prefix, severity in PREFIXES.items():
+        if name.startswith(prefix):
+            return severity
+    return "warning"

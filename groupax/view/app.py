@@ -10,27 +10,28 @@ from typing import Any
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from groupax.settings.objective import UNCLIPPED
 from groupax.view import groups, token_values
 from groupax.view.axes import mean_and_spread, positions
+from groupax.view.distributions import Distributions
+from groupax.view.evaluation_table import EvaluationTable
 from groupax.view.evaluations import item_page
 from groupax.view.overview import overview, table_row
 from groupax.view.prompt_index import PromptIndex
-from groupax.view.rollouts import Step, StepCache, matching_rows
+from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import NotFoundError, Run, Runs
-from groupax.view.search import search_steps
-from groupax.view.series import interval_means, smoothed, thinned
+from groupax.view.search import Query, exported, search_steps
+from groupax.view.series import smoothed, thinned
+from groupax.view.timeline import shares, timeline
 from groupax.view.tokens import token_texts
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_POINTS = 20_000  # per curve and response
 MAX_PROMPTS = 200
-TIMES = "time/"
-# A run with `time/wait_s` generates rollouts during updates, so these times are not part of the step time.
-WAIT_S, OVERLAPPED = "time/wait_s", {"time/rollout_s", "time/reward_s"}
 
 
 class Page:
@@ -40,6 +41,8 @@ class Page:
         self.runs = runs
         self._steps = StepCache()
         self._indexes: dict[Run, PromptIndex] = {}
+        self._evaluations = EvaluationTable()
+        self._distributions: dict[Run, Distributions] = {}
 
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
@@ -50,7 +53,8 @@ class Page:
             "/api/names": self.names,
             "/api/series": self.series,
             "/api/band": self.band,
-            "/api/times": self.times,
+            "/api/timeline": self.timeline,
+            "/api/distributions": self.distributions,
             "/api/config": self.config,
             "/api/diagnostics": self.diagnostics,
             "/api/steps": self.steps,
@@ -62,11 +66,14 @@ class Page:
             "/api/prompts": self.prompts,
             "/api/prompt": self.prompt,
             "/api/evaluations": self.evaluations,
+            "/api/estimates": self.estimates,
+            "/api/differences": self.differences,
             "/api/items": self.items,
         }
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
         return [
+            Route("/api/export", self.export),
             *(Route(path, _json_answer(answer)) for path, answer in answers.items()),
             *(Route(path, _file_answer(file)) for path, file in files.items()),
         ]
@@ -133,19 +140,16 @@ class Page:
         inside = (x >= first) & (x <= last)
         yield *thinned(x[inside], shown[inside], num_points), int(inside.sum())
 
-    def times(self, request: Request) -> Any:
-        """Returns the step time of a run in seconds by phase; `other` is the time outside all phases."""
+    def timeline(self, request: Request) -> Any:
+        """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
         run = self._run(request)
-        steps, step_s = run.series("step_time")
-        names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
-        names = [name for name in names if WAIT_S not in names or name not in OVERLAPPED]
-        parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
-        columns = [_aligned(steps, *part) for part in parts.values()]
-        rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
-        columns.append(np.maximum(rest, 0.0))
-        inside = (steps >= _number(request, "from", -math.inf)) & (steps <= _number(request, "to", math.inf))
-        x, means = interval_means(steps[inside], np.stack(columns)[:, inside], _num_points(request, 300))
-        return {"x": x.tolist(), "parts": dict(zip([*parts, "other"], means.tolist(), strict=True))}
+        found = timeline(run, _number(request, "last", math.inf), _integer(request, "num", "20"))
+        return {**found, "shares": shares(run)}
+
+    def distributions(self, request: Request) -> Any:
+        """Returns the distributions of a run's completions over steps, as far as they are read."""
+        run = self._run(request)
+        return self._distributions.setdefault(run, Distributions(run)).read()
 
     def config(self, request: Request) -> Any:  # noqa: ARG002
         """Returns the settings of every run; `fault` says why they cannot be read, if so."""
@@ -172,7 +176,7 @@ class Page:
         query = request.query_params.get("q", "")
         matching = None
         if query:
-            matching = sorted({int(step.prompt_index[row]) for row in matching_rows(step, query)})
+            matching = sorted({int(step.prompt_index[row]) for row, _ in Query(query).rows(step)})
         return {
             "groups": groups.group_summaries(step),
             "matching": matching,
@@ -191,7 +195,8 @@ class Page:
         run, number = self._run(request), _integer(request, "step")
         sample = _integer(request, "sample") if "sample" in request.query_params else None
         channel = request.query_params.get("channel", "policy_logps")
-        found = token_values.token_values(run.rollout_file(number), _integer(request, "prompt"), channel, sample)
+        prompt, clip = _integer(request, "prompt"), _clip(run)
+        found = token_values.token_values(run.rollout_file(number), prompt, channel, sample, clip)
         texts = token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
@@ -207,18 +212,24 @@ class Page:
         return {"text": groups.full_text(step, _integer(request, "prompt"), *which)}
 
     def search(self, request: Request) -> Any:
-        """Returns rollouts that contain the text `q`, searching backwards from step `before` for a limited time."""
-        run = self._run(request)
-        query = request.query_params.get("q", "")
-        if not query:
-            raise ValueError("q is empty; it must be the text to search for")
-        return search_steps(run, query, before=_number(request, "before", math.inf))
+        """Returns rollouts that match a query, searching backwards from step `before` for a limited time."""
+        return search_steps(self._run(request), _query(request), before=_number(request, "before", math.inf))
+
+    def export(self, request: Request) -> Response:
+        """Returns all rollouts that match a query as a file of JSON Lines."""
+        try:
+            run, query = self._run(request), _query(request)
+        except ValueError as error:
+            return Response(f"{error}\n", 404 if isinstance(error, NotFoundError) else 400, media_type="text/plain")
+        headers = {"content-disposition": 'attachment; filename="rollouts.jsonl"', "cache-control": "no-store"}
+        return StreamingResponse(exported(run, query), 200, headers, "application/jsonl")
 
     def prompts(self, request: Request) -> Any:
         """Returns the prompts of all steps that contain the text `q`."""
         index = self._index(self._run(request))
         progress = index.update()
-        return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MAX_PROMPTS)}
+        query, order = request.query_params.get("q", ""), request.query_params.get("order", "frequent")
+        return {"progress": progress, "prompts": index.prompts(query, MAX_PROMPTS, order)}
 
     def prompt(self, request: Request) -> Any:
         """Returns the history of a prompt over all steps."""
@@ -230,13 +241,26 @@ class Page:
         """Returns the names of the evaluations that have stored items."""
         return list(self._run(request).evaluation_files())
 
+    def estimates(self, request: Request) -> Any:
+        """Returns the estimates of every evaluation of a run."""
+        return self._evaluations.rows(self._run(request).evaluation_files())
+
+    def differences(self, request: Request) -> Any:
+        """Returns a comparison of the evaluations `before` and `name`, with a page of their items."""
+        before, after = self._evaluation(request, "before"), self._evaluation(request, "name")
+        show, query = request.query_params.get("show", "all"), request.query_params.get("q", "")
+        return self._evaluations.differences(before, after, show, _integer(request, "first", "0"), query)
+
     def items(self, request: Request) -> Any:
         """Returns a page of the items of an evaluation."""
-        files, name = self._run(request).evaluation_files(), request.query_params.get("name", "")
+        path, show = self._evaluation(request, "name"), request.query_params.get("show", "all")
+        return item_page(path, _integer(request, "first", "0"), show, request.query_params.get("q", ""))
+
+    def _evaluation(self, request: Request, parameter: str) -> Path:
+        files, name = self._run(request).evaluation_files(), request.query_params.get(parameter, "")
         if name not in files:
             raise NotFoundError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
-        show = request.query_params.get("show", "all")
-        return item_page(files[name], _integer(request, "first", "0"), show, request.query_params.get("q", ""))
+        return files[name]
 
     def _chosen(self, request: Request) -> dict[str, Run]:
         names = request.query_params.getlist("run")
@@ -293,14 +317,6 @@ def _file_answer(file: Path) -> Callable[[Request], Response]:
     return lambda request: Response(content, 200, {"cache-control": "no-cache"}, kind)  # noqa: ARG005
 
 
-def _aligned(steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns the values at the steps, NaN where there is none."""
-    if len(x) == len(steps) and np.array_equal(x, steps):
-        return y
-    known = dict(zip(x.tolist(), y.tolist(), strict=True))
-    return np.array([known.get(step, math.nan) for step in steps.tolist()])
-
-
 def _number(request: Request, name: str, default: float) -> float:
     text = request.query_params.get(name)
     try:
@@ -310,6 +326,28 @@ def _number(request: Request, name: str, default: float) -> float:
     if math.isnan(value):
         raise ValueError(f"{name}={text!r} is not a number")
     return value
+
+
+def _query(request: Request) -> Query:
+    """Returns the query for completions that a request has."""
+    ranges = {
+        name: (_number(request, f"min_{name}", -math.inf), _number(request, f"max_{name}", math.inf))
+        for name in ("reward", "length", "advantage")
+    }
+    given = request.query_params
+    return Query(given.get("q", ""), given.get("regex") == "1", **ranges, end=given.get("end", ""))
+
+
+def _clip(run: Run) -> tuple[float, float] | None:
+    """Returns the bounds at which a run's loss clips the ratios of tokens; None if it does not clip them."""
+    try:
+        config = run.config()
+        if config["loss_type"] in UNCLIPPED or config["importance_sampling_level"] != "token":
+            return None
+        low, high = config["epsilon"], config["epsilon_high"]
+        return 1 - float(low), 1 + float(low if high is None else high)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _num_points(request: Request, default: int) -> int:

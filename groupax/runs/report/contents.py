@@ -15,6 +15,7 @@ from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.terminal.printable import printable
 
+OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.
 CURVES = {
     "reward": ("reward",),
@@ -24,6 +25,7 @@ CURVES = {
     "KL to the reference, nats": ("kl",),
     "entropy, nats": ("entropy",),
     "completion length, tokens": ("completions/mean_length", "completions/max_length"),
+    "turns and streams of tokens per episode, turns per stream": OF_EPISODES,
     "truncated, zero-variance groups": ("completions/clipped_ratio", "frac_reward_zero_std"),
     "clipped tokens": ("clip_ratio/region_mean",),
     "gradient norm": ("grad_norm",),
@@ -163,7 +165,7 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
     count, kind = run.num_paid
     hours = count * seconds / 3600
     rows = [("", ""), ("optimizer steps", f"{run.num_steps:,}")]
-    for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length"):
+    for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length", *OF_EPISODES):
         if name in last:
             before = number(first.get(name, math.nan))
             rows.append((name, f"{before} → {number(last[name])} (first and last logged step)"))

@@ -20,7 +20,7 @@ export const X_AXES = {
 export class Chart {
   /**
    * @param {string} title
-   * @param {{note?: string, names?: string[], height?: number, wide?: boolean, stacked?: boolean,
+   * @param {{note?: string, names?: string[], height?: number, wide?: boolean,
    *   zoomed?: (from: number, to: number) => void, opened?: (x: number, label: string) => void}} options
    *   `names` are metrics; `opened` is called with the x of a click and the line that is nearest to it.
    */
@@ -71,7 +71,6 @@ export class Chart {
   }
 
   data() {
-    if (this.options.stacked) return stack(this.lines);
     const positive = this.axes.isLog ? (values) => values.map((y) => (y > 0 ? y : null)) : (values) => values;
     const data = uPlot.join(this.lines.map((line) => [line.x, ...[line.y, line.low, line.high].filter(Boolean).map(positive)]));
     return data.length ? data : [[]];
@@ -109,7 +108,6 @@ export class Chart {
   }
 
   series() {
-    const { stacked } = this.options;
     const series = [{}];
     const bands = [];
     this.lines.forEach((line, index) => {
@@ -118,8 +116,7 @@ export class Chart {
         label: line.label,
         show,
         stroke: line.faint ? `${line.colour}55` : line.colour,
-        fill: stacked ? `${line.colour}cc` : undefined,
-        width: line.faint ? 1 : stacked ? 0.5 : 1.75,
+        width: line.faint ? 1 : 1.75,
         dash: DASHES[(line.dash ?? 0) % DASHES.length],
         points: { show: () => this.lines[index].x.length < 3 },
       });
@@ -132,7 +129,6 @@ export class Chart {
   }
 
   scale() {
-    if (this.options.stacked) return { range: (_, low, high) => [0, high * 1.05 || 1] };
     if (this.axes.isLog) return { distr: 3, range: (_, low, high) => (low > 0 && high > 0 ? uPlot.rangeLog(low, high, 10, false) : [0.1, 1]) };
     return { range: (_, low, high) => {
       if (low === null || high === null || low === undefined) return [0, 1];
@@ -223,7 +219,7 @@ export class Chart {
         return { line, x: line.x[index], y: line.y[index], low: line.low?.[index], high: line.high?.[index] };
       })
       .filter(({ line, y }) => y !== null && y !== undefined && x >= line.x[0] && x <= line.x[line.x.length - 1])
-      .sort((a, b) => (this.options.stacked ? 0 : b.y - a.y));
+      .sort((a, b) => b.y - a.y);
   }
 
   read(index) {
@@ -311,18 +307,4 @@ function hours(seconds) {
   if (seconds < 60) return `${shown(seconds, 2)} s`;
   const minutes = Math.floor(seconds / 60);
   return minutes < 60 ? `${minutes}:${String(Math.floor(seconds % 60)).padStart(2, "0")} min` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h`;
-}
-
-/** Stacks the lines, the first line on top, so that each covers the lines below it. */
-function stack(lines) {
-  if (!lines.length) return [[]];
-  const sums = lines[0].x.map(() => 0);
-  const stacked = [];
-  for (const line of [...lines].reverse()) {
-    line.y.forEach((y, index) => {
-      sums[index] += y ?? 0;
-    });
-    stacked.unshift([...sums]);
-  }
-  return [lines[0].x, ...stacked];
 }

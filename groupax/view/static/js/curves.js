@@ -2,9 +2,9 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { debounced, el, empty, failure, fill, select } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, select } from "./dom.js";
 import { bands } from "./seeds.js";
-import { app, colour, go, oneRun, runColour, runDash, shownRuns, store, stored } from "./state.js";
+import { app, colour, go, runColour, runDash, shownRuns, store, stored } from "./state.js";
 
 const POINTS = 800;
 const SECTIONS = [
@@ -31,7 +31,8 @@ const SECTIONS = [
   ]],
   ["Episodes", [
     ["Ends of episodes", /^stop\//, "Fraction of the episodes that ended so."],
-    ["Turns", ["episodes/turns"], "Mean number of turns of an episode."],
+    ["Turns", ["episodes/turns", "episodes/turns_per_stream"], "Mean number of turns of an episode, and of each of its streams of tokens."],
+    ["Streams", ["episodes/streams"], "Mean number of streams of tokens of an episode: a program that rewrites its history, or asks in parallel, begins further ones."],
     ["Calls", ["tools/call_frequency"], "Mean number of tool calls of an episode."],
     ["Failed calls", ["tools/failure_frequency"], "Fraction of the tool calls."],
     ["Seconds per call", ["tools/seconds"]],
@@ -152,9 +153,6 @@ export class Curves {
         const matches = !query || [title, ...found].some((text) => text.toLowerCase().includes(query));
         if (found.length && matches) wanted.push([section, title, found, note]);
       }
-      if (section === "Speed" && !query && this.names.includes("step_time")) {
-        wanted.push([section, "Where the time goes", [], "Seconds per step by phase; rewards are computed during decoding."]);
-      }
     }
     for (const name of this.names) {
       if (used.has(name) || (query && !name.toLowerCase().includes(query))) continue;
@@ -184,11 +182,10 @@ export class Curves {
   }
 
   newCard(title, note, names) {
-    const isSplit = title === "Where the time goes";
     const opened = (x, line) => { if (line.run && this.axes.x === "step") go("rollouts", { run: line.run, step: Math.round(x) }); };
-    const chart = new Chart(title, { note, names, stacked: isSplit, wide: isSplit, zoomed: (from, to) => this.zoomTo(from, to), opened });
+    const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened });
     this.seen.observe(chart.card);
-    return { chart, names: [], visible: false, isSplit };
+    return { chart, names: [], visible: false };
   }
 
   scrolled(entries) {
@@ -243,10 +240,9 @@ export class Curves {
     if (this.closed) return;
     const marks = this.axes.x === "step" ? marksOf(diagnostics, from, to) : [];
     for (const card of cards) {
-      if (card.isSplit) await this.showSplit(card, from, to);
-      else card.chart.show([...this.lines(card.names, single, exact, smooth), ...bandLines(card.names, groups, spread)], this.axes, marks);
+      card.chart.show([...this.lines(card.names, single, exact, smooth), ...bandLines(card.names, groups, spread)], this.axes, marks);
     }
-    if (cards.length) document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+    if (cards.length) drawn();
   }
 
   lines(names, runs, exact, smooth) {
@@ -265,16 +261,6 @@ export class Curves {
       });
     });
     return lines;
-  }
-
-  async showSplit(card, from, to) {
-    const run = oneRun({});
-    if (run === null) return;
-    const { x, parts } = await ask("times", { run, from, to, points: 300 });
-    const lines = Object.entries(parts).map(([name, y], index) => ({ label: name, colour: colour(index), x, y }));
-    card.chart.title = `Where the time goes: ${run}`;
-    card.chart.card.querySelector("h3").textContent = card.chart.title;
-    card.chart.show(lines);
   }
 
   themed() {

@@ -1,7 +1,7 @@
 // The diagnostics of the runs, with cause and remedy, in order of severity.
 
 import { ask } from "./api.js";
-import { el, empty, failure, fill, plural, visible } from "./dom.js";
+import { drawn, el, empty, failure, fill, plural, visible } from "./dom.js";
 import { address, app, markRead, runColour, shownRuns } from "./state.js";
 
 const ORDER = ["error", "warning", "note"];
@@ -28,6 +28,7 @@ export class Diagnostics {
       this.drawn = signature;
       const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
       fill(this.body, parts.length ? parts : empty("No problems found", "The selected runs have no diagnostics: rewards vary, completions end, log-probs agree."));
+      drawn();
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));
     }

@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { Curves } from "./curves.js";
 import { Diagnostics } from "./diagnostics.js";
 import { el, failure, fill } from "./dom.js";
+import { Distributions } from "./distributions.js";
 import { Evaluations } from "./evaluations.js";
 import { Overview } from "./overview.js";
 import { Prompts } from "./prompts.js";
@@ -11,12 +12,15 @@ import { RunsTable } from "./runs_table.js";
 import { Rollouts } from "./rollouts.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
+import { Timeline } from "./timeline.js";
 import { address, app, go, place, takeRuns, unread } from "./state.js";
 
 const VIEWS = {
   overview: ["Overview", Overview],
   runs: ["Runs", RunsTable],
   curves: ["Curves", Curves],
+  distributions: ["Distributions", Distributions],
+  time: ["Time", Timeline],
   rollouts: ["Rollouts", Rollouts],
   prompts: ["Prompts", Prompts],
   evaluations: ["Evaluations", Evaluations],

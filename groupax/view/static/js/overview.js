@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { diagnosticList } from "./diagnostics.js";
-import { el, empty, failure, fill, shown, visible } from "./dom.js";
+import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { address, app, oneRun, runColour } from "./state.js";
 
@@ -49,7 +49,7 @@ export class Overview {
       if (this.run !== run || this.closed) return;
       this.draw(found, diagnostics[run] ?? []);
       await this.drawCurves(names);
-      document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+      drawn();
     } catch (error) {
       if (this.run === run && !this.closed) fill(this.body, failure(error, () => this.read()));
     }
@@ -168,7 +168,7 @@ function change(each) {
 function factList(facts) {
   return el("dl", { class: "about" }, Object.entries(facts).map(([label, text]) => [
     el("dt", {}, visible(label)),
-    el("dd", {}, label === "command" ? command(text) : visible(text)),
+    el("dd", { title: label === "model" ? text : null }, label === "command" ? command(text) : visible(label === "model" ? shortName(text) : text)),
   ]));
 }
 

@@ -1,7 +1,7 @@
 // All runs as a table that can be sorted and filtered, with the settings in which they differ.
 
 import { ask } from "./api.js";
-import { debounced, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
 import { compact, duration } from "./overview.js";
 import { address, app, chooseRuns, runColour, shownRuns, store, stored, toggleRun, unread } from "./state.js";
 
@@ -42,7 +42,7 @@ export class RunsTable {
       if (signature === this.signature) return;
       Object.assign(this, { rows, settings, signature });
       this.draw();
-      document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+      drawn();
     } catch (error) {
       if (!this.closed) fill(this.body, failure(error, () => this.start()));
     }
