@@ -60,7 +60,8 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
         Branch(
             **{name: np.asarray(branch[name], kind) for name, kind in DTYPES.items()},
             turns=turns_from_json(branch.get("turns", "[]")),
-            **{name: messages_from_json(branch.get(name)) for name in MESSAGES},
+            messages=messages_from_json(branch.get("messages")),
+            prompt=messages_from_json(branch.get("prompt")),
             adapter=branch.get("adapter"),
         )
         for branch in plain
