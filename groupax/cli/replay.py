@@ -82,8 +82,8 @@ def trained_command(run: str) -> Train:
         if "started from Python" not in str(error):
             raise
         raise ValueError(
-            f"the run in {run} was started from Python; replay it there: groupax.replay_step({run!r}, step, ...) with the "
-            "arguments of its GRPOTrainer"
+            f"the run in {run} was started from Python; replay it there: groupax.replay_step({run!r}, step, ...) "
+            "with the arguments of its GRPOTrainer"
         ) from error
     if not isinstance(command, Train):
         raise ValueError(f"the run in {run} is one of groupax sft, whose steps are not recorded")

@@ -125,8 +125,9 @@ def _rollout(columns: Mapping[str, list[Any]], index: int, example: Mapping[str,
             values[name] = read(columns[name][index])
     if columns.get("turn_advantages") and columns["turn_advantages"][index] is not None:
         values["turn_advantages"] = tuple(columns["turn_advantages"][index])
-    if "environment_reward" in columns:
-        values["environment_reward"] = columns["environment_reward"][index]
+    for name in ("environment_reward", "adapter"):
+        if name in columns:
+            values[name] = columns[name][index]
     for field in ("rewards", "extra"):
         prefix = f"{field}/"
         values[field] = {

@@ -22,6 +22,7 @@ from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.trainer import GRPOTrainer
+from groupax.training.adapters import AdapterLearners
 
 # Settings of what a replay neither does nor shows.
 QUIET: dict[str, Any] = {
@@ -155,7 +156,9 @@ class ReplayTrainer(GRPOTrainer):
         if start:
             before = self.target.run.records[start]
             self.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
-            self.learner.num_updates = self.first_step = start
+            self.first_step = start
+            for learner in self.learner.each.values() if isinstance(self.learner, AdapterLearners) else [self.learner]:
+                learner.num_updates = start
         return saver
 
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:

@@ -80,7 +80,7 @@ def step_record(
         cursor.step,
         cursor.num_rollouts,
         cursor.num_prompts,
-        metrics["learning_rate"],
+        metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
         _finite(metrics["loss"]),
         _finite(metrics["grad_norm"]),
         *(tuple(_digest(parts(group), GROUP_BYTES) for group in groups) for parts in _PARTS),

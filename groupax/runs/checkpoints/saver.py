@@ -35,7 +35,7 @@ from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
 from groupax.settings.reporting import RolloutLogSettings
 from groupax.storage.buckets import is_remote
-from groupax.training.learner import Learner
+from groupax.training.adapters import PolicyLearner
 
 RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts
 PATIENCE_S = 1800.0  # that the end of a run waits for disk space
@@ -65,7 +65,7 @@ class RunSaver:
         identity: Identity,
         model: Model,
         folder: RunFolder,
-        learner: Learner,
+        learner: PolicyLearner,
         log: RunLog,
         policies: Callable[[Cursor], Mapping[int, Policy]],
         store_in: Callable[[Path], LocalStore],

@@ -24,7 +24,7 @@ from groupax.runs.checkpoints.store import OWN, LocalStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.rollout_log import to_remove
 from groupax.settings.checkpoints import CheckpointSettings
-from groupax.training.learner import Learner
+from groupax.training.adapters import PolicyLearner
 
 FOLDER = "states"
 TIMES_WAIT, LEAST_S = 300.0, 5.0  # between two states: this multiple of what one costs, and this many seconds
@@ -41,7 +41,7 @@ class StateKeeper:
         checkpoints: Its checkpoints. Only runs of one process with checkpoints in their own folder have states.
     """
 
-    def __init__(self, folder: Path, learner: Learner, max_bytes: int, checkpoints: Store) -> None:
+    def __init__(self, folder: Path, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
         self.learner, self.max_bytes = learner, max_bytes
         is_own = isinstance(checkpoints, LocalStore) and checkpoints.layout is OWN
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)))
