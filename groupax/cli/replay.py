@@ -16,6 +16,7 @@ from groupax.terminal.printable import printable
 if TYPE_CHECKING:
     from groupax.replay.session import Outcome
     from groupax.replay.trainer import ReplayTrainer, Target
+    from groupax.runs.step_record import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,14 @@ def replay(arguments: Sequence[str]) -> int:
     if not (settings or command.reward or command.model):
         outcome = replay_target(target, own, trained.args)
         return _report(comparison(outcome), outcome)
-    first = "rollout" if command.model else "reward" if command.reward else "update"
-    target = replace(target, stage=first)
+    begin: "Stage" = "rollout" if command.model else "reward" if command.reward else "update"
+    target = replace(target, stage=begin)
     other = replace(trained, model=command.model or trained.model)
     other = replace(other, reward_funcs=command.reward or trained.reward_funcs)
     makers = own, maker(other, command.progress_bar)
     outcome = replay_changed(target, *makers, trained.args, settings, other_weights=command.model is not None)
     logged = next((line for line in run.metrics if line["step"] == command.step and "loss" in line), {})
-    first = next((stage.stage for stage in outcome.stages if not stage.is_equal), "update")
+    first: "Stage" = next((stage.stage for stage in outcome.stages if not stage.is_equal), "update")
     _report(changes(outcome, run.table(command.step), logged, first), outcome)
     return 0
 
