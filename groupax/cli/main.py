@@ -26,6 +26,7 @@ from groupax.terminal.printable import printable
 
 if TYPE_CHECKING:
     pass
+from groupax.cli.bisect import bisect
 from groupax.cli.checkpoints import checkpoints
 from groupax.cli.generate import generate
 from groupax.cli.replay import replay
@@ -51,6 +52,7 @@ commands:
   serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
   resume     resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]
   replay     compute a step of a run again: groupax replay RUN_DIR --step N [--with key=value] [--reward FUNCTION]
+  bisect     find the step that a metric went wrong in: groupax bisect RUN_DIR --until 'kl > 1'
   checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
              export [STEP] --to FOLDER
   launch     start one program as several processes: groupax launch local | slurm | ray [options] -- train ...
@@ -118,6 +120,7 @@ COMMANDS = {
     "serve": serve,
     "resume": resume,
     "replay": replay,
+    "bisect": bisect,
     "checkpoints": checkpoints,
     "launch": launch,
     "view": view,

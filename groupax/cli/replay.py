@@ -66,7 +66,8 @@ def replay(arguments: Sequence[str]) -> int:
     makers = own, maker(other, command.progress_bar)
     outcome = replay_changed(target, *makers, trained.args, settings, other_weights=command.model is not None)
     logged = next((line for line in run.metrics if line["step"] == command.step and "loss" in line), {})
-    first: "Stage" = next((stage.stage for stage in outcome.stages if not stage.is_equal), "update")
+    differing: list[Stage] = [stage.stage for stage in outcome.stages if not stage.is_equal]
+    first = differing[0] if differing else begin
     _report(changes(outcome, run.table(command.step), logged, first), outcome)
     return 0
 

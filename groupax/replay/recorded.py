@@ -18,6 +18,7 @@ from groupax.storage.buckets import is_remote
 from groupax.types import Rollout
 
 FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
+MACHINE = ("platform", "num_devices", "mesh", "processor", "versions")  # of a process, all that rounding depends on
 ARRAYS = {
     "prompt_ids": np.int32,
     "completion_ids": np.int32,
@@ -53,6 +54,14 @@ class RecordedRun:
         """The lines of `metrics.jsonl`."""
         lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
         return [json.loads(line) for line in lines]
+
+    def machine_changes(self, now: Mapping[str, Any]) -> list[str]:
+        """Returns how the machine and the libraries of the run's last process differ from those of this one."""
+        path = self.folder / "run.json"
+        processes = json.loads(path.read_bytes()).get("processes", []) if path.is_file() else []
+        then = processes[-1] if processes else {}
+        changed = (name for name in MACHINE if then.get(name, now[name]) != now[name])
+        return [f"{name} {then[name]} in the run, {now[name]} now" for name in changed]
 
     def checkpoint(self, step: int) -> Saved | None:
         """Returns the newest intact checkpoint at this step or before it; None if there is none."""

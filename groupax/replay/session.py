@@ -10,6 +10,7 @@ from groupax.config import GRPOConfig
 from groupax.replay.compare import Columns, StageResult, compare_step
 from groupax.replay.recorded import RecordedRun, recorded_run
 from groupax.replay.trainer import QUIET, ReplayTrainer, Target, first_of_rollout, replay_settings
+from groupax.runs.checkpoints.fingerprint import process_of
 from groupax.runs.step_record import STAGES, Stage, StepRecord
 from groupax.settings.compute import UpdateSettings
 from groupax.settings.objective import (
@@ -43,6 +44,7 @@ class Outcome:
         stages: Comparison with the run's.
         parted_at: First earlier step whose weights were not the run's; None if they all were.
         sampled: Earlier rollouts that were sampled again because they were not kept, by number.
+        machine: How the machine and the libraries differ from those of the run.
     """
 
     step: int
@@ -53,6 +55,7 @@ class Outcome:
     stages: tuple[StageResult, ...]
     parted_at: int | None
     sampled: tuple[int, ...]
+    machine: tuple[str, ...]
 
     @property
     def is_equal(self) -> bool:
@@ -124,6 +127,7 @@ def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
         tuple(stages),
         next(parted, None),
         tuple(number for number in trainer.collector.sampled if number != trainer.collector.target),
+        tuple(target.run.machine_changes(process_of(trainer.learner.mesh))),
     )
 
 

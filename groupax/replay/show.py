@@ -18,6 +18,8 @@ def comparison(outcome: Outcome) -> Iterator[str]:
     yield f"step {outcome.step}, after {outcome.step - 1 - outcome.first_step} updates on recorded rollouts:"
     if outcome.sampled:
         yield f"  rollouts {', '.join(map(str, outcome.sampled))} were not kept and have been sampled again"
+    for change in outcome.machine:
+        yield f"  {change}: sums may round differently"
     if outcome.parted_at is not None:
         yield f"  the weights already differ after step {outcome.parted_at}"
     for stage in outcome.stages:
