@@ -47,6 +47,7 @@ def branches_as_json(branches: Sequence[Branch]) -> str | None:
         {name: getattr(branch, name).tolist() for name in DTYPES}
         | {"turns": turns_as_json(branch.turns)}
         | {name: messages_as_json(getattr(branch, name)) for name in MESSAGES}
+        | ({} if branch.adapter is None else {"adapter": branch.adapter})
         for branch in branches
     ]
     return json.dumps(plain) if plain else None
@@ -59,7 +60,9 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
         Branch(
             **{name: np.asarray(branch[name], kind) for name, kind in DTYPES.items()},
             turns=turns_from_json(branch.get("turns", "[]")),
-            **{name: messages_from_json(branch.get(name)) for name in MESSAGES},
+            messages=messages_from_json(branch.get("messages")),
+            prompt=messages_from_json(branch.get("prompt")),
+            adapter=branch.get("adapter"),
         )
         for branch in plain
     )
