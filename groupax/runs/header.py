@@ -11,7 +11,7 @@ from groupax.models.lora import count_params
 from groupax.parallel.memory import is_on_host
 from groupax.rewards.contract import Reward
 from groupax.settings.compute import Checkpointing, CheckpointingChoice
-from groupax.training.learner import Learner
+from groupax.training.adapters import PolicyLearner
 
 
 def run_facts(
@@ -58,7 +58,7 @@ def model_facts(model: Model) -> dict[str, str]:
     }
 
 
-def memory_facts(learner: Learner) -> dict[str, str]:
+def memory_facts(learner: PolicyLearner) -> dict[str, str]:
     """Returns how much memory of a device the weights and the optimizer state take throughout the run."""
     frozen = learner.frozen and learner.frozen.params
     arrays = {id(x): x for x in jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))}
