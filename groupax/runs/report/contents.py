@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.model_card import shown_name
@@ -13,6 +13,7 @@ from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number
 from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
+from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
 
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
@@ -63,9 +64,9 @@ class Contents:
     Attributes:
         title: Title of the page.
         subject: Model, data, rewards and command, as a table.
-        summary, settings, hardware, times, evaluations: Tables whose first row is the head.
+        summary, settings, hardware, times, evaluations, changes: Tables whose first row is the head.
         verdicts: Sentences about evaluations.
-        diagnostics: Records with `step`, `name`, `text`.
+        diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
         curves: Curves of metrics.
         time_split: Seconds by activity.
         samples: Completions early and late.
@@ -79,6 +80,7 @@ class Contents:
     curves: Sequence[Curve]
     samples: Sequence[BeforeAndAfter]
     evaluations: Rows
+    changes: Rows
     time_split: Mapping[str, float]
     times: Rows
     settings: Rows
@@ -98,10 +100,12 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         subject=_subject(run),
         summary=_summary(run, price_per_hour),
         verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
-        diagnostics=run.diagnostics,
+        diagnostics=_by_severity(run.diagnostics),
         curves=_curves(run),
         samples=run.samples,
         evaluations=_evaluations(run),
+        changes=[("held-out prompts that were answered", "better", "worse", "alike")]
+        + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
         time_split=split,
         times=_times(split),
         settings=[("setting", "value", "default")]
@@ -113,6 +117,11 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 def shown(text: str) -> str:
     """Returns a foreign text with visible control characters, cut to a readable length."""
     return printable(beginning(text, TEXT_CHARACTERS))
+
+
+def _by_severity(diagnostics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = [{**each, "severity": severity_of(str(each["name"]))} for each in diagnostics]
+    return sorted(found, key=lambda each: get_args(Severity).index(each["severity"]))
 
 
 def _subject(run: RunRecord) -> Rows:
