@@ -15,7 +15,6 @@ DTYPES: dict[str, type] = {  # of the arrays of a branch
     "sampler_logps": np.float32,
     "mask": bool,
 }
-MESSAGES = ("messages", "prompt")  # of a branch
 
 
 def turns_as_json(turns: Sequence[Turn]) -> str:
@@ -46,7 +45,7 @@ def branches_as_json(branches: Sequence[Branch]) -> str | None:
     plain = [
         {name: getattr(branch, name).tolist() for name in DTYPES}
         | {"turns": turns_as_json(branch.turns)}
-        | {name: messages_as_json(getattr(branch, name)) for name in MESSAGES}
+        | {"messages": messages_as_json(branch.messages), "prompt": messages_as_json(branch.prompt)}
         for branch in branches
     ]
     return json.dumps(plain) if plain else None
@@ -59,7 +58,8 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
         Branch(
             **{name: np.asarray(branch[name], kind) for name, kind in DTYPES.items()},
             turns=turns_from_json(branch.get("turns", "[]")),
-            **{name: messages_from_json(branch.get(name)) for name in MESSAGES},
+            messages=messages_from_json(branch.get("messages")),
+            prompt=messages_from_json(branch.get("prompt")),
         )
         for branch in plain
     )
