@@ -15,6 +15,7 @@ DTYPES: dict[str, type] = {  # of the arrays of a branch
     "sampler_logps": np.float32,
     "mask": bool,
 }
+MESSAGES = ("messages", "prompt")  # of a branch
 
 
 def turns_as_json(turns: Sequence[Turn]) -> str:
@@ -45,7 +46,8 @@ def branches_as_json(branches: Sequence[Branch]) -> str | None:
     plain = [
         {name: getattr(branch, name).tolist() for name in DTYPES}
         | {"turns": turns_as_json(branch.turns)}
-        | {"messages": messages_as_json(branch.messages), "prompt": messages_as_json(branch.prompt)}
+        | {name: messages_as_json(getattr(branch, name)) for name in MESSAGES}
+        | ({} if branch.adapter is None else {"adapter": branch.adapter})
         for branch in branches
     ]
     return json.dumps(plain) if plain else None
@@ -60,6 +62,7 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
             turns=turns_from_json(branch.get("turns", "[]")),
             messages=messages_from_json(branch.get("messages")),
             prompt=messages_from_json(branch.get("prompt")),
+            adapter=branch.get("adapter"),
         )
         for branch in plain
     )

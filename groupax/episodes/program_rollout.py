@@ -56,6 +56,7 @@ def rollout_of(
         messages=messages,
         environment_reward=reward,
         branches=tuple(map(_branch, others)) if has_branches else (),
+        adapter=first.branch.adapter,
         **{name: getattr(first.branch, name) for name in DTYPES},
     )
 
