@@ -147,7 +147,7 @@ def waited_for(look: Callable[[], Any]) -> Any:
         if found := look():
             return found
         time.sleep(0.02)
-    raise SystemExit("the page does not come")
+    raise SystemExit("the page does not show what was asked for within two minutes")
 
 
 def peak_memory_mb(pid: int) -> float:

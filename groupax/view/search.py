@@ -3,8 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ CONTEXT_CHARACTERS = 60  # before a hit
 REGEX_TIMEOUT_S = 1.0  # of one text
 MAX_PATTERN_CHARACTERS = 1000
 ENDS = ("", "truncated", "complete")
+Read = Callable[[Path, Sequence[float] | None], Step]
 ANYTHING = (-math.inf, math.inf)
 
 
@@ -66,15 +68,17 @@ class Query:
         wanted = self.text.casefold()
         return lambda text: None if (found := text.casefold().find(wanted)) < 0 else found
 
-    def rows(self, step: Step) -> Iterator[tuple[int, int]]:
-        """Yields the matching rows of a step, with the position of the match in the completion, 0 without one.
+    def rows(self, step: Step, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yields the matching rows of a step from row `first` on, with the position of the match in the completion.
+
+        The position is 0 for rows of which only the prompt matches.
 
         Raises:
             ValueError: The regular expression takes too long.
         """
         find = self.finder()
         prompts: dict[int, bool] = {}
-        for row in np.flatnonzero(self._fits(step)).tolist():
+        for row in (first + np.flatnonzero(self._fits(step)[first:])).tolist():
             prompt_index = int(step.prompt_index[row])
             if prompt_index not in prompts:
                 prompts[prompt_index] = find(searched_text(step.text("prompt", row)[0])) is not None
@@ -91,36 +95,39 @@ class Query:
         return fits & (step.truncated == (self.end == "truncated")) if self.end else fits
 
 
-def search_steps(run: Run, query: Query, before: float) -> dict[str, Any]:
+def search_steps(run: Run, query: Query, before: float, first: int, read: Read) -> dict[str, Any]:
     """Searches for completions that match a query, newest steps first.
 
     Args:
         run: Run to search.
         query: Completions to search for.
         before: Step to start below.
+        first: Row of the first of these steps to start with.
+        read: Reads a step.
 
     Returns:
-        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt`, `total` and `num_tokens`.
-        next_before: Value of `before` that continues the search; None if it is complete.
-        num_searched: Number of steps searched.
+        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt`, `total` and `num_tokens`, at most
+            `MAX_HITS`.
+        next: Values of `before` and `first` that continue the search; None if it is complete.
+        num_searched: Number of steps searched to their end.
     """
     started_s = time.monotonic()
     hits: list[dict[str, Any]] = []
-    num_searched = 0
     weights = run.reward_weights()
     steps = [step for step in run.rollout_steps() if step < before]
-    for number in reversed(steps):
-        if len(hits) >= MAX_HITS or time.monotonic() - started_s > BUDGET_S:
-            break
-        before = number
-        num_searched += 1
+    for num_searched, number in enumerate(reversed(steps)):
+        if num_searched and time.monotonic() - started_s > BUDGET_S:
+            return {"hits": hits, "next": {"before": number + 1, "first": 0}, "num_searched": num_searched}
         try:
-            step = read_step(run.rollout_file(number), weights)
+            step = read(run.rollout_file(number), weights)
         except ValueError:  # damaged, or removed in the meantime
             continue
-        hits += [_hit(step, number, row, place) for row, place in query.rows(step)]
-    is_end = num_searched == len(steps)
-    return {"hits": hits, "next_before": None if is_end else before, "num_searched": num_searched}
+        for row, place in query.rows(step, first):
+            if len(hits) == MAX_HITS:
+                return {"hits": hits, "next": {"before": number + 1, "first": row}, "num_searched": num_searched}
+            hits.append(_hit(step, number, row, place))
+        first = 0
+    return {"hits": hits, "next": None, "num_searched": len(steps)}
 
 
 def exported(run: Run, query: Query) -> Iterator[bytes]:
