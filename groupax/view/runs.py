@@ -190,9 +190,10 @@ class Run:
                 continue
             self._num_lines += 1
             self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
+            del line["step"]
             for name, value in line.items():
-                number = _number(value)
-                if name == "step" or number is None:
+                number = value if type(value) is float and math.isfinite(value) else _number(value)
+                if number is None:
                     continue
                 column = self._columns.get(name)
                 if column is None:
