@@ -453,7 +453,7 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
         assert SHOWN_HOSTILE in page.text(f"{card} .by-others")
         assert "<script>alert(1)</script>" in page.text(f"{card} .arguments")
         assert "the environment ended it" in page.text(f"{card} header")
-        long = f"{card} .call:nth-of-type(2) .result"
+        long = f"{card} .call:nth-of-type(3) .result"
         length = f"return document.querySelector('{long} .text').textContent.length"
         assert page.run(length) == 400
         assert page.text(f"{long} button") == "Show all (4,200 characters)"
