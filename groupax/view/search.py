@@ -81,8 +81,10 @@ class Query:
 
         Regular expressions are those of RE2, whose time is linear in the text.
         """
-        find = pyarrow.compute.find_substring_regex if self.is_regex else pyarrow.compute.find_substring
-        return find(texts, self.text, ignore_case=True).fill_null(-1).to_numpy(zero_copy_only=False)
+        function = "find_substring_regex" if self.is_regex else "find_substring"
+        options = pyarrow.compute.MatchSubstringOptions(self.text, ignore_case=True)
+        found = pyarrow.compute.call_function(function, [texts], options)
+        return found.fill_null(-1).to_numpy(zero_copy_only=False)
 
     def _fits(self, step: Step) -> np.ndarray:
         fits = np.ones(len(step.prompt_index), bool)
