@@ -642,8 +642,9 @@ def test_a_model_that_sees_images_is_read_as_its_text_part(tmp_path):
     text = {**BASE, **CONFIGS["gemma3_text"][0]}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
+    settings = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1, "image_token_index": 95}
     torch.manual_seed(0)
-    theirs = Gemma3ForConditionalGeneration(Gemma3Config(text, vision, mm_tokens_per_image=1, image_token_index=95))
+    theirs = Gemma3ForConditionalGeneration(Gemma3Config(**settings))
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.copy_(0.2 * torch.randn(weight.shape))
