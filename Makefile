@@ -8,7 +8,7 @@ CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums trainer
 # Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
 QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
 
-.PHONY: demo test cpus gpu lint parity long bench clean
+.PHONY: demo test cpus gpu lint parity long docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
@@ -43,6 +43,10 @@ parity: $(VENV)/.parity build/libtpu
 long: $(VENV)/.long
 	$(BIN)/python -m pytest -m long
 
+# The documentation as a site, in build/site; a warning or a link to nowhere is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/step.py
@@ -70,6 +74,10 @@ $(VENV)/.lint: pyproject.toml | $(BIN)/pip
 $(VENV)/.parity: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,parity]"
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs,plot,view]"
 	touch $@
 
 $(VENV)/.long: $(VENV)/.parity

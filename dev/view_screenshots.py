@@ -1,15 +1,21 @@
-"""The pictures of docs/view.md: `python dev/view_screenshots.py RUNS_FOLDER`, e.g. with two runs of the demo.
+"""The pictures of docs/view.md: `python dev/view_screenshots.py [RUNS_FOLDER]`.
 
-Serves the runs, opens the page in headless Chromium, light and dark, and writes docs/images/view_NAME_THEME.png with
-few colours, so that they stay small. Needs selenium, and Chromium with its driver.
+Trains the runs that are not in the folder yet (about ten minutes on two cores), by default `build/view_runs`: three
+seeds of the recipe `arithmetic`, one with a learning rate that is far too high, and one whose reward can be hacked.
+Then serves them, opens the page in headless Chromium, wide and as on a phone, light and dark, and writes
+docs/images/view_NAME_THEME.png with few colors, so that they stay small. Needs selenium, pillow, and Chromium with its
+driver.
 """
 
 import io
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from selenium import webdriver
@@ -17,48 +23,102 @@ from selenium import webdriver
 from groupax.view.runs import Runs
 from groupax.view.server import make_server
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
-NUM_COLOURS = 200
-SETTLED_S = 4.0
-PLACES = {"curves": "curves", "rollouts": "rollouts?step=3&prompt=1", "settings": "settings"}
-THEMES = {"curves": ("light", "dark"), "rollouts": ("light", "dark"), "settings": ("light",)}
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+NUM_COLORS = 128
+SETTLED_S = 2.5
+HACKABLE = "--reward_funcs think_answer_correct hacked:many_sevens --reward_weights 0.2 1"
+STEPS = "--recipe arithmetic --max_steps 60 --progress_bar none"
+RUNS = {
+    "baseline-s0": f"{STEPS} --seed 0 --eval_steps 20",
+    "baseline-s1": f"{STEPS} --seed 1",
+    "baseline-s2": f"{STEPS} --seed 2",
+    "lr-high": f"{STEPS} --learning_rate 5e-2 --beta 0.02",
+    "hacked": f"{STEPS} {HACKABLE} --learning_rate 2e-3",
+}
+HACKED = "def many_sevens(completions, **kwargs):\n    return [text.count('7') / 4 for text in completions]\n"
+WIDE, PHONE = (1400, 900, 1.0, False), (390, 844, 1.0, True)
+OPEN_FIRST = "document.querySelector('.item summary').click()"
+OPEN_GAINED = """const order = document.querySelector('[name="order"]');
+order.value = 'gained';
+order.dispatchEvent(new Event('change'));
+setTimeout(() => document.querySelector('tbody a').click(), 800);"""
+# Of each picture the place, the size, the themes, and what to do on the page.
+PICTURES: dict[str, tuple[str, tuple[int, int, float, bool], tuple[str, ...], str]] = {
+    "overview": ("overview?run=baseline-s0", WIDE, ("light", "dark"), ""),
+    "diagnostics": ("overview?run=hacked", WIDE, ("light",), ""),
+    "runs": ("runs", WIDE, ("light", "dark"), ""),
+    "curves": ("curves", WIDE, ("light", "dark"), ""),
+    "distributions": ("distributions?run=hacked", WIDE, ("light",), ""),
+    "timeline": ("time?run=baseline-s0", WIDE, ("light", "dark"), ""),
+    "rollouts": ("rollouts?run=baseline-s0&step=20", WIDE, ("light", "dark"), ""),
+    "prompt": ("prompts?run=baseline-s0", WIDE, ("light", "dark"), OPEN_GAINED),
+    "evaluation": ("evaluations?run=baseline-s1", WIDE, ("light", "dark"), OPEN_FIRST),
+    "settings": ("settings", WIDE, ("light",), ""),
+    "phone_overview": ("overview?run=baseline-s0", PHONE, ("light", "dark"), ""),
+    "phone_rollouts": ("rollouts?run=baseline-s0&step=20", PHONE, ("light", "dark"), ""),
+}
 
 
 def main() -> None:
-    """Take the pictures."""
+    """Makes the runs and takes the pictures."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "view_runs"
+    make_runs(folder)
     IMAGES.mkdir(exist_ok=True)
-    options = webdriver.ChromeOptions()
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--window-size=1400,980",
-        "--hide-scrollbars",
-    ):
-        options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
+    browser = opened_browser()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        server, page = make_server(Runs([Path(folder) for folder in sys.argv[1:]]), port, None)
+        server, page = make_server(Runs([folder / name for name in RUNS]), port, None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            for name, place in PLACES.items():
-                for theme in THEMES[name]:
-                    browser.get(f"http://127.0.0.1:{port}/")
-                    browser.execute_script("localStorage.setItem('groupax-theme', arguments[0])", theme)
-                    browser.execute_script("localStorage.setItem('groupax-smoothing', '0.7')")
-                    browser.get("about:blank")
-                    browser.get(f"http://127.0.0.1:{port}/#/{place}")
-                    time.sleep(SETTLED_S)
-                    picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-                    small = picture.quantize(NUM_COLOURS, dither=Image.Dither.NONE)
-                    small.save(IMAGES / f"view_{name}_{theme}.png", optimize=True)
+            for name, (place, size, themes, action) in PICTURES.items():
+                for theme in themes:
+                    take(browser, f"http://127.0.0.1:{port}/", f"{name}_{theme}", place, size, action)
         finally:
             browser.quit()
             server.should_exit = True
             thread.join()
             page.close()
+
+
+def make_runs(folder: Path) -> None:
+    """Trains the runs that are not there yet, by commands that anyone can repeat."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hacked.py").write_text(HACKED)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
+    for name, flags in RUNS.items():
+        if not (folder / name / "result.json").exists():
+            command = [sys.executable, "-m", "groupax", "train", *flags.split(), "--output_dir", str(folder / name)]
+            subprocess.run(command, check=True, env=environment)
+
+
+def opened_browser() -> Any:
+    """Returns headless Chromium."""
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(flag)
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
+
+
+def take(browser: Any, address: str, name: str, place: str, size: tuple[int, int, float, bool], action: str) -> None:
+    """Takes a picture of a place of the page."""
+    width, height, scale, is_mobile = size
+    metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": is_mobile}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(address)
+    browser.execute_script("localStorage.setItem('groupax-theme', arguments[0])", name.rpartition("_")[2])
+    browser.execute_script("localStorage.setItem('groupax-smoothing', '0.5')")
+    browser.execute_script("localStorage.setItem('groupax-compared', '\"median\"')")
+    browser.get("about:blank")
+    browser.get(f"{address}#/{place}")
+    time.sleep(SETTLED_S)
+    if action:
+        browser.execute_script(action)
+        time.sleep(SETTLED_S)
+    picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+    small = picture.quantize(NUM_COLORS, dither=Image.Dither.NONE)
+    small.save(IMAGES / f"view_{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

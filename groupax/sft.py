@@ -33,6 +33,7 @@ from groupax.runs.header import model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
+from groupax.runs.progress.notebook import result_html
 from groupax.runs.run import Run
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
@@ -58,6 +59,10 @@ class SFTResult:
     num_steps: int
     train_seconds: float
     metrics: Metrics
+
+    def _repr_html_(self) -> str:
+        """Returns the result as a table, for notebooks."""
+        return result_html(self.num_steps, self.train_seconds, self.metrics, {})
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class SFTTrainer(Run[SFTConfig]):
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.emit(PhaseStarted("encoding the examples"))
         rows = self._load(train_dataset, "train_dataset", TRAIN_SPLITS)
-        self.first_prompt = prompt_of(rows[0], args.dataset_text_field)
         self.examples = self._encode(rows, describe_source(train_dataset, "train_dataset"))
+        self.first_prompt = prompt_of(rows[0], args.dataset_text_field)
         self.eval_examples = {} if eval_dataset is None else self._encode_sets(eval_dataset)
         self.emit(PhaseStarted("preparing the devices"))
         self.num_steps = self._num_steps()
@@ -171,8 +176,8 @@ class SFTTrainer(Run[SFTConfig]):
         num, args = len(self.examples), self.args
         epoch, batch = divmod(step, self.steps_per_epoch)
         first = batch * args.batch_size
-        order = visit_order(num, epoch * num, num, args.seed, args.example_order)
-        return order[first : first + args.batch_size]
+        count = min(args.batch_size, num - first)
+        return visit_order(num, epoch * num + first, count, args.seed, args.example_order)
 
     def _update(self, rows: Sequence[Row], indices: Sequence[int]) -> Update:
         self._state_before = self.learner.state

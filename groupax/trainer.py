@@ -19,6 +19,8 @@ from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.guards import stop_if_nothing_is_scored
 from groupax.runs.log import RunLog
+from groupax.runs.progress.display import short_number
+from groupax.runs.progress.notebook import result_html
 from groupax.runs.rollout_run import RolloutRun
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
@@ -41,6 +43,11 @@ class TrainResult:
     train_seconds: float
     rollout_tokens_per_s: float
     metrics: Metrics
+
+    def _repr_html_(self) -> str:
+        """Returns the result as a table, for notebooks."""
+        more = {"sampled tokens per second": short_number(self.rollout_tokens_per_s)}
+        return result_html(self.num_steps, self.train_seconds, self.metrics, more)
 
 
 class GRPOTrainer(RolloutRun):

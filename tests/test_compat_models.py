@@ -199,11 +199,11 @@ def test_the_given_model_of_compat_is_trained_in_place(folder, tmp_path):
 def test_a_reference_with_another_meaning_than_trls_is_refused(folder, tmp_path):
     lora = {"r": 2, "target_modules": ["q_proj"]}
     model = hf.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), hf.LoraConfig(**lora))
-    assert policy_of(model, a_config(tmp_path, beta=0.1), None, None).owner is model
+    assert policy_of(model, a_config(tmp_path), None, None, beta=0.1).owner is model
     model.model = changed(model.model)
     assert policy_of(model, a_config(tmp_path), None, None).owner is model
     with pytest.raises(ValueError, match=r"beta is 0\.1, and the model's adapter was trained before"):
-        policy_of(model, a_config(tmp_path, beta=0.1), None, None)
+        trl.GRPOTrainer(model, count_a, a_config(tmp_path, beta=0.1), PROMPTS)
 
 
 @pytest.mark.parity

@@ -1,13 +1,14 @@
 """TRL's `SFTTrainer` and `SFTConfig` in `compat`: the same losses as TRL's, the same folders, and what is refused."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
 import pytest
 
 from groupax import init_model
-from groupax.compat import trl
+from groupax.compat import hf, trl
 from groupax.compat.fields import CompatWarning
 from groupax.data.order import visit_order
 
@@ -23,11 +24,15 @@ def a_config(tmp_path, **settings):
     return trl.SFTConfig(str(tmp_path / "out"), **{**common, "disable_tqdm": True, "save_strategy": "no", **settings})
 
 
+@functools.cache
+def small_model():
+    return init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
+
+
 def a_trainer(tmp_path, dataset=EXAMPLES, kind=trl.SFTTrainer, eval_dataset=None, settings=(), **arguments):
-    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
-    arguments = {"processing_class": a_tokenizer(eos_token="<eos>"), **arguments}
+    arguments = {"model": small_model(), "processing_class": a_tokenizer(eos_token="<eos>"), **arguments}
     config = a_config(tmp_path, **dict(settings))
-    return kind(model, config, train_dataset=dataset, eval_dataset=eval_dataset, **arguments)
+    return kind(args=config, train_dataset=dataset, eval_dataset=eval_dataset, **arguments)
 
 
 def test_settings_become_native_ones(tmp_path):
@@ -103,7 +108,7 @@ def test_shuffled_examples_have_the_order_of_datasets(tmp_path):
     ("settings", "arguments", "message"),
     [
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1 is not supported: the loss is that of"),
-        ({"neftune_noise_alpha": 5}, {}, "embeddings are trained without noise"),
+        ({"neftune_noise_alpha": 5}, {}, "adds no noise to embeddings"),
         ({"truncation_mode": "keep_end"}, {}, "cut off their start in the dataset"),
         ({"eval_packing": True}, {}, "evaluations are packed like the training set"),
         ({"train_sampling_strategy": "group_by_length"}, {}, "lengths need no grouping"),
@@ -128,6 +133,18 @@ def test_overrides_that_are_never_called_are_refused(tmp_path, name):
     own = type("Own", (trl.SFTTrainer,), {name: lambda self, *values: None})
     with pytest.raises(ValueError, match=f"Own overrides {name}, which groupax would never call"):
         a_trainer(tmp_path, kind=own)
+
+
+def test_a_method_that_is_replaced_on_the_trainer_is_refused(tmp_path):
+    with pytest.raises(AttributeError, match="compute_loss of SFTTrainer is assigned"):
+        a_trainer(tmp_path).compute_loss = lambda *_: 0.0
+
+
+def test_a_model_that_has_an_adapter_is_trained_in_place(tmp_path):
+    model = hf.get_peft_model(hf.CausalLM(small_model()), hf.LoraConfig(r=2, lora_alpha=4))
+    trainer = a_trainer(tmp_path, model=model)
+    assert trainer.model is model
+    assert trainer.native.model.adapter.config.r == 2
 
 
 def test_settings_of_padding_are_accepted_with_their_reason(tmp_path):

@@ -1,12 +1,17 @@
 """The Python on pages that promise to run does run."""
 
+import json
 import re
+import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from groupax import init_model, save_model
+from groupax.cli.main import main
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import TINY, rest_heavy
@@ -40,6 +45,57 @@ def test_python_blocks_run(page, tmp_path):
     for block in blocks:
         exec(compile(block, page, "exec"), namespace)
     assert blocks
+
+
+def as_a_reader(page, namespace):
+    """Does what a tutorial tells its reader, with less data and fewer steps; returns the commands that were run."""
+    text = (
+        (DOCS / page)
+        .read_text()
+        .replace("range(1000)", "range(24)")
+        .replace("800]", "16]")
+        .replace("rows[800:", "rows[16:")
+    )
+    commands: list[str] = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        file = re.match(r"# (\w+\.py)\n", block)
+        if file:
+            Path(file[1]).write_text(block)
+        elif language == "python":
+            exec(compile(block, page, "exec"), namespace)
+        elif language == "yaml":
+            changed = yaml.safe_load(block) | {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2}
+            lines = Path("run.yaml").read_text().splitlines()
+            kept = [line for line in lines if line.partition(":")[0] not in changed]
+            Path("run.yaml").write_text("\n".join([*kept, yaml.safe_dump(changed)]))
+        commands += [line for line in block.splitlines() if not language and line.startswith(("python ", "groupax "))]
+        for line in block.splitlines() if not language else ():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["python"]:
+                exec(compile(Path(words[1]).read_text(), words[1], "exec"), {})
+            elif words[:1] == ["groupax"] and words[1] != "view" and "Qwen/Qwen2.5-0.5B-Instruct" not in words:
+                assert main([word.replace("groupax/recipes", f"{ROOT}/groupax/recipes") for word in words[1:]]) == 0, (
+                    line
+                )
+    return commands
+
+
+@pytest.mark.heavy
+def test_a_reader_of_the_tutorials_gets_what_they_promise(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace = {}
+    commands = as_a_reader("first_reward.md", namespace)
+    assert [command.split()[1] for command in commands][1:] == ["init", "train", "generate", "report", "train"]
+    assert "groupax train --model" in (tmp_path / "runs/sums/report.md").read_text()
+    sys.modules.pop("my_rewards")
+    as_a_reader("hacked_reward.md", namespace)
+    assert json.loads((tmp_path / "runs/hacked/run.json").read_text())
+    assert "rewards/brief/mean" in (tmp_path / "runs/hacked/metrics.jsonl").read_text()
+    as_a_reader("reading_a_run.md", namespace)
+    assert list(namespace["column"]("runs/sums", "reward")) == [1]
+    sys.modules.pop("my_rewards")
+    assert "before and after" in capsys.readouterr().out
 
 
 def test_the_readme_s_example_trains(tmp_path, monkeypatch):

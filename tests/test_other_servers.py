@@ -5,6 +5,7 @@ import socket
 import threading
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from groupax import GRPOConfig, SamplingParams, load_model
+from groupax import GRPOConfig, GRPOTrainer, SamplingParams, load_model, program
 from groupax.engine.engine import new_sequences
 from groupax.episodes.play import play_episodes
 from groupax.errors import RunError
@@ -36,6 +37,7 @@ from groupax.serve.vllm_sglang import (
 
 from .other_servers import SGLANG_FIELDS, VLLM, VLLM_FIELDS, SGLang
 from .test_config_and_data import a_tokenizer
+from .test_programs import post
 from .test_remote_rollouts import saved_model
 from .test_server import listening
 from .test_trainer import a_trainer, lines_of
@@ -327,6 +329,26 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
     [own] = place.iterdir()
     assert {each.name for each in own.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["VLLM", "SGLang"])
+def test_programs_are_sampled_by_them_too(tmp_path, folder, servers, name):
+    server, address = servers[name]
+    before = server.num_sampled
+
+    def agent(base_url):
+        choices = post(base_url, "completions", prompt=[4, 5, 6], n=2, max_tokens=6, return_token_ids=True)["choices"]
+        post(base_url, "completions", prompt=[4, 5, 6, *choices[0]["token_ids"], 7], max_tokens=4)
+        return float(len(choices[1]["token_ids"]) % 3)
+
+    agents = partial(GRPOTrainer, environments=program(agent))
+    given = {"rollout_servers": address, "rollout_correction": "token_truncate", "max_completion_length": 20}
+    a_trainer(tmp_path, rewards=None, model=str(folder), max_steps=2, kind=agents, **given).train()
+    lines = lines_of(tmp_path)
+    assert all(line["rollout/logp_diff_max"] < 1e-3 for line in lines)
+    assert len(lines) == 2
+    assert server.num_sampled - before == 2 * 16 * 3
 
 
 @pytest.mark.heavy

@@ -28,11 +28,11 @@ ROOMS = [
     ["models", "tools", "constraints"],
     ["engine", "launch"],
     ["serve", "rewards", "training"],
-    ["metrics", "recipes", "view", "episodes"],
+    ["metrics", "recipes", "episodes"],
     ["rollouts", "environments"],
     ["evaluation"],
     ["runs"],
-    ["trainer", "sft", "planning"],
+    ["trainer", "sft", "planning", "view"],
     ["__init__"],
     ["cli"],
     ["compat"],
@@ -190,7 +190,7 @@ def test_an_unknown_command_gets_one_line(capsys):
     err = capsys.readouterr().err
     assert err == "groupax: there is no command 'trian'; did you mean train? (groupax --help explains them)\n"
     assert main(["frobnicate"]) == 2
-    assert "there are train, sft, eval, " in capsys.readouterr().err
+    assert "there are train, init, sft, eval, " in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys):
@@ -208,7 +208,6 @@ def test_the_version_is_told(capsys):
         ("compare", "BEFORE AFTER"),
         ("checkpoints", "RUN_DIR [ACTION] [STEP]"),
         ("report", "RUN_DIR"),
-        ("resume", "[OPTIONS] RUN_DIR"),
         ("view", "[RUN_DIRS]"),
     ],
 )
@@ -249,6 +248,9 @@ def test_help_lists_commands_and_settings(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert "--prompts_per_step" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["resume", "--help"])
+    assert capsys.readouterr().out.startswith("usage: groupax resume RUN_DIR [options]\n")
 
 
 @pytest.mark.heavy

@@ -20,6 +20,7 @@ from groupax import (
 from groupax.episodes.branches import SampledTurn
 from groupax.episodes.program_rollout import rollout_of
 from groupax.episodes.traces import trace_of, trajectory_of, turns_of
+from groupax.errors import RunError
 from groupax.events import StepEnded
 
 from . import episodes_run
@@ -187,6 +188,32 @@ def test_programs_of_two_processes_and_of_a_server_are_those_of_one(tmp_path, mo
     one, two, there = (streams_of_run(tmp_path / name) for name in ("one", "two", "there"))
     assert one == two == there
     assert all(len(streams) > 1 for streams in one)
+
+
+def constrained(base_url, prompt):
+    """An agent that wants digits, and then talks."""
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "digits", "schema": {"type": "string", "pattern": "^[0-9]{4}$"}},
+    }
+    first = said(base_url, prompt, response_format=schema)
+    said(base_url, [*prompt, first, user("and?")], max_tokens=10)
+    return float(json.loads(first["content"]) > "5")
+
+
+@pytest.mark.heavy
+def test_constrained_turns_of_programs_train_with_a_correction(tmp_path):
+    found = []
+    listeners = [lambda event: found.extend(getattr(event, "groups", ()))]
+    settings = {"environments": program(constrained), "rollout_correction": "token_truncate", "max_turn_tokens": 40}
+    _, result = trained(tmp_path / "run", listeners=listeners, **settings)
+    episodes = [each for group in found for each in group]
+    assert all(len(each.turns) == 2 for each in episodes)
+    first = [np.s_[each.turns[0].start : each.turns[0].end] for each in episodes]
+    assert all((e.sampler_logps[s] > e.policy_logps[s]).any() for e, s in zip(episodes, first, strict=True))
+    assert np.isfinite(result.metrics["grad_norm"])
+    with pytest.warns(UserWarning, match="fail"), pytest.raises(RunError, match="--rollout_correction token_truncate"):
+        trained(tmp_path / "none", environments=program(constrained))
 
 
 class StopAfter:

@@ -3,11 +3,13 @@
 import asyncio
 import http.client
 import json
+import socket
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -16,9 +18,12 @@ import pytest
 from groupax import program
 from groupax.episodes.branches import SampledTurn, streams_of
 from groupax.episodes.play import play_episodes
+from groupax.episodes.program import Listening
+from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
+from groupax.runs.build import UNCORRECTED_CONSTRAINT
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Tool
@@ -62,10 +67,13 @@ def written(text):
     return [*TOKENIZER.encode(text), END]
 
 
-def played(run, answer=lambda *_: "yes", n=2, max_tokens=2000, example=None, record=None, script=None, **settings):
+def played(
+    run, answer=lambda *_: "yes", n=2, max_tokens=2000, example=None, record=None, script=None, fault=None, **settings
+):
     """The episodes of a group, and the script that the model follows."""
     of_program = {name: settings.pop(name) for name in [*settings] if name not in EpisodeSettings.__dataclass_fields__}
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), environments=program(run, **of_program))
+    rules = replace(rules, constraint_fault=fault)
     script, params = script or Script(answer), SamplingParams(n=n, max_tokens=max_tokens)
     examples = [{"prompt": PROMPT, **(example or {})}]
     ids = [np.asarray(rendered(PROMPT), np.int32)]
@@ -287,13 +295,15 @@ def test_coroutine_functions_and_commands_are_programs_too():
     code = (
         "import json, os, sys, urllib.request as r; "
         "body = json.dumps({'messages': [{'role': 'user', 'content': sys.argv[1]}]}).encode(); "
-        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'; "
+        "assert sys.argv[2] == os.environ['OPENAI_BASE_URL']; "
+        "url = sys.argv[2] + '/chat/completions'; "
         "q = r.Request(url, body, {'content-type': 'application/json'}); "
         "text = json.loads(r.urlopen(q).read())['choices'][0]['message']['content']; "
         "print('noise'); print(0.25); sys.exit(text != json.loads(os.environ['GROUPAX_ROW'])['word'])"
     )
     for word, score, reward in (("yes", "exit", 1.0), ("no", "exit", 0.0), ("yes", "stdout", 0.25)):
-        [row], _ = played([sys.executable, "-c", code, "{word}{other}"], n=1, example={"word": word}, score=score)
+        command = [sys.executable, "-c", code, "{word}{other}", "{base_url}"]
+        [row], _ = played(command, n=1, example={"word": word}, score=score)
         assert row.environment_reward == reward
         assert row.prompt == [user(f"{word}{{other}}")]
 
@@ -394,6 +404,67 @@ def test_a_turn_that_continues_two_streams_counts_once():
         assert found == [([2, 5, 6, 7], [True, False, True, True]), ([2, 3, 4], [False, False, True]), ([8], [True])]
 
 
+def test_constrained_turns_are_refused_where_nothing_corrects_for_them():
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "integer"}}}
+    refused = []
+
+    def agent(base_url):
+        try:
+            said(base_url, [user("?")], response_format=schema)
+        except urllib.error.HTTPError as error:
+            refused.append(json.loads(error.read())["error"]["message"])
+        said(base_url, [user("?")])
+
+    [row], _ = played(agent, n=1, fault=UNCORRECTED_CONSTRAINT)
+    assert (refused, row.num_sampled_tokens) == ([UNCORRECTED_CONSTRAINT], len(written("yes")))
+    assert "rollout_correction='token_truncate'" in UNCORRECTED_CONSTRAINT
+    [row], script = played(agent, n=1)
+    assert len(refused) == 1
+    assert len(script.prompts) == 2
+
+
+def test_sessions_that_others_reach_need_their_key():
+    codes = []
+
+    def agent(base_url, anthropic_base_url, api_key):
+        bearer, header = {"authorization": f"Bearer {api_key}"}, {"x-api-key": api_key}
+        for wrong in ({}, {"authorization": "Bearer groupax"}, {"x-api-key": api_key[1:]}):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                said(base_url, [user("?")], wrong)
+            codes.append(refused.value.code)
+        first = said(base_url, [user("?")], bearer)["content"]
+        more = {"max_tokens": 9, "messages": [user("!")]}
+        second = post(f"{anthropic_base_url}/v1", "messages", header, **more)["content"][0]["text"]
+        return float(first == second == "yes")
+
+    group, _ = played(agent, n=2, host="0.0.0.0", public_url="http://127.0.0.1:{port}/")
+    assert [row.environment_reward for row in group] == [1.0, 1.0]
+    assert codes == [401] * 6
+    assert all(row.num_sampled_tokens == 2 * len(written("yes")) for row in group)
+
+
+def test_programs_reach_this_machine_by_its_name_or_its_public_url():
+    assert Listening().url(5) == "http://127.0.0.1:5"
+    assert Listening("0.0.0.0", 8100).url(8100) == f"http://{socket.gethostname()}:8100"
+    assert Listening("fd00::1").url(7) == "http://[fd00::1]:7"
+    assert Listening("0.0.0.0", 8100, "https://trainer.example/").url(8100) == "https://trainer.example"
+
+
+def test_rollouts_of_a_process_share_a_port_that_is_free_afterwards():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=f"port {port}"):
+            take_server(Listening(port=port))
+    first, second = (take_server(Listening(port=port)) for _ in range(2))
+    assert first is second
+    give_back_server(first)
+    socket.create_connection(("127.0.0.1", port)).close()
+    give_back_server(second)
+    give_back_server(take_server(Listening(port=port)))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
 NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function"], "name": "nothing"}})
 
 
@@ -407,6 +478,9 @@ NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function
         (lambda: program(len, branches="some"), "branches"),
         (lambda: program(len, env={"A": "b"}), "env is for commands"),
         (lambda: program(""), "empty"),
+        (lambda: program(len, port=70000), "port must be"),
+        (lambda: program(len, host="0.0.0.0", public_url="trainer:8100"), "public_url must be"),
+        (lambda: program(len, public_url="http://trainer:8100"), "lets nobody in"),
         (lambda: make_rules(TOKENIZER, EpisodeSettings(), [NOTHING], program(len)), "tools=nothing"),
     ],
 )

@@ -43,13 +43,14 @@ def demo_model():
 
 
 def demo_engines():
-    """The demo's model and one with an adapter that changes something."""
+    """The demo's model and an adapter of it that changes something, which share an engine."""
     model, tokenizer = demo_model()
-    adapted = add_adapter(model, LoRAConfig(r=4), seed=1)
-    for layer in adapted.params["layers"]:
-        layer["q"] = replace(layer["q"], change=replace(layer["q"].change, b=layer["q"].change.b + 0.3))
-    engines = {"demo": model, "adapted": adapted}
-    return {name: Engine.of(each, tokenizer, chunk_steps=16, kv_bytes=1 << 28) for name, each in engines.items()}
+    adapted = add_adapter(model, LoRAConfig(r=4, target_modules=["q_proj"]), seed=1)
+    assert adapted.adapter is not None
+    for layer in adapted.adapter.trained["layers"]:
+        layer["q"] = replace(layer["q"], b=layer["q"].b + 0.3)
+    engine = Engine.of(model, tokenizer, {"adapted": adapted}, chunk_steps=16, kv_bytes=1 << 28)
+    return {"demo": engine, "adapted": engine}
 
 
 @contextmanager
@@ -227,7 +228,8 @@ def test_an_adapter_is_a_model_of_its_own(client, loop, engine):
         texts[name] = client.completions.create(model=name, prompt="8*(2+5)-17=", temperature=0, max_tokens=24)
         wait_until(lambda: is_idle(loop))
         params = SamplingParams(temperature=0.0, max_tokens=24)
-        assert texts[name].choices[0].text == loop.engines[name].generate("8*(2+5)-17=", params)[0][0].text
+        [[alone]] = engine.generate("8*(2+5)-17=", params, adapter=None if name == "demo" else name)
+        assert texts[name].choices[0].text == alone.text
     assert texts["demo"].choices[0].text != texts["adapted"].choices[0].text
 
 

@@ -172,6 +172,11 @@ def test_packing_fills_sequences(strategy, lengths):
         ([{"prompt": "ab"}], {}, "prompts without completions"),
         ([{"text": 3}], {}, "must be a text like the others, got 3"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "labels must be as many as input_ids"),
+        ([{"input_ids": [1, 2], "labels": [2, -100]}], {}, "labels must be those of input_ids, without a shift"),
+        ([{"input_ids": [1, 2], "labels": [1, None]}], {}, "labels must be a list of integers"),
+        ([{"input_ids": [1, -2]}], {}, "must be token ids, got numbers from -2 to 1"),
+        ([{"input_ids": [1, 2**40]}], {}, "must be token ids, got numbers from 1 to 1099511627776"),
+        *(([{"input_ids": ids}], {}, "must be a list of integers") for ids in ([1.5], [[1], [2, 3]], None, 7, "ab")),
     ],
 )
 def test_examples_that_cannot_be_learned_as_asked_are_refused(rows, settings, message):
@@ -307,6 +312,7 @@ def _even_model():
     [
         ({"dataset": None}, "train_dataset is missing"),
         ({"dataset": [{"question": "a"}]}, "none of the columns messages, prompt, text, input_ids"),
+        ({"dataset": [{"messages": "hi"}]}, "train_dataset 0 must be a string or a list of messages"),
         ({"eval_steps": 2}, "there is no eval_dataset"),
         ({"loss_type": "mse"}, "loss_type must be one of nll, dft"),
         ({"packing": True, "max_length": None}, "packing fills sequences of max_length tokens"),

@@ -21,7 +21,7 @@ def world(tmp_path_factory):
     if not trl_scripts.TOKENIZER.exists():
         pytest.skip(f"there is no tokenizer in {trl_scripts.TOKENIZER}")
     folder = tmp_path_factory.mktemp("world") / "math"
-    trl_scripts.make_world(folder, "math")
+    trl_scripts.make_world(folder, "math", steps=100)  # it writes some turns by then
     return folder
 
 

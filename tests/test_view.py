@@ -2,6 +2,7 @@
 (tests/test_view_page.py)."""
 
 import http.client
+import inspect
 import json
 import os
 import re
@@ -24,14 +25,19 @@ from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
+from groupax.runs import diagnostics
 from groupax.runs.folder import RunFolder
+from groupax.runs.severity import SEVERITIES, severity_of
 from groupax.types import Rollout
+from groupax.view.axes import mean_and_spread
+from groupax.view.distributions import heat_map, row_means, spread_out
 from groupax.view.groups import group_summaries
 from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import Run, Runs
-from groupax.view.series import interval_means, smoothed, thinned
+from groupax.view.series import smoothed, thinned
 from groupax.view.server import make_server
 from groupax.view.tail import Tail
+from groupax.view.token_values import token_values
 from groupax.view.tokens import TokenTexts
 
 STATIC = Path(__file__).parents[1] / "groupax" / "view" / "static"
@@ -146,7 +152,8 @@ def test_every_run_of_a_folder_is_listed_with_its_state(port):
     runs = ask(port, "runs")
     assert list(runs) == ['"><img src=x onerror=alert(3)>', "alpha"]
     state = runs["alpha"]
-    assert (state["last_step"], state["num_rollout_steps"], state["num_diagnostics"]) == (NUM_STEPS, NUM_STEPS + 1, 1)
+    assert (state["last_step"], state["num_rollout_steps"]) == (NUM_STEPS, NUM_STEPS + 1)
+    assert state["diagnostics"] == {"kl_runaway": "error"}
     assert state["latest"] == {"reward": NUM_STEPS / 10, "kl": None}
     assert state["status"] == "live"
     assert ask(port, "names") == ["kl", "reward", "step_time", "time/rollout_s"]
@@ -160,6 +167,38 @@ def test_series_are_what_was_logged(port):
     part = ask(port, "series", **{"run": "alpha", "name": "reward", "from": 2.5, "to": 4, "smooth": 0.5})
     assert part["alpha"]["reward"]["x"] == [3, 4]
     assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
+
+
+def test_series_by_tokens_and_time(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    for step in (2, 4, 6):
+        run.write_metrics({"step": float(step), "reward": step / 10, "step_time": 3.0, "num_tokens": 100.0 * step})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        by_tokens = ask(port, "series", **{"run": "run", "name": "reward", "by": "tokens", "from": 300})
+        assert by_tokens["run"]["reward"]["x"] == [400, 600]
+        assert ask(port, "series", run="run", name="reward", by="time")["run"]["reward"]["x"] == [6, 12, 18]
+        assert (
+            "by='x' is none of step, tokens, time"
+            in ask(port, "series", 400, run="run", name="reward", by="x")["error"]
+        )
+
+
+def test_the_band_of_seeds_is_their_mean_and_deviation(tmp_path):
+    curves = [(np.array([1.0, 3.0]), np.array([0.0, 2.0])), (np.array([1.0, 2.0, 4.0]), np.array([2.0, np.nan, 5.0]))]
+    x, mean, std = mean_and_spread(curves)
+    assert x.tolist() == [1, 3, 4]
+    assert mean == pytest.approx([1.0, 3.0, 5.0])  # the second curve is 4 at 3, the first ends there
+    assert std == pytest.approx([1.0, 1.0, 0.0])
+    assert mean_and_spread([])[0].size == 0
+    for seed in (1, 2):
+        write_run(tmp_path / f"seed{seed}", {"seed": seed}, num_steps=2)
+    with serving(tmp_path) as port:
+        ask(port, "runs")
+        band = ask(port, "band", run=["seed1", "seed2"], name=["reward", "none"])
+    assert list(band) == ["reward"]
+    assert band["reward"] == {"x": [1, 2], "y": [0.1, 0.2], "low": [0.1, 0.2], "high": [0.1, 0.2], "num_runs": 2}
 
 
 def test_smoothing_is_a_mean_that_favours_what_is_near():
@@ -181,26 +220,112 @@ def test_long_series_keep_their_extremes():
     assert (thin_x[0], thin_x[-1]) == (0, 9999)
     assert {(1234.0, 9.0), (7777.0, -9.0)} <= set(zip(thin_x.tolist(), thin_y.tolist(), strict=True))
     assert thinned(x[:500], y[:500], 500)[1].tolist() == y[:500].tolist()
-    mean_x, means = interval_means(x, np.stack([x, np.ones(10_000)]), 100)
-    assert mean_x[-1] == 9999
-    assert means[0] == pytest.approx(x.reshape(100, 100).mean(axis=1))
-    assert means[1] == pytest.approx(np.ones(100))
 
 
-def test_times_of_a_step_sum_to_the_step(port):
-    found = ask(port, "times", run="alpha")
-    assert found["parts"]["rollout"] == pytest.approx([1.4, 1.3, 1.2, 1.1, 1.0, 0.9])
-    assert np.sum(list(found["parts"].values()), axis=0) == pytest.approx(np.full(6, 2.0))
-
-
-def test_times_beside_updates_are_left_out(tmp_path):
+def test_the_phases_of_steps_lie_on_a_time_axis(port, tmp_path):
+    found = ask(port, "timeline", run="alpha", num=2, last=4)
+    assert found["lanes"] == ["rollout", "reward", "train", "other"]
+    bars = [(bar["step"], bar["lane"], bar["start_s"], bar["end_s"]) for bar in found["bars"]]
+    rollouts = [(3, "rollout", 4.0, 5.2), (3, "other", 5.2, 6.0), (4, "rollout", 6.0, 7.1), (4, "other", 7.1, 8.0)]
+    assert [bar[:2] for bar in bars] == [bar[:2] for bar in rollouts]
+    assert np.array([bar[2:] for bar in bars]) == pytest.approx(np.array([bar[2:] for bar in rollouts]))
+    by_phase = {each["phase"]: each for each in found["shares"]}
+    assert by_phase["rollout"]["total_s"] == pytest.approx(6.9)
+    assert sum(each["share"] for each in found["shares"]) == pytest.approx(1.0)
     run = RunFolder(tmp_path / "run")
     run.start({})
     times = {"rollout": 1.8, "reward": 0.2, "wait": 0.5, "train": 1.0}
-    run.write_metrics({"step": 1.0, "step_time": 2.0, **{f"time/{name}_s": value for name, value in times.items()}})
+    for step in (1.0, 2.0):
+        run.write_metrics(
+            {"step": step, "step_time": 2.0, **{f"time/{name}_s": value for name, value in times.items()}}
+        )
+    with serving(run.path) as other:
+        ask(other, "runs")
+        found = ask(other, "timeline", run="run", num=1)
+    assert found["lanes"] == ["rollout", "wait", "train", "other"]
+    spans = {bar["lane"]: (bar["start_s"], bar["end_s"]) for bar in found["bars"]}
+    assert spans["wait"] == (2.0, 2.5)
+    assert spans["rollout"] == pytest.approx((0.7, 2.5))  # during the update before
+    assert {each["phase"]: each["share"] for each in found["shares"]} == {"wait": 0.25, "train": 0.5, "other": 0.25}
+
+
+def test_distributions_cover_the_run_with_a_part_of_its_steps(port):
+    while (found := ask(port, "distributions", run="alpha"))["num_steps"] > len(found["steps"]):
+        pass
+    assert found["steps"] == [1, 2, 3, 4, 5, 6, 7]
+    assert set(found["maps"]) == {"reward", "length", "advantage", "entropy", "reward right", "reward <b>brief</b>"}
+    length = found["maps"]["length"]
+    assert (length["edges"][0], length["edges"][-1]) == (3, 6)
+    assert [sum(row) for row in length["shares"]] == pytest.approx([1, 1, 1, 1, 1, 1, 0], abs=1e-3)  # one is damaged
+    assert length["quantiles"][0][1] == 4.5
+    assert length["quantiles"][6] == [None] * 3
+    assert found["maps"]["entropy"]["quantiles"][0] == pytest.approx([1.25] * 3)
+    assert spread_out(range(1, 1001), 5) == [1, 1000, 501, 251, 750]
+    assert sorted(spread_out((2, 4, 6), 120)) == [2, 4, 6]
+    assert heat_map([np.full(3, 0.5)])["quantiles"] == [[0.5] * 3]
+    assert heat_map([]) is None
+    lists = pyarrow.array([[1.0, None, 3.0], [], None, [None], [5.0]], pyarrow.list_(pyarrow.float32()))
+    assert row_means(lists).tolist() == pytest.approx([2.0, np.nan, np.nan, np.nan, 5.0], nan_ok=True)
+    assert row_means(lists.slice(3)).tolist() == pytest.approx([np.nan, 5.0], nan_ok=True)
+
+
+def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({"max_steps": -1, "reward_weights": [0.5, 1.0], "learning_rate": 1e-3})
+    facts = {"model": "m", "rewards": "a, b", "steps": "1,000, each on 8 completions", "devices": "1 x cpu"}
+    process = {
+        "started_at": "now",
+        "processor": "P",
+        "cores": 2,
+        "python": "3.11",
+        "versions": {"jax": "1"},
+        "run": facts,
+    }
+    (run.path / "run.json").write_text(json.dumps({"processes": [process]}))
+    (run.path / "command.json").write_text(json.dumps({"model": "m", "reward_funcs": ["a", "b"]}))
+    for step in (10, 20):
+        compiled = {"time/compile_s": 20.0 if step == 10 else 0.0}
+        times = {"step_time": 30.0 if step == 10 else 2.0, **compiled}
+        run.write_metrics({"step": float(step), "reward": step / 10, "num_tokens": 7.0 * step, **times})
     with serving(run.path) as port:
         ask(port, "runs")
-        assert ask(port, "times", run="run")["parts"] == {"train": [1.0], "wait": [0.5], "other": [0.5]}
+        found = ask(port, "overview", run="run")
+        progress = {"step": 20, "num_steps": 1000, "elapsed_s": 320, "remaining_s": 1960, "tokens": 140}
+        assert found["progress"] == {**progress, "started_at": "now"}
+        assert found["facts"]["rewards"] == "a × 0.5, b × 1"
+        assert found["facts"]["command"].startswith("groupax train --model m --reward_funcs a b")
+        assert "--learning_rate 0.001" in found["facts"]["command"]
+        [change] = found["changes"]
+        assert (change["before"]["value"], change["after"]["value"], change["set"]) == (1.0, 2.0, "training prompts")
+        pair = {
+            "before": 0.25,
+            "after": 0.75,
+            "difference": {"value": 0.5, "low": 0.25, "high": 0.625},
+            "p_value": 0.01,
+        }
+        estimates = {"before": {"pass@1": {"value": 0.25, "low": 0.125, "high": 0.5}}, "after": {}}
+        result = {"sets": {"eval": {**estimates, "comparison": {"differences": {"pass@1": pair}}}}}
+        (run.path / "result.json").write_text(json.dumps(result))
+        [change] = ask(port, "overview", run="run")["changes"]
+        assert change["before"] == {"value": 0.25, "low": 0.125, "high": 0.5}
+        assert change["after"] == {"value": 0.75, "low": None, "high": None}
+        row = ask(port, "table")["run"]
+        assert (row["last"], row["best"], row["num_steps"]) == (2.0, 2.0, 1000)
+        assert row["held_out"]["difference"]["low"] == 0.25
+        for name in ("run.json", "result.json", "command.json"):
+            (run.path / name).write_text('{"processes": [7], "sets": 3, "recipe": []}')
+        assert ask(port, "overview", run="run")["facts"]["folder"] == str(run.path)
+
+
+def test_every_diagnostic_has_a_severity():
+    source = inspect.getsource(diagnostics)
+    names = set(re.findall(r'(?:found\["|^ {8}")(\w+)"(?:\] = |: f")', source, re.MULTILINE))
+    assert {"rewards_equal", "all_truncated", "learning_rate_zero"} <= names <= set(SEVERITIES)
+    assert [severity_of(name) for name in ("reward f", "tracker_wandb_late", "of the future")] == [
+        "error",
+        "note",
+        "warning",
+    ]
 
 
 def test_metrics_are_read_while_they_are_written(tmp_path):
@@ -295,7 +420,18 @@ def test_tokens_with_their_numbers(port):
     assert list(one["rows"]) == ["2"]
     assert one["rows"]["2"]["texts"] == ["⟨0⟩", "⟨1⟩", "⟨2⟩", "⟨3⟩", "⟨4⟩"]
     assert "no tokenizer/tokenizer.json" in one["fault"]
+    pushes = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="advantage x ratio")["rows"]
+    assert pushes["3"]["values"] == pytest.approx([1.5 * np.exp(0.25)] * 6, abs=1e-4)
+    assert pushes["1"]["values"] == pytest.approx([-0.5 * np.exp(0.25)] * 4, abs=1e-4)
     assert "has no 'x' per token" in ask(port, "tokens", 404, run="alpha", step=3, prompt=1, channel="x")["error"]
+
+
+def test_clipped_tokens_are_not_pushed(folder):
+    path = folder / "alpha" / "rollouts" / "step_000003.parquet"
+    pushes = token_values(path, 1, "advantage x ratio", clip=(0.8, 1.2))  # the ratio is 1.284
+    assert pushes[3]["values"] == [0.0] * 6
+    assert pushes[1]["values"] == pytest.approx([-0.5 * np.exp(0.25)] * 4, abs=1e-4)
+    assert pushes[0]["values"] == pytest.approx([np.nan] * 3, nan_ok=True)
 
 
 def test_texts_of_tokens_join_to_the_text(tmp_path):
@@ -392,11 +528,107 @@ def test_search_goes_through_all_steps_backwards(port):
     assert "q is empty" in ask(port, "search", 400, run="alpha")["error"]
 
 
+def found_in(port, **conditions):
+    """Places of all hits, newest steps first."""
+    hits, before = [], 10**9
+    while before is not None:
+        found = ask(port, "search", run="alpha", before=before, **conditions)
+        hits, before = hits + found["hits"], found["next_before"]
+    return [(hit["step"], hit["prompt_index"], hit["sample_index"]) for hit in hits]
+
+
+def test_a_search_combines_expressions_and_ranges(port):
+    assert found_in(port, q=r"answer [02] of step [12]$", regex="1", max_length=4) == [
+        *((2, 0, 0), (2, 1, 0)),
+        *((1, 0, 0), (1, 1, 0)),
+    ]
+    assert found_in(port, q="step 4", end="truncated", max_reward=1.3, min_advantage=1) == [(4, 0, 3), (4, 1, 3)]
+    assert found_in(port, min_reward=2) == [(step, 1, 0) for step in range(6, 0, -1)]
+    assert len(found_in(port, end="complete")) == 6 * 3 * (G - 1)
+    for conditions, fault in (
+        ({"q": "(", "regex": "1"}, "'(' is not a regular expression"),
+        ({"q": "a" * 1001, "regex": "1"}, "more than 1000 characters"),
+        ({"end": "x"}, "end='x' is none of truncated, complete"),
+        ({"min_reward": "x"}, "min_reward='x' is not a number"),
+    ):
+        assert fault in ask(port, "search", 400, run="alpha", **conditions)["error"]
+
+
+def test_an_expression_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupax.view.search.REGEX_TIMEOUT_S", 0.01)
+    write_run(tmp_path / "run", {}, num_steps=1)
+    run = RunFolder(tmp_path / "run")
+    run.write_rollouts(2, [replace(a_rollout(1, 0, 0), text="a" * 5000)])
+    with serving(tmp_path / "run") as port:
+        ask(port, "runs")
+        error = ask(port, "search", 400, run="run", q="(a|aa)+$b", regex="1")["error"]
+        assert "took longer than 0.01 s on one text" in error
+
+
+def test_hits_are_exported_with_their_full_texts(port):
+    status, headers, body = request(port, f"/api/export?{urlencode({'run': 'alpha', 'max_length': 3, 'q': HOSTILE})}")
+    assert status == 200
+    assert headers["content-disposition"] == 'attachment; filename="rollouts.jsonl"'
+    rows = [json.loads(line) for line in body.splitlines()]
+    assert [(row["step"], row["prompt"], row["completion"]) for row in rows] == [
+        (n, HOSTILE, LONG) for n in range(6, 0, -1)
+    ]
+    assert (rows[0]["reward"], rows[0]["rewards"], rows[0]["num_tokens"]) == (
+        0.0,
+        {"right": 0.0, "<b>brief</b>": None},
+        3,
+    )
+    assert request(port, "/api/export?run=nobody&q=a")[0] == 404
+    assert b"q is empty" in request(port, "/api/export?run=alpha")[2]
+
+
+def test_evaluations_are_estimated_and_compared_item_by_item(tmp_path):
+    run = write_run(tmp_path / "run", {}, num_steps=1)
+
+    def items(solved):
+        made = [
+            Completion(f"{HOSTILE} {each}", 5, "stop", {"right": float(each)}, float(each), each) for each in solved
+        ]
+        return [Item(f"k{n}", n, f"question {n}", {"answer": n}, [each]) for n, each in enumerate(made)]
+
+    run.write_items("before.eval", items([True, False, False, False]))
+    run.write_items("step_000010.eval", items([True, True, False, False]))
+    run.write_items("after.eval", items([False, True, True, False]))
+    run.write_items("after.other", items([True])[:1])
+    (run.path / "evaluations" / "step_000020.eval.jsonl").write_text("{}\n")
+    with serving(run.path) as port:
+        ask(port, "runs")
+        rows = ask(port, "estimates", run="run")
+        names = ["before.eval", "step_000010.eval", "step_000020.eval", "after.eval", "after.other"]
+        assert [row["name"] for row in rows] == names
+        assert [row["estimates"].get("pass@1", {}).get("value") for row in rows] == [0.25, 0.5, None, 0.5, 1.0]
+        assert rows[0]["estimates"]["pass@1"]["low"] < 0.25 < rows[0]["estimates"]["pass@1"]["high"]
+        assert "is not an item of an evaluation" in rows[2]["fault"]
+        question = {"run": "run", "name": "after.eval", "before": "before.eval"}
+        found = ask(port, "differences", **question)
+        assert found["counts"] == {"lost": 1, "gained": 2, "same": 1}
+        assert [(each["kind"], each["after"]["prompt"]) for each in found["items"]] == [
+            *(("lost", "question 0"), ("gained", "question 1"), ("gained", "question 2"), ("same", "question 3")),
+        ]
+        assert found["differences"]["pass@1"]["difference"]["value"] == 0.25
+        assert found["items"][0]["before"]["completions"][0]["text"] == f"{HOSTILE} True"
+        part = ask(port, "differences", **question, show="gained", q="question 2")
+        assert (part["num_shown"], part["items"][0]["after"]["columns"]) == (1, {"answer": "2"})
+        assert "none of lost, gained" in ask(port, "differences", 400, **question, show="x")["error"]
+        assert "no evaluation ''" in ask(port, "differences", 404, run="run", name="after.eval")["error"]
+
+
 def test_one_prompt_is_followed_over_the_steps(port):
     indexed(port, "alpha", 7)
     found = ask(port, "prompts", run="alpha")
     assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
     assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
+    orders = ("unsolved", "gained", "lost")
+    first = {order: ask(port, "prompts", run="alpha", order=order)["prompts"][0] for order in orders}
+    assert first["unsolved"]["best"] == 0.5
+    assert first["unsolved"]["text"] == "What is 1+1?"
+    assert all(each["best"] is not None for each in first.values())
+    assert "order='x' is none of frequent" in ask(port, "prompts", 400, run="alpha", order="x")["error"]
     [only] = ask(port, "prompts", run="alpha", q="1+1")["prompts"]
     history = ask(port, "prompt", run="alpha", key=only["key"])
     assert history["step"] == [1, 2, 3, 4, 5, 6]
@@ -436,7 +668,13 @@ def test_settings_findings_and_evaluations(port, folder):
     assert settings["alpha"]["config"]["beta"] == 0.0
     assert settings['"><img src=x onerror=alert(3)>']["config"][HOSTILE] == HOSTILE
     [diagnostic] = ask(port, "diagnostics")["alpha"]
-    assert diagnostic == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}"}
+    assert diagnostic == {
+        "step": 3,
+        "name": "kl_runaway",
+        "text": f"KL runs away {HOSTILE}",
+        "severity": "error",
+    }
+    assert list(ask(port, "diagnostics", run="alpha")) == ["alpha"]
     assert ask(port, "evaluations", run="alpha") == ["step_000005.eval"]
     page = ask(port, "items", run="alpha", name="step_000005.eval", first=50)
     assert [item["prompt"] for item in page["items"]] == [f"question {n}" for n in range(50, 60)]
@@ -471,7 +709,6 @@ def test_odd_questions_are_answered_with_what_is_wrong(port, name, parameters, s
 def test_numbers_out_of_bounds_do_no_harm(port):
     for points in ("-5", "0", "inf", "-inf", "1e300"):
         assert ask(port, "series", run="alpha", name="reward", points=points)["alpha"]["reward"]["x"][0] == 1
-        assert ask(port, "times", run="alpha", points=points)["x"][-1] == 6
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class Reader:
             return 0  # there, the key would scroll the page to its end, where the curve is out of sight
         self.keys(f'[data-title="{title}"] .canvas', Keys.END)
         told = self.text(f'[data-title="{title}"] .reading')
-        return int(told.removeprefix("step ").partition(":")[0].replace(",", "")) if told else 0
+        return int(told.splitlines()[0].removeprefix("step ").replace(",", "")) if told else 0
 
     def release(self):
         """The answer that `HOLD` holds back."""
@@ -227,7 +227,7 @@ def page(browser, address):
 def test_groups_are_opened_filtered_and_searched(page):
     from selenium.webdriver.common.keys import Keys
 
-    page.open("rollouts?run=earlier&step=3")
+    page.open("rollouts?run=earlier&step=3&sort=order")
     until(lambda: len(page.all(".groups li")) == 3)
     page.press(Keys.ARROW_DOWN)
     until(lambda: page.text(".prompt h2") == "Prompt 1")
@@ -260,6 +260,13 @@ def test_groups_are_opened_filtered_and_searched(page):
     page.write("answer 1 of step 2")
     page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.ENTER)
     until(lambda: "Search complete" in page.text(".found"))
+    assert "q=answer+1+of+step+2" in page.run("return document.querySelector('.found .joined a').href")
+    page.click("input[name='regex']")
+    until(lambda: "2 completions" in page.text(".found [role=status]"))
+    page.click('.found select[name="end"] option[value="truncated"]')
+    until(lambda: "No completion matches." in page.text(".found"))
+    page.click('.found select[name="end"] option[value="complete"]')
+    until(lambda: page.all(".hits a"))
     page.click(".hits a")
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
 
@@ -308,8 +315,16 @@ def test_one_prompt_is_followed_over_steps(page):
     page.open("rollouts?run=earlier&step=2&prompt=0")
     until(lambda: page.text(".prompt h2") == "Prompt 0")
     page.click(".prompt header .button")
-    until(lambda: len(page.all("tbody tr")) == 6)
     until(lambda: page.text(".prompt-text") == "What is 1+1?")
+    page.click("main details summary")
+    until(lambda: len(page.all("tbody tr")) == 6)
+    until(lambda: len(page.all(".columns-of-steps .card")) == 3)
+    assert page.texts(".columns-of-steps ins") == ["4", "6"]  # of "answer 0 of step 4"
+    assert page.texts(".columns-of-steps del") == ["1", "4"]
+    page.choose("column-0", "4")
+    until(lambda: page.texts(".columns-of-steps del") == ["5", "4"])
+    page.choose("compared", "worst")
+    until(lambda: "answer 3 of step 5" in page.text(".columns-of-steps .card"))
     assert page.last_point("Reward of this prompt") == 6
     page.click("main a")
     until(lambda: "What is 1+1?" in page.text("tbody"))
@@ -335,7 +350,11 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
     until(lambda: page.all(".chart canvas"))
     for number, (place, ready) in enumerate(
         [
+            ("overview", ".overview-facts dl"),
+            ("runs", "table"),
             ("curves", ".chart"),
+            ("distributions", "canvas"),
+            ("time", ".phase"),
             ("rollouts", ".card"),
             ("prompts", "table"),
             ("evaluations", "h2"),
@@ -344,7 +363,7 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
         ],
         1,
     ):
-        page.press(str(number))
+        page.press(str(number % 10))
         until(lambda ready=ready: page.all(f"main {ready}"))
         until(lambda place=place: page.run("return location.hash").startswith(f"#/{place}"))
         assert page.run(NAMELESS) == []
@@ -501,6 +520,10 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
             until(lambda step=step: len(page.all('select[name="evaluation"] option')) == step - 2)
         until(lambda: page.text(".summary") == "1 to 1 of 1 item")
         until(lambda: page.value('select[name="evaluation"]') == "step_000003.eval")
+        page.choose("evaluation", "step_000004.eval")
+        until(lambda: "0 items became better, 0 worse, 1 did not change" in page.text(".summary"))
+        page.click(".item summary")
+        until(lambda: len(page.all(".item .card")) == 2)
         assert page.errors() == []
         browser.get("about:blank")
 

@@ -94,10 +94,16 @@ def notebook_source(text: str) -> str:
     return "\n".join(cell for cell in cells if not any(each in cell for each in ABSENT_CELLS))
 
 
-def make_world(folder: Path, turns: str) -> Path:
-    """Makes a folder with the models and the datasets of the scripts; returns that of the model."""
+def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
+    """Makes a folder with the models and the datasets of the scripts; returns that of the model.
+
+    Args:
+        folder: The folder.
+        turns: Name of what the model writes.
+        steps: Optimizer steps of its training.
+    """
     model = folder / "tiny"
-    trl_world.make_model(model, TOKENIZER, trl_world.TURNS[turns])
+    trl_world.make_model(model, TOKENIZER, trl_world.TURNS[turns], steps)
     trl_world.write_datasets(folder)
     trl_world.link(folder, model, MODELS)
     trl_world.make_reward_model(folder / "reward_model", TOKENIZER)

@@ -118,7 +118,7 @@ def _with_visible(text: str) -> str:
     return json.dumps(state)
 
 
-def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int = 400) -> None:
+def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int) -> None:
     """Writes a model that ends any prompt with one of a few turns, each about as often.
 
     Args:

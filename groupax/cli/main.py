@@ -14,6 +14,7 @@ from groupax import __version__
 from groupax.cli import evaluate as evaluation_commands
 from groupax.cli import models as model_commands
 from groupax.cli import results as result_commands
+from groupax.cli.init import init
 from groupax.cli.launch import launch
 from groupax.cli.serve import serve
 from groupax.cli.view import view
@@ -40,6 +41,7 @@ USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists 
 
 commands:
   train      train a model with --model, --dataset and --reward_funcs, or with --recipe ({", ".join(RECIPES)})
+  init       write a YAML file with the settings of a run and their descriptions: groupax init [FILE]
   sft        train a model on examples: groupax sft --model MODEL --dataset FILE_OR_FOLDER
   eval       evaluate a model: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
   compare    compare two evaluations on the same prompts: groupax compare BEFORE AFTER
@@ -105,6 +107,7 @@ def _report_to_other_processes(error: Exception) -> None:
 
 COMMANDS = {
     "train": train,
+    "init": init,
     "sft": sft,
     "eval": evaluation_commands.evaluate,
     "compare": result_commands.compare,

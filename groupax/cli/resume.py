@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from groupax.cli.options import LISTS, check_flags, flag_value, overlaid, read_yaml
 from groupax.cli.sft import SFT, start_sft
 from groupax.cli.train import Train, start
@@ -17,10 +15,8 @@ from groupax.settings.command_line import parsed
 
 @dataclass(frozen=True, kw_only=True)
 class Resume(Train):
-    """Continue a run that was stopped, with the command that started it. Options given here take precedence."""
-
-    run_dir: tyro.conf.Positional[str]
-    """Run folder or URL, or one of its checkpoints."""
+    """Continue a run that was stopped, with the command that started it. RUN_DIR is a run folder or URL, or one of its
+    checkpoints. Options given here take precedence."""
 
 
 def resume(arguments: Sequence[str]) -> None:
@@ -29,7 +25,7 @@ def resume(arguments: Sequence[str]) -> None:
     if not asks_help and (not arguments or arguments[0].startswith("-")):
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train or sft that should differ]")
     if asks_help:
-        parsed(Resume, "resume", ["--help"])
+        parsed(Resume, "resume RUN_DIR", arguments)
     options = list(arguments[1:])
     path = flag_value(options, "--config")
     default = resumed_command(arguments[0].rstrip("/"))

@@ -36,8 +36,8 @@ class Serve:
     """Name of the model for clients; by default the value of --model."""
     adapter: tuple[str, ...] = ()
     """Adapters of the model, each as NAME=FOLDER, served under their names in addition to the model. They share its
-    weights, except for the full copies that --weights and a --mesh other than that of --tp create for each. Each has
-    its own engine and its own share of the memory for the KV cache."""
+    weights, and its requests and theirs are decoded in one batch. Only an adapter with biases or fully trained modules
+    has an engine of its own, with its share of the memory for the KV cache."""
     host: str = "127.0.0.1"
     """Address to listen on; by default only this machine can connect."""
     port: int = 8000
@@ -205,15 +205,21 @@ def models_of(command: Serve) -> "dict[str, Model]":
 
 
 def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
-    """Creates an engine for each model; they share the memory that their weights leave free for the KV cache."""
+    """Creates the engines of a command's models, by their names; they share the free memory for the KV cache.
+
+    The first model and its adapters have one engine together; adapters with more than low-rank changes have their own.
+    """
     import jax
 
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
     from groupax.engine.plan import FREE_FRAC
+    from groupax.models.adapter_stack import has_only_changes
     from groupax.parallel.peak import free_memory_bytes
 
-    base = next(iter(models.values()))
+    (base_name, base), *others = models.items()
+    shared = {name: each for name, each in others if each.adapter and has_only_changes(each.adapter.trained)}
+    own = {name: each for name, each in others if name not in shared}
     assert base.source is not None, "a loaded model has a folder"
     tokenizer = load_tokenizer(base.source, command.chat_template)
     settings: dict[str, Any] = {
@@ -221,15 +227,16 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
         "chunk_steps": command.chunk_steps,
         "weights": command.weights,
         "tp": command.tp,
-        "prefix_bytes": int(command.prefix_cache_gb * 1e9 / len(models)),
+        "prefix_bytes": int(command.prefix_cache_gb * 1e9 / (1 + len(own))),
     }
-    engines = {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
+    together = Engine.of(base, tokenizer, shared, **settings)
+    engines = {base_name: together, **{name: Engine.of(model, tokenizer, **settings) for name, model in own.items()}}
     jax.block_until_ready([engine.params for engine in engines.values()])  # they may be copies
     kv_gb = command.kv_cache_gb
     kv_bytes = FREE_FRAC * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
     for engine in engines.values():
         engine.kv_bytes = int(kv_bytes / len(engines))
-    return engines
+    return {name: engines.get(name, together) for name in models}
 
 
 def _allow_open_files(num_connections: int) -> None:

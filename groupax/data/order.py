@@ -35,6 +35,7 @@ def visit_order(
     return [int(permutations[epoch][index]) for epoch, index in positions]
 
 
+@lru_cache(maxsize=2)
 def _shuffled(num: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num)
 

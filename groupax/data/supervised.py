@@ -273,12 +273,31 @@ def _template_arguments(
 
 def _given(row: Mapping[str, Any], name: str) -> TokenExample:
     """Returns an example that has tokens already."""
-    ids = np.asarray(row["input_ids"], np.int32)
-    labels = row.get("labels")
-    learned = np.ones(len(ids), bool) if labels is None else np.asarray(labels) != NOT_LEARNED
-    if learned.shape != ids.shape or ids.ndim != 1:
-        raise ValueError(f"{name}: labels must be as many as input_ids, got {len(learned)} for {len(ids)}")
+    ids = _integers(row["input_ids"], f"{name}: input_ids")
+    if ids.size and not 0 <= ids.min() <= ids.max() <= np.iinfo(np.int32).max:
+        raise ValueError(f"{name}: input_ids must be token ids, got numbers from {ids.min()} to {ids.max()}")
+    if row.get("labels") is None:
+        return _example(ids, np.ones(len(ids), bool))
+    labels = _integers(row["labels"], f"{name}: labels")
+    if len(labels) != len(ids):
+        raise ValueError(f"{name}: labels must be as many as input_ids, got {len(labels)} for {len(ids)}")
+    learned = labels != NOT_LEARNED
+    if (labels != ids)[learned].any():
+        raise ValueError(
+            f"{name}: labels must be those of input_ids, without a shift, or {NOT_LEARNED} where a token is not learned"
+        )
     return _example(ids, learned)
+
+
+def _integers(values: Any, name: str) -> np.ndarray:
+    """Returns a list of integers as an array."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a list of integers, got {values!r:.100}")
+    return array
 
 
 def _refuse_settings_of_templates(settings: ExampleSettings, rows: Sequence[Mapping[str, Any]], name: str) -> None:

@@ -92,6 +92,7 @@ class Tracer:
         chunk_steps: Number of tokens of a chunk.
         has_prefixes: Whether the keys and values of finished sequences are stored and reused.
         has_limits: Whether chunks have a limit of their steps at run time.
+        has_adapters: Whether the weights have several adapters, of which each slot chooses one.
     """
 
     config: ModelConfig
@@ -101,6 +102,7 @@ class Tracer:
     chunk_steps: int
     has_prefixes: bool = False
     has_limits: bool = False
+    has_adapters: bool = False
 
     @cached_property
     def _static(self) -> dict[str, Any]:
@@ -143,7 +145,8 @@ class Tracer:
         source, is_new = self._rows(shape.num_prompt_slots), self._rows(shape.num_slots, dtype=bool)
         given = prompts, starts, self._rows(1), source, is_new, slots
         known = self._known(num_prompts, shape.num_prompt_columns) if has_known else None
-        return admit.trace(self.params, self.cache(shape), slots, *given, known, **self._static)
+        adapters = self._rows(num_prompts) if self.has_adapters else None
+        return admit.trace(self.params, self.cache(shape), slots, *given, known, adapters, **self._static)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
         changes_slots = before.num_slots != after.num_slots or before.share != after.share
@@ -163,7 +166,8 @@ class Tracer:
             yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
 
     def _slots(self, shape: CacheShape) -> Slots:
-        table = slot_table(num_data_shards(self.mesh) * shape.num_slots, STOP_IDS, BIASED_TOKENS)
+        num_slots = num_data_shards(self.mesh) * shape.num_slots
+        table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS, self.has_adapters)
         return self._sharded(jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
 
     def _constraints(self, shape: CacheShape, tables: TableSize) -> Constraints:

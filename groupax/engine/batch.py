@@ -192,7 +192,8 @@ class Batch:
     def _store(self, sequence: Sequence | None, stored: dict[str, Any]) -> None:
         """Stores keys and values that were read from the slot of a sequence."""
         assert sequence is not None, "it has a slot"
-        prefix = prefix_of(stored, sequence.prompt, sequence.tokens)
+        adapter = self.core.adapter_index(sequence.adapter)
+        prefix = prefix_of(stored, sequence.prompt, sequence.tokens, adapter)
         if sequence.place is None:
             self.core.prefixes.add(prefix)
         else:
@@ -310,13 +311,17 @@ class Batch:
         admitted = self._idle_slots()
         is_new = np.zeros(len(admitted), bool)
         places: list[Place | None] = [None] * len(prompts)
+        adapters = np.full(len(prompts), -1, np.int32)
         row_of = {prompt_slot: self._row_of(prompt_slot, index) for prompt_slot, index in admission.prompt_slots}
         for slot, sequence in admission.slots:
             is_new[slot] = True
-            places[row_of[slot // self.scheduler.share]] = sequence.place
+            row = row_of[slot // self.scheduler.share]
+            places[row], adapters[row] = sequence.place, self.core.adapter_index(sequence.adapter)
             sequence.admitted_s = time.monotonic()
             self._generations[sequence] = self.core.prefixes.generation
             fill(admitted[slot], sequence)
+            if self.core.adapters:
+                admitted[slot]["adapter"] = adapters[row]
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -327,7 +332,8 @@ class Batch:
             self._on_rows(source),
             self._on_rows(is_new),
             to_slots(admitted, self._on_rows),
-            self._known(prompts, starts, places),
+            self._known(prompts, starts, places, adapters.tolist()),
+            self._on_rows(adapters) if self.core.adapters else None,
             config=self.core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
@@ -338,9 +344,11 @@ class Batch:
         shard = prompt_slot * self.scheduler.share // self.scheduler.slots_per_shard
         return shard * self._max_prompts() + index
 
-    def _known(self, prompts: np.ndarray, starts: np.ndarray, places: list[Place | None]) -> Known | None:
+    def _known(
+        self, prompts: np.ndarray, starts: np.ndarray, places: list[Place | None], adapters: list[int]
+    ) -> Known | None:
         """Returns the stored keys and values of these left-padded prompts, [P, S]; None if there are none."""
-        gathered = self.core.prefixes.gather(prompts, starts, places)
+        gathered = self.core.prefixes.gather(prompts, starts, places, adapters)
         if gathered is None:
             return None
         lengths, k, v = gathered
@@ -348,7 +356,7 @@ class Batch:
         return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
 
     def _idle_slots(self) -> np.ndarray:
-        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
+        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
         return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))

@@ -38,6 +38,7 @@ class EngineCore:
         weights: str = "same",
         tp: int = 1,
         expected: Demand | None = None,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         if config.num_labels:
             raise ValueError(
@@ -55,6 +56,8 @@ class EngineCore:
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
+        self.adapters = tuple(adapters)
+        self.adapter_versions: dict[str, int] = {}
         self.eos_ids = eos_ids
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
@@ -82,6 +85,22 @@ class EngineCore:
             self._given, self._params = params, None
             self.version += 1
             self.prefixes.clear()
+
+    def adapter_index(self, adapter: str | None) -> int:
+        """Returns the index of an adapter among those that are stacked, -1 for the base.
+
+        Raises:
+            ValueError: There is no such adapter.
+        """
+        if adapter is None:
+            return -1
+        if adapter not in self.adapters:
+            raise ValueError(f"there is no adapter {adapter!r}; the engine has {', '.join(self.adapters) or 'none'}")
+        return self.adapters.index(adapter)
+
+    def version_of(self, adapter: str | None) -> int:
+        """Returns the version of the weights that sequences with an adapter are sampled with."""
+        return self.version if adapter is None else self.adapter_versions.get(adapter, self.version)
 
     def release(self) -> None:
         """Frees the memory of weights that were gathered or converted; the next decoding creates them again."""

@@ -21,6 +21,7 @@ from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.constraint import Constraints, allowed_tokens, constraint_pspecs, slot_classes, state_after
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
+from groupax.models.adapter_stack import select_adapters
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import forward, head_weights
@@ -194,6 +195,7 @@ def _feed(
     def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
         return attend_past(attn, past, layer, *qkv)
 
+    params = select_adapters(params, slots.adapter)
     layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
     hidden, layers, _ = forward(config, params, slots.token, slots.position, attend, layers, layout=layout)
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))

@@ -1,7 +1,7 @@
 """The rollout engine: continuous batching over slots, one chunk of decoding at a time."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from groupax.engine.sampling import row_keys
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 from groupax.engine.tensor_parallel import load_sharded
-from groupax.models.checkpoint import Model
+from groupax.models.adapter_stack import changes_of, check_finite, stack_adapters
+from groupax.models.checkpoint import Model, load_adapter
+from groupax.models.specs import Params
 from groupax.settings.sampling import SamplingParams
 
 
@@ -45,6 +47,8 @@ class Engine(EngineCore):
             with their keys and values, of the feed-forward's columns and of the vocabulary.
         expected: What the largest of many batches needs of the cache, by which the others choose their shapes too, so
             that few programs are compiled; None chooses by each batch alone.
+        adapters: Names of the adapters in `params`, if it has several (see `models.adapter_stack`). Sequences of all of
+            them and of the base are decoded together.
 
     Raises:
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.
@@ -54,6 +58,7 @@ class Engine(EngineCore):
         before_chunk: Called before each chunk of `updates`, which it can end by an exception; None for nothing.
         version: Version of the weights, incremented whenever others are set. Callers that count otherwise set it too,
             right after the weights.
+        adapter_versions: Versions of the weights of adapters, if callers count those one by one.
 
     Example:
         >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -69,6 +74,7 @@ class Engine(EngineCore):
         mesh: Mesh | None = None,
         chat_template: str | None = None,
         tp: int = 1,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         **settings: Any,
     ) -> "Engine":
         """Returns an engine with the model and the tokenizer of a folder or a hub id.
@@ -79,6 +85,7 @@ class Engine(EngineCore):
             mesh: Devices for the weights; None for all devices.
             chat_template: Chat template for a tokenizer without one: a built-in name or a file.
             tp: Number of devices that share the weights; without a mesh no device ever has more than its shard.
+            adapters: Folder or hub id of each adapter to decode together with the model, by its name.
             settings: Further arguments of `Engine`, e.g. `max_slots` or `weights`.
 
         Raises:
@@ -86,20 +93,27 @@ class Engine(EngineCore):
         """
         model = load_sharded(name_or_path, dtype, mesh, tp)
         assert model.source is not None, "a loaded model has a folder"
-        return cls.of(model, load_tokenizer(model.source, chat_template), tp=tp, **settings)
+        loaded = {name: load_adapter(model, folder) for name, folder in (adapters or {}).items()}
+        return cls.of(model, load_tokenizer(model.source, chat_template), loaded, tp=tp, **settings)
 
     @classmethod
-    def of(cls, model: Model, tokenizer: Any = None, **settings: Any) -> "Engine":
+    def of(
+        cls, model: Model, tokenizer: Any = None, adapters: Mapping[str, Model] | None = None, **settings: Any
+    ) -> "Engine":
         """Returns an engine with a model in memory.
 
         Args:
             model: The model; its weights are not copied.
             tokenizer: None loads the tokenizer of the model's folder.
+            adapters: Adapters of this model to decode together with it, by name: what `load_adapter` and `add_adapter`
+                return.
             settings: Further arguments of `Engine`.
 
         Raises:
-            ValueError: There is no tokenizer, or the weights cannot be sharded so.
+            ValueError: There is no tokenizer, the weights cannot be sharded so, or an adapter has another base or more
+                than low-rank changes.
         """
+        params, names = (_with_adapters(model, adapters), tuple(adapters)) if adapters else (model.params, ())
         if tokenizer is None:
             if model.source is None:
                 raise ValueError(
@@ -109,9 +123,11 @@ class Engine(EngineCore):
                 )
             tokenizer = load_tokenizer(model.source)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
-        return cls(model.config, model.params, model.mesh, eos_ids, tokenizer=tokenizer, **settings)
+        return cls(model.config, params, model.mesh, eos_ids, tokenizer=tokenizer, adapters=names, **settings)
 
-    def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
+    def generate(
+        self, prompts: Any, params: SamplingParams | None = None, step: int = 0, adapter: str | None = None
+    ) -> list[list[Sequence]]:
         """Returns `params.n` completions of each prompt, in order.
 
         Args:
@@ -119,14 +135,15 @@ class Engine(EngineCore):
                 array [P, S] of token ids are prompts.
             params: Sampling parameters.
             step: Number that distinguishes calls with the same seed.
+            adapter: Name of one of `adapters`; None for the base.
 
         Raises:
             ValueError: A prompt is empty, too long, no row of token ids, has tokens outside the vocabulary, or needs a
-                tokenizer.
+                tokenizer, or there is no such adapter.
         """
         ids = self.encode(prompts)
         groups: list[list[Sequence]] = [[] for _ in ids]
-        for sequence in self.stream(self.sequences(ids, params or SamplingParams(), step)):
+        for sequence in self.stream(self.sequences(ids, params or SamplingParams(), step, adapter=adapter)):
             groups[sequence.prompt_index].append(sequence)
         return [sorted(group, key=lambda sequence: sequence.sample_index) for group in groups]
 
@@ -147,7 +164,12 @@ class Engine(EngineCore):
         return encode_prompts(self.tokenizer, given)
 
     def sequences(
-        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+        self,
+        prompts: list[np.ndarray],
+        params: SamplingParams,
+        step: int = 0,
+        first_prompt: int = 0,
+        adapter: str | None = None,
     ) -> list[Sequence]:
         """Returns unstarted sequences for `stream`, checked against the model's limits.
 
@@ -156,7 +178,9 @@ class Engine(EngineCore):
             params: Sampling parameters.
             step: Number that distinguishes calls with the same seed.
             first_prompt: The first prompt's `prompt_index`; the others follow.
+            adapter: Name of one of `adapters`; None for the base.
         """
+        self.adapter_index(adapter)
         for index, prompt in enumerate(prompts):
             self._check(index, np.asarray(prompt), params)
         if params.stop and self.tokenizer is None:
@@ -171,6 +195,8 @@ class Engine(EngineCore):
             special = special_token_ids(self.tokenizer, params.stop)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special)) if special else params
         sequences = new_sequences(prompts, params, self.eos_ids, step, first_prompt)
+        for sequence in sequences:
+            sequence.adapter = adapter
         if params.constraint is not None:
             automaton = self.automata.get(*params.constraint, params.max_tokens)
             for sequence in sequences:
@@ -231,6 +257,18 @@ class Engine(EngineCore):
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
+
+
+def _with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
+    changes = []
+    for name, each in adapters.items():
+        if each.adapter is None or each.adapter.frozen.params is not model.params:
+            raise ValueError(
+                f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
+            )
+        changes.append(changes_of(each.adapter, model.params["embed"].dtype))
+        check_finite(changes[-1].trained)
+    return stack_adapters(model.params, changes)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

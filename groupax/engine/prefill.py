@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.plan import piece_size
 from groupax.engine.slots import Slots
+from groupax.models.adapter_stack import select_adapters
 from groupax.models.attention import attend_masked, within_window
 from groupax.models.column_blocks import BLOCK
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -55,6 +56,7 @@ def admit(
     is_new: Bool[Array, "B"],
     admitted: Slots,
     known: Known | None = None,
+    adapters: Int[Array, "P"] | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -72,19 +74,20 @@ def admit(
         is_new: Slots that are admitted.
         admitted: Their new contents.
         known: Keys and values that need not be computed.
+        adapters: Index of each prompt's adapter, -1 for the base; None without several adapters.
         config, mesh: Static.
         by_block: Static: whether prompts are computed one by one, by blocks of columns (see `Plan.by_block`).
     """
     layout = layout_of(config, mesh)
 
     def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
-        prompts, starts, num_prompts, source, is_new, admitted, *known = given
-        stored = known[0] if known else None
-        keys, values = _prefill(config, params, prompts, starts, num_prompts[0], cache.k[0], stored, layout, by_block)
+        prompts, starts, num_prompts, source, is_new, admitted, known, adapters = given
+        rows = prompts, starts, num_prompts[0], adapters
+        keys, values = _prefill(config, params, *rows, cache.k[0], known, layout, by_block)
         cache = _stored(cache, prompts, starts, source, keys, values)
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
-    given = (prompts, prompt_starts, num_prompts, source, is_new, admitted, *(() if known is None else (known,)))
+    given = prompts, prompt_starts, num_prompts, source, is_new, admitted, known, adapters
     of_cache, of_given = jax.tree.map(pspec_of, (cache, given))
     in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, *of_given)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS), check_vma=False)
@@ -124,6 +127,7 @@ def _prefill(
     prompts: Int[Array, "P S"],
     starts: Int[Array, "P"],
     num_prompts: Int[Array, ""],
+    adapters: Int[Array, "P"] | None,
     like: Float[Array, "B K H T"],
     known: Known | None,
     layout: Layout,
@@ -166,8 +170,11 @@ def _prefill(
         tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
         positions = jnp.maximum(own[None, :] - begin[:, None], 0)
         layers = list(zip(*stored, strict=True))
+        own_params = (
+            params if adapters is None else _of_prompts(params, lax.dynamic_slice_in_dim(adapters, row, num), M)
+        )
         layers = forward(
-            config, params, tokens.reshape(-1), positions.reshape(-1), attend, layers, layout=layout
+            config, own_params, tokens.reshape(-1), positions.reshape(-1), attend, layers, layout=layout
         ).caches
         is_last = piece == last_piece
         following = jnp.minimum(turn + 1, len(first_pieces) - 1)
@@ -176,6 +183,10 @@ def _prefill(
 
     start = jnp.int32(0), first_pieces[0], (keys, values)
     return lax.while_loop(lambda carry: carry[0] < num_turns, compute, start)[2]
+
+
+def _of_prompts(params: Params, adapters: Int[Array, "R"], num_columns: int) -> Params:
+    return select_adapters(params, jnp.repeat(adapters, num_columns))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,12 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer."""
+    """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer, computed with an adapter, -1 for none."""
 
     tokens: np.ndarray
     k: list[np.ndarray]
     v: list[np.ndarray]
+    adapter: int = -1
 
     @property
     def num_bytes(self) -> int:
@@ -31,7 +32,7 @@ class Prefix:
         if num_tokens >= len(self.tokens):
             return self
         k, v = [x[..., :num_tokens].copy() for x in self.k], [x[:, :num_tokens].copy() for x in self.v]
-        return Prefix(self.tokens[:num_tokens], k, v)
+        return Prefix(self.tokens[:num_tokens], k, v, self.adapter)
 
 
 @dataclass(eq=False)
@@ -54,21 +55,22 @@ class Place:
         """Stores the first tokens of a prefix in place of what is stored."""
         self.prefix, self.generation = prefix.first(self.max_tokens), generation
 
-    def find(self, tokens: np.ndarray, generation: int) -> tuple[int, Prefix | None]:
+    def find(self, tokens: np.ndarray, generation: int, adapter: int = -1) -> tuple[int, Prefix | None]:
         """Returns the number of tokens that `tokens` begin with and that are stored here, with the prefix."""
-        if self.prefix is None or self.generation != generation:
+        if self.prefix is None or (self.generation, self.prefix.adapter) != (generation, adapter):
             return 0, None
         length = _common_length(tokens, self.prefix.tokens)
         return length, self.prefix if length else None
 
 
-def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int]) -> Prefix:
+def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], adapter: int = -1) -> Prefix:
     """Returns the prefix of a prompt and its completion.
 
     Args:
         stored: What `cache_ops.read_slots` returns for its slot, on the host.
         prompt: Token ids of the prompt.
         tokens: Sampled tokens, of which the last was not fed.
+        adapter: Index of the adapter that they were sampled with, -1 for none.
     """
     in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
     in_row = slice(len(tokens))
@@ -76,7 +78,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int]) 
     k = [np.concatenate([before[..., in_prompt], row[..., in_row]], axis=2) for before, row in pairs]
     pairs = zip(stored["prompt_v"], stored["v"], strict=True)
     v = [np.concatenate([before[:, in_prompt], row[:, in_row]], axis=1) for before, row in pairs]
-    return Prefix(np.array([*prompt, *tokens[:-1]], np.int32), k, v)
+    return Prefix(np.array([*prompt, *tokens[:-1]], np.int32), k, v, adapter)
 
 
 class PrefixCache:
@@ -91,7 +93,7 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = self.num_reused_tokens = self.generation = 0
-        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[int, bytes], Prefix] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -102,11 +104,11 @@ class PrefixCache:
         self.num_bytes = 0
         self.generation += 1
 
-    def find(self, tokens: np.ndarray) -> tuple[int, Prefix | None]:
+    def find(self, tokens: np.ndarray, adapter: int = -1) -> tuple[int, Prefix | None]:
         """Returns the length of the longest beginning that `tokens` share with a prefix, and that prefix."""
         longest, best = 0, None
         for key, prefix in self._prefixes.items():
-            length = _common_length(tokens, prefix.tokens)
+            length = _common_length(tokens, prefix.tokens) if prefix.adapter == adapter else 0
             if length > longest:
                 longest, best = length, key
         if best is None:
@@ -115,7 +117,11 @@ class PrefixCache:
         return longest, self._prefixes[best]
 
     def gather(
-        self, prompts: np.ndarray, starts: np.ndarray, places: Sequence[Place | None] = ()
+        self,
+        prompts: np.ndarray,
+        starts: np.ndarray,
+        places: Sequence[Place | None] = (),
+        adapters: Sequence[int] = (),
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]] | None:
         """Looks up left-padded prompts, [P, S], that begin at `starts`.
 
@@ -123,15 +129,17 @@ class PrefixCache:
             prompts: The prompts.
             starts: Their first columns.
             places: Place of each prompt, in which alone it is looked up; None for no place.
+            adapters: Index of each prompt's adapter, -1 for none.
 
         Returns:
             The number of stored tokens of each, and per layer keys [P, K, H, S] and values [P, K, S, H]; None if none
             are stored.
         """
         places = places or [None] * len(prompts)
+        adapters = adapters or [-1] * len(prompts)
         found = [
-            place.find(row[start:], self.generation) if place else self.find(row[start:])
-            for row, start, place in zip(prompts, starts, places, strict=True)
+            place.find(row[start:], self.generation, adapter) if place else self.find(row[start:], adapter)
+            for row, start, place, adapter in zip(prompts, starts, places, adapters, strict=True)
         ]
         some = next((prefix for _, prefix in found if prefix), None)
         if some is None:
@@ -155,14 +163,15 @@ class PrefixCache:
         if prefix.num_bytes > self.max_bytes:
             return
         for key, other in list(self._prefixes.items()):
-            if _common_length(other.tokens, prefix.tokens) == len(other.tokens):
+            is_continued = _common_length(other.tokens, prefix.tokens) == len(other.tokens)
+            if is_continued and other.adapter == prefix.adapter:
                 self._drop(key)
-        self._prefixes[prefix.tokens.tobytes()] = prefix
+        self._prefixes[prefix.adapter, prefix.tokens.tobytes()] = prefix
         self.num_bytes += prefix.num_bytes
         while self.num_bytes > self.max_bytes:
             self._drop(next(iter(self._prefixes)))
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: tuple[int, bytes]) -> None:
         self.num_bytes -= self._prefixes.pop(key).num_bytes
 
 

@@ -106,6 +106,7 @@ class Programs:
                 engine.chunk_steps,
                 has_prefixes=bool(engine.prefixes.max_bytes),
                 has_limits=True,
+                has_adapters=bool(engine.adapters),
             )
             compiled = self._all_compiled.setdefault((structure, kinds), set())
             if compiled is not self._compiled:

@@ -15,6 +15,7 @@ from groupax.engine.cache import ROWS
 from groupax.engine.core import EngineCore
 from groupax.engine.prefill import Piece
 from groupax.engine.sampling import TokenLogps, token_logps
+from groupax.models.adapter_stack import select_adapters
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
@@ -60,12 +61,18 @@ def compile_for(engine: EngineCore, length: int) -> None:
     P = prompts_per_call(engine, S)
     tokens = jax.ShapeDtypeStruct((P, S), jnp.int32, sharding=of_rows)
     lengths = jax.ShapeDtypeStruct((P,), jnp.int32, sharding=of_rows)
-    temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(engine.mesh, PartitionSpec()))
-    _score.trace(engine.params, tokens, lengths, temperature, **_static(engine)).lower().compile()
+    replicated = NamedSharding(engine.mesh, PartitionSpec())
+    temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    adapter = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated) if engine.adapters else None
+    _score.trace(engine.params, tokens, lengths, temperature, adapter, **_static(engine)).lower().compile()
 
 
 def score(
-    engine: EngineCore, prompts: list[np.ndarray], temperature: float, num_alternatives: int
+    engine: EngineCore,
+    prompts: list[np.ndarray],
+    temperature: float,
+    num_alternatives: int,
+    adapter: str | None = None,
 ) -> list[PromptLogps]:
     """Returns the log-probs of prompts. No other program of the engine may run meanwhile.
 
@@ -74,6 +81,7 @@ def score(
         prompts: Token ids of prompts, at most `prompts_per_call` of them.
         temperature: Divisor of the logits; 0 counts as 1.
         num_alternatives: Number of alternatives to return, at most `MAX_LOGPROBS`.
+        adapter: Name of the engine's adapter; None for the base.
     """
     S = num_columns(max(map(len, prompts)))
     tokens = np.zeros((prompts_per_call(engine, S), S), np.int32)
@@ -83,7 +91,8 @@ def score(
     of_rows, replicated = NamedSharding(engine.mesh, ROWS), NamedSharding(engine.mesh, PartitionSpec())
     given = jax.device_put((tokens, lengths), of_rows)
     divisor = jax.device_put(np.float32(temperature or 1.0), replicated)
-    found = jax.device_get(_score(engine.params, *given, divisor, **_static(engine)))
+    index = jax.device_put(np.int32(engine.adapter_index(adapter)), replicated) if engine.adapters else None
+    found = jax.device_get(_score(engine.params, *given, divisor, index, **_static(engine)))
     return [_on_host(found, index, len(prompt) - 1, num_alternatives) for index, prompt in enumerate(prompts)]
 
 
@@ -103,6 +112,7 @@ def _score(
     tokens: Int[Array, "P S"],
     lengths: Int[Array, "P"],
     temperature: Float[Array, ""],
+    adapter: Int[Array, ""] | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -111,15 +121,17 @@ def _score(
     """Computes the log-probs of right-padded prompts, each by itself, in pieces of columns."""
     layout = layout_of(config, mesh)
 
-    def local(params: Params, tokens: Array, lengths: Array, temperature: Array) -> TokenLogps:
+    def local(params: Params, tokens: Array, lengths: Array, temperature: Array, adapter: Array | None) -> TokenLogps:
+        params = select_adapters(params, None if adapter is None else jnp.full(PIECE, adapter))
         return lax.map(
             lambda row: _score_row(config, params, row[0], row[1], temperature, kv_dtype, mesh.shape["tp"], layout),
             (tokens, lengths),
         )
 
-    in_specs = (partition_specs(config, mesh, params), ROWS, ROWS, PartitionSpec())
+    of_adapter = None if adapter is None else PartitionSpec()
+    in_specs = (partition_specs(config, mesh, params), ROWS, ROWS, PartitionSpec(), of_adapter)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
-    return program(params, tokens, lengths, temperature)
+    return program(params, tokens, lengths, temperature, adapter)
 
 
 def _score_row(

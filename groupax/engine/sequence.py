@@ -35,6 +35,7 @@ class Sequence:
         admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
         automaton: The completions that its constraint allows; None without one.
         state: State of the automaton after the tokens.
+        adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
     """
 
@@ -55,6 +56,7 @@ class Sequence:
     admitted_s: float | None = None
     automaton: TokenAutomaton | None = None
     state: int = 0
+    adapter: str | None = None
     place: Place | None = None
 
     @property

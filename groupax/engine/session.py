@@ -235,7 +235,7 @@ class Session:
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)
         for sequence, num_before in grown:
-            sequence.versions += [self.engine.version] * (len(sequence.tokens) - num_before)
+            sequence.versions += [self.engine.version_of(sequence.adapter)] * (len(sequence.tokens) - num_before)
             self._finish(sequence, num_before)
         batch.store_prefixes()
         batch.free_finished()

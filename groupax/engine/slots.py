@@ -29,6 +29,7 @@ class Slots:
         remaining: Number of tokens that the slot may still sample; 0 for an idle slot.
         stop_ids: Tokens that end the sequence, padded with -1.
         settings: Sampling parameters.
+        adapter: Index of the adapter, -1 for the base; None for an engine without several adapters.
     """
 
     token: Int[Array, "B"]
@@ -38,10 +39,18 @@ class Slots:
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
     settings: SamplingArrays
+    adapter: Int[Array, "B"] | None = None
 
 
-def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray:
-    """Returns idle slots on the host, a structured array with a field per field of `Slots` and `SamplingArrays`."""
+def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
+    """Returns idle slots on the host, a structured array with a field per field of `Slots` and `SamplingArrays`.
+
+    Args:
+        num_slots: Number of slots.
+        num_stop_ids: Number of stop tokens that a slot has room for.
+        num_biased: Likewise of biased tokens.
+        has_adapters: Whether each slot chooses one of several adapters.
+    """
     columns = [
         ("token", "i4"),
         ("position", "i4"),
@@ -52,8 +61,10 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray
     ]
     numbers = [(each.name, _DTYPES[each.type]) for each in _NUMBERS]
     bias = [("bias_tokens", "i4", num_biased), ("bias", "f4", num_biased)]
-    table = np.zeros(num_slots, columns + numbers + bias)
+    table = np.zeros(num_slots, columns + numbers + bias + [("adapter", "i4")] * has_adapters)
     table["stop_ids"] = table["bias_tokens"] = -1
+    if has_adapters:
+        table["adapter"] = -1
     for each in _NUMBERS:
         table[each.name] = each.default
     return table

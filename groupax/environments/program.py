@@ -14,9 +14,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from groupax.episodes.program import Endpoint, ProgramClass
+from groupax.episodes.program import Endpoint, Listening, ProgramClass
 from groupax.errors import InfrastructureError
+from groupax.parallel.sockets import LAST_PORT, is_loopback
 
 POLL_S = 0.2  # in which a program learns that nobody waits for it any more
 _LOOPS: list[asyncio.AbstractEventLoop] = []  # that no program uses
@@ -34,13 +36,16 @@ def program(
     error_reward: int | float | None = None,
     branches: str = "all",
     env: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    public_url: str | None = None,
 ) -> ProgramClass:
     """Returns a program as an environment, for `GRPOTrainer(environments=...)`.
 
     Args:
         run: A function or a coroutine function, which takes any of `row`, `seed`, `base_url`, `api_key`, `model`,
             `anthropic_base_url` and the columns of the dataset by name. Or a command, which finds these in its
-            environment, and in which `{column}` stands for the text of a column.
+            environment, and in which `{column}` stands for the text of a column, and `{base_url}` for that address.
         name: Name of the program in metrics; None for that of the function or of the command.
         score: The reward: "return" for what a function returns, a number or None; "exit" for 1 where a command exits
             with 0, else 0; "stdout" for the number in the last line that a command writes; None for none. By default
@@ -51,6 +56,10 @@ def program(
             `environment_retries` attempts, as where an environment fails.
         branches: Whether all streams of tokens of a run are trained, or only that with the most turns.
         env: Further variables for the environment of a command.
+        host: Address of this machine at which the model is asked; "0.0.0.0" for programs that ask from elsewhere.
+        port: Its port, of which each further process of the run takes the next one; 0 for a free one.
+        public_url: Base address under which programs reach it, with "{port}" for the port, where this machine's name is
+            not known to them; e.g. "https://trainer.example".
 
     Raises:
         ImportError: The packages of `groupax serve` are not installed.
@@ -72,6 +81,7 @@ def program(
         raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
     if branches not in ("all", "longest"):
         raise ValueError(f"branches must be 'all' or 'longest', got {branches!r}")
+    _check_listening(host, port, public_url)
     is_command = not callable(run)
     scores = ("exit", "stdout") if is_command else ("return",)
     score = scores[0] if score == "default" else score
@@ -98,7 +108,21 @@ def program(
         max_concurrent=max_concurrent,
         error_reward=error_reward,
         has_branches=branches == "all",
+        listening=Listening(host, port, public_url),
     )
+
+
+def _check_listening(host: str, port: int, public_url: str | None) -> None:
+    if not 0 <= port <= LAST_PORT:
+        raise ValueError(f"port must be between 0 and {LAST_PORT}, got {port}")
+    url = urlsplit(public_url or "http://any")
+    if url.scheme not in ("http", "https") or not url.netloc or url.query or url.fragment:
+        raise ValueError(f"public_url must be the base of addresses, such as 'http://trainer:8100', got {public_url!r}")
+    if public_url is not None and is_loopback(host):
+        raise ValueError(
+            f"public_url {public_url!r} is for programs that ask from elsewhere, and host {host} lets nobody in; set "
+            "host, e.g. to '0.0.0.0'"
+        )
 
 
 def _run_function(
@@ -137,19 +161,23 @@ def _arguments(
     function: Callable[..., Any], endpoint: Endpoint, example: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
     """Returns those of the arguments of a program that a function takes."""
-    given = {
+    given = {"row": dict(example), **_words(endpoint, example, seed)}
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _words(endpoint: Endpoint, example: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Returns what a program is started with, by name."""
+    return {
         **example,
-        "row": dict(example),
         "seed": seed,
         "base_url": endpoint.base_url,
         "anthropic_base_url": endpoint.anthropic_base_url,
         "api_key": endpoint.api_key,
         "model": endpoint.model,
     }
-    parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
 
 
 async def _unless_over(work: Any, endpoint: Endpoint) -> Any:
@@ -186,7 +214,8 @@ def _run_command(
         "GROUPAX_SEED": str(seed),
         "GROUPAX_ROW": row,
     }
-    filled = [_filled(word, example) for word in words]
+    values = _words(endpoint, example, seed)
+    filled = [_filled(word, values) for word in words]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             process = subprocess.Popen(
@@ -225,14 +254,14 @@ def _score_of_command(name: str, score: str | None, code: int, stdout: str, stde
         raise InfrastructureError(f"the last line that {name} writes is no number: {last!r}") from error
 
 
-def _filled(word: str, example: Mapping[str, Any]) -> str:
-    """Returns a word of a command with the texts of columns in the place of their names in braces."""
+def _filled(word: str, values: Mapping[str, Any]) -> str:
+    """Returns a word of a command with the texts of values in the place of their names in braces."""
     pieces = word.split("{")
     filled = [pieces[0]]
     for piece in pieces[1:]:
-        column, brace, rest = piece.partition("}")
-        is_column = bool(brace) and column in example
-        filled.append(f"{example[column]}{rest}" if is_column else "{" + piece)
+        name, brace, rest = piece.partition("}")
+        is_known = bool(brace) and name in values
+        filled.append(f"{values[name]}{rest}" if is_known else "{" + piece)
     return "".join(filled)
 
 

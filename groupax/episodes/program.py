@@ -9,6 +9,7 @@ program ──HTTP──► ask ──► event ──► report ─────
 import concurrent.futures
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,9 +19,11 @@ import numpy as np
 
 from groupax.episodes.asked import Asked
 from groupax.episodes.environment import EnvironmentClass
+from groupax.parallel.sockets import is_loopback
 from groupax.tools.threads import Outcome
 
 MODEL = "policy"  # name of the model for programs
+EVERYWHERE = ("0.0.0.0", "::", "")  # hosts that are no address to connect to
 Event = dict[str, Any]
 
 
@@ -30,7 +33,7 @@ class Endpoint:
 
     Attributes:
         url: Address of the session; requests to it belong to one episode.
-        api_key: Key that clients must send; any is accepted, since the address is secret.
+        api_key: Key that clients send; on the loopback any is accepted, since the address is secret.
         model: Name of the model; any is accepted.
         is_over: Returns whether the episode has ended, so that nobody waits for the program any more.
     """
@@ -51,6 +54,33 @@ class Endpoint:
         return self.url
 
 
+@dataclass(frozen=True)
+class Listening:
+    """The address of the sessions of programs.
+
+    Attributes:
+        host: Name or address of this machine to listen on; "0.0.0.0" for all networks.
+        port: Port; 0 for a free one. Each further process of a run has the next one.
+        public_url: Base address at which programs reach it, with "{port}" for the port; None for this machine's name.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    public_url: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if other machines may reach it, so that requests must have the key of their session."""
+        return not is_loopback(self.host)
+
+    def url(self, port: int) -> str:
+        """Returns the base address for programs, of a server at a port."""
+        if self.public_url is not None:
+            return self.public_url.rstrip("/").replace("{port}", str(port))
+        host = socket.gethostname() if self.host in EVERYWHERE else self.host
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 @dataclass(frozen=True, eq=False)
 class ProgramClass(EnvironmentClass):
     """A program of which each episode is a run.
@@ -62,6 +92,7 @@ class ProgramClass(EnvironmentClass):
         max_concurrent: Most runs at the same time in one process; None for no limit.
         error_reward: Reward of a run that raises; None leaves the episode out, as that of an environment that fails.
         has_branches: Whether all streams of tokens of an episode are trained, or only the one with the most turns.
+        listening: Where its requests are answered.
     """
 
     run: Callable[[Endpoint, Mapping[str, Any], int], Any] = field(default=lambda *_: None)
@@ -69,6 +100,7 @@ class ProgramClass(EnvironmentClass):
     max_concurrent: int | None = None
     error_reward: int | float | None = None
     has_branches: bool = True
+    listening: Listening = Listening()
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ from groupax.engine.stop_strings import text_before_stop
 from groupax.episodes.asked import Asked
 from groupax.episodes.program import MODEL, Answer, Session
 from groupax.episodes.transcript import Templates
+from groupax.serve.api_key import check_key
 from groupax.serve.body import json_body
 from groupax.serve.chat_prompt import template_kwargs
 from groupax.serve.errors import ApiError
@@ -57,14 +58,28 @@ class WholeTurn:
         return [[] for _ in self.tokens]
 
 
-def application(sessions: Mapping[str, Session], templates: Templates) -> Starlette:
+@dataclass(frozen=True)
+class OpenSession:
+    """A session that can be reached.
+
+    Attributes:
+        session: The session.
+        templates: Templates of its run.
+        key: Key that requests must have; None if any is accepted.
+    """
+
+    session: Session
+    templates: Templates
+    key: str | None = None
+
+
+def application(sessions: Mapping[str, OpenSession]) -> Starlette:
     """Returns the application.
 
     Args:
         sessions: Sessions by the first part of their paths; may change.
-        templates: Templates of the run.
     """
-    handlers = _Handlers(sessions, templates)
+    handlers = _Handlers(sessions)
     routes = [Route("/{session}/v1/models", handlers.models)]
     for path, protocol in PROTOCOLS.items():
         routes.append(Route(f"/{{session}}{path}", partial(handlers.respond, protocol), methods=["POST"]))
@@ -74,22 +89,30 @@ def application(sessions: Mapping[str, Session], templates: Templates) -> Starle
 class _Handlers:
     """The handlers of all routes."""
 
-    def __init__(self, sessions: Mapping[str, Session], templates: Templates) -> None:
-        self._sessions, self._templates = sessions, templates
+    def __init__(self, sessions: Mapping[str, OpenSession]) -> None:
+        self._sessions = sessions
 
-    async def models(self, _: HttpRequest) -> Response:
+    async def models(self, http: HttpRequest) -> Response:
         """Handles /v1/models."""
+        try:
+            self._reached(http)
+        except ApiError as fault:
+            return JSONResponse(fault.body, fault.status, fault.headers)
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupax"}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def respond(self, protocol: Protocol, http: HttpRequest) -> Response:
         """Handles a request for turns."""
         try:
-            session = self._session(http)
+            reached = self._reached(http)
+        except ApiError as fault:
+            return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
+        session, templates = reached.session, reached.templates
+        try:
             incoming = await run_in_threadpool(protocol.parse, await json_body(http, MAX_BODY_BYTES))
             request = incoming.request
-            asked = await run_in_threadpool(_asked, incoming, self._templates.tokenizer)
-            reader = await run_in_threadpool(self._templates.reader, asked) if asked.is_chat else None
+            asked = await run_in_threadpool(_asked, incoming, templates.tokenizer)
+            reader = await run_in_threadpool(templates.reader, asked) if asked.is_chat else None
             is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
             answer = await self._answer(session, asked, is_retry, http)
         except ClientDisconnect:
@@ -97,23 +120,29 @@ class _Handlers:
         except Exception as error:  # noqa: BLE001 - sent, and logged
             refused = isinstance(error, ValueError)
             fault = ApiError(400, str(error)) if refused else as_api_error(error, http.scope)
-            self._note(http, fault)
+            session.refusal = fault.message  # with which an episode without turns is explained
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
         prompt = answer.prompt_ids.tolist()
-        texts = self._templates.token_texts
-        exchange = Exchange(request, incoming.wire, request.model or MODEL, [prompt], [], texts, reader)
-        turns = await run_in_threadpool(self._turns, request, answer)
+        exchange = Exchange(request, incoming.wire, request.model or MODEL, [prompt], [], templates.token_texts, reader)
+        turns = await run_in_threadpool(_turns, templates.tokenizer, request, answer)
         writer = protocol.writer(exchange)
         if request.stream:
-            events = self._events(exchange, writer, turns)
+            events = _events(templates.tokenizer, exchange, writer, turns)
             return EventStream(events, protocol, _nothing, math.inf, SEND_TIMEOUT_S)
         return JSONResponse(await run_in_threadpool(writer.full, [_completed(turn) for turn in turns]))
 
-    def _note(self, http: HttpRequest, fault: ApiError) -> None:
-        """Notes a refusal, with which an episode without turns is explained."""
-        session = self._sessions.get(http.path_params["session"])
-        if session is not None:
-            session.refusal = fault.message
+    def _reached(self, http: HttpRequest) -> OpenSession:
+        """Returns the session of a request.
+
+        Raises:
+            ApiError: It has ended, or the request has not its key.
+        """
+        reached = self._sessions.get(http.path_params["session"])
+        if reached is None:
+            raise ApiError(410, "this session has ended", code="ended", headers={"x-should-retry": "false"})
+        if reached.key is not None:
+            check_key(http.headers, [reached.key])
+        return reached
 
     async def _answer(self, session: Session, asked: Asked, is_retry: bool, http: HttpRequest) -> Answer:
         """Returns the answer to a request.
@@ -134,42 +163,37 @@ class _Handlers:
             raise ApiError(status, message, "messages", code, {"x-should-retry": "false"})
         return answer
 
-    def _turns(self, request: Request, answer: Answer) -> list[WholeTurn]:
-        tokenizer = self._templates.tokenizer
-        context = context_tokens(tokenizer, answer.prompt_ids)
-        turns = zip(answer.tokens, answer.policy_logps, answer.sampler_logps, answer.ended, strict=True)
-        return [
-            WholeTurn(
-                index,
-                tokens,
-                policy_logps,
-                sampler_logps,
-                "stop" if has_ended else "length",
-                text_before_stop(decode_after(tokenizer, context, tokens), tuple(request.stop), 0),
-            )
-            for index, (tokens, policy_logps, sampler_logps, has_ended) in enumerate(turns)
-        ]
 
-    async def _events(
-        self, exchange: Exchange, writer: Writer, turns: list[WholeTurn]
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Yields the events of a streamed response."""
-        completions = [Completion() for _ in turns]
-        for event in writer.first_events():
-            yield event
-        for turn, completion in zip(turns, completions, strict=True):
-            stream = PieceStream(exchange, turn.index, self._templates.tokenizer)
-            for event in writer.events(turn, stream.add(turn), completion):
-                yield event
-            completion.add(turn)
-        for event in writer.last_events(completions):
-            yield event
+def _turns(tokenizer: Any, request: Request, answer: Answer) -> list[WholeTurn]:
+    context = context_tokens(tokenizer, answer.prompt_ids)
+    turns = zip(answer.tokens, answer.policy_logps, answer.sampler_logps, answer.ended, strict=True)
+    return [
+        WholeTurn(
+            index,
+            tokens,
+            policy_logps,
+            sampler_logps,
+            "stop" if has_ended else "length",
+            text_before_stop(decode_after(tokenizer, context, tokens), tuple(request.stop), 0),
+        )
+        for index, (tokens, policy_logps, sampler_logps, has_ended) in enumerate(turns)
+    ]
 
-    def _session(self, http: HttpRequest) -> Session:
-        name = http.path_params["session"]
-        if name not in self._sessions:
-            raise ApiError(410, "this session has ended", code="ended", headers={"x-should-retry": "false"})
-        return self._sessions[name]
+
+async def _events(
+    tokenizer: Any, exchange: Exchange, writer: Writer, turns: list[WholeTurn]
+) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of a streamed response."""
+    completions = [Completion() for _ in turns]
+    for event in writer.first_events():
+        yield event
+    for turn, completion in zip(turns, completions, strict=True):
+        stream = PieceStream(exchange, turn.index, tokenizer)
+        for event in writer.events(turn, stream.add(turn), completion):
+            yield event
+        completion.add(turn)
+    for event in writer.last_events(completions):
+        yield event
 
 
 def _nothing() -> None:

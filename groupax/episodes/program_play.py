@@ -217,10 +217,12 @@ class ProgramTable:
         try:
             params = replace(self._params, n=1, max_tokens=most, stop=stop)
             if asked.regex is not None or asked.json_schema is not None:
+                if self._rules.constraint_fault is not None:
+                    raise ValueError(self._rules.constraint_fault)
                 params = replace(params, regex=asked.regex, json_schema=asked.json_schema)
             sequences = [self._new_sequence(episode, prompt, params) for _ in range(asked.n)]
         except ValueError as error:  # e.g. a token that is not in the vocabulary
-            self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_prompt", str(error))))
+            self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_request", str(error))))
             return
         episode.num_asked += asked.n
         # one at a time has the episode's keys and values; what others compute is dropped
@@ -284,14 +286,15 @@ class ProgramTable:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _end(self, episode: ProgramEpisode, event: Event) -> None:
-        outcome = Outcome(event["value"], event["message"], event["error"])
+        refusal = event["refusal"]
+        reason = f"{event['message']}; its last refused request: {refusal}" if refusal else event["message"]
+        outcome = Outcome(event["value"], reason, event["error"])
         if event["error"]:
             episode.limit = episode.limit or episode.cut  # some programs fail at a turn that was cut off
         if event["error"] and episode.limit is None and episode.program.error_reward is None:
             self._fail(episode, outcome)
             return
         if not self._turns(episode):
-            refusal = event["refusal"]
             advice = f"its last request was refused: {refusal}" if refusal else "give its client the base URL"
             message = f"it ended without a turn of the model; {advice}"
             self._fail(episode, Outcome(message=message, kind="ValueError"))

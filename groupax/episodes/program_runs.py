@@ -5,8 +5,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.episodes.program import Endpoint, ProgramClass, Session
-from groupax.episodes.program_server import ProgramServer
+from groupax.episodes.program import Endpoint, Listening, ProgramClass, Session
+from groupax.episodes.program_server import ProgramServer, give_back_server, take_server
 from groupax.episodes.transcript import Templates
 from groupax.tools.results import checked_reward, message_of
 from groupax.tools.runner import TIMED_OUT
@@ -21,7 +21,7 @@ class Runs:
 
     def __init__(self, templates: Templates) -> None:
         self._templates = templates
-        self._server: ProgramServer | None = None
+        self._servers: dict[Listening, ProgramServer] = {}
         self._sessions: list[Session] = []
         self._slots: dict[ProgramClass, threading.Semaphore] = {}
 
@@ -33,27 +33,27 @@ class Runs:
             example: Dataset row with the prompt.
             seed: Seed of the group.
         """
-        if self._server is None:
-            self._server = ProgramServer(self._templates)
-        session = Session()
+        if program.listening not in self._servers:
+            self._servers[program.listening] = take_server(program.listening)
+        server, session = self._servers[program.listening], Session()
         self._sessions.append(session)
         slots = self._slots.setdefault(program, threading.Semaphore(program.max_concurrent or 1 << 30))
-        given = program, self._server.add(session), copy.deepcopy(dict(example)), seed, session, slots
+        given = program, server.add(session, self._templates), copy.deepcopy(dict(example)), seed, session, slots
         threading.Thread(target=_run, args=given, name="program", daemon=True).start()
         return session
 
     def end(self, session: Session) -> None:
         """Ends a session: what its program still asks is refused."""
         session.close()
-        if self._server is not None:
-            self._server.remove(session)
+        for server in self._servers.values():
+            server.remove(session)
 
     def close(self) -> None:
-        """Ends all sessions and the server."""
+        """Ends all sessions, and the servers that nobody else uses."""
         for session in self._sessions:
-            session.close()
-        if self._server is not None:
-            self._server.close()
+            self.end(session)
+        for server in self._servers.values():
+            give_back_server(server)
 
 
 def _run(

@@ -9,6 +9,7 @@ from groupax.data.examples import Examples
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.episodes.program import ProgramClass
+from groupax.parallel import processes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import one_line
@@ -66,6 +67,7 @@ class Rules:
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
         rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
         templates: The `transcript.Templates` of programs; None without programs.
+        constraint_fault: Why programs may not constrain their turns; None if they may.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
     """
@@ -76,6 +78,7 @@ class Rules:
     max_prompt_tokens: int | None = None
     rollout_func: RolloutFunction | None = None
     templates: Any = None
+    constraint_fault: str | None = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
 
@@ -187,6 +190,12 @@ def _rules_of_programs(
     if tools:
         raise ValueError(
             f"a program names its tools in its own requests, so that tools={', '.join(tools)} would have no effect"
+        )
+    urls = {each.listening.public_url for each in classes.values() if isinstance(each, ProgramClass)} - {None}
+    if processes.num_processes() > 1 and any("{port}" not in str(url) for url in urls):
+        raise ValueError(
+            f"each of the run's {processes.num_processes()} processes answers programs at a port of its own; write "
+            "{port} into public_url, e.g. 'http://trainer:{port}'"
         )
     text_bridge = TextBridge(templates.tokenizer)
     kinds = {name: Kind(each, text_bridge=text_bridge) for name, each in classes.items()}

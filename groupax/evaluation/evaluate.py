@@ -1,7 +1,7 @@
 """Evaluation of a model on held-out prompts: sampling, scoring and estimates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
+from groupax.terminal.notebook import table_html
 from groupax.types import Metrics, Rollout
 
 
@@ -40,13 +41,24 @@ class SetEvaluation:
         groups: Scored completions of each prompt, with their tokens.
     """
 
-    items: Sequence[Item]
+    items: Sequence[Item] = field(repr=False)
     estimates: Mapping[str, Estimate]
     metrics: Metrics
     params: SamplingParams
     correctness_reward: str | None
     errors: Mapping[str, str]
-    groups: Sequence[Sequence[Rollout]] = ()
+    groups: Sequence[Sequence[Rollout]] = field(default=(), repr=False)
+
+    def html(self, name: str) -> str:
+        """Returns the estimates as a table with the name of the set as its title, for notebooks."""
+        rows = [
+            (key, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", f"{each.num_items:,}")
+            for key, each in self.estimates.items()
+        ]
+        return table_html(rows, ("", "mean", "95 % interval", "prompts"), name)
+
+    def _repr_html_(self) -> str:
+        return self.html("")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +70,10 @@ class Evaluation:
     """
 
     sets: Mapping[str, SetEvaluation]
+
+    def _repr_html_(self) -> str:
+        """Returns the estimates of each set as a table, for notebooks."""
+        return "".join(each.html(name) for name, each in self.sets.items())
 
     @property
     def metrics(self) -> Metrics:

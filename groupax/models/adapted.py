@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from groupax.models.matmul import dense_linear
 from groupax.parallel.pytree import pytree
@@ -44,15 +44,19 @@ class AdaptedWeight:
 
     Attributes:
         base: Array or quantized weight [O, I].
-        change: Factors a [R, I] and b [O, R].
-        scale: Scale of the change.
+        change: Factors a [R, I] and b [O, R]; those of several adapters side by side (see `models.adapter_stack`).
+        scale: Scale of the change; of several adapters that of each rank.
         dropout: Dropout of the change's inputs; None outside of training.
+        owner: Index of the adapter that each rank belongs to; None for a single adapter.
+        rows: Index of the adapter that changes each row of the inputs, -1 for none; None for a single adapter.
     """
 
     base: Any
     change: LowRank
-    scale: Float[Any, ""]
+    scale: Float[Any, "*R"]
     dropout: Dropout | None = None
+    owner: Int[Any, "R"] | None = None
+    rows: Int[Any, "M"] | None = None
 
 
 @pytree
@@ -97,7 +101,13 @@ def low_rank_linear(x: Float[Array, "*M I"], weight: AdaptedWeight) -> Float[Arr
     """Computes scale b a x, scaled between the two matmuls, where no compiler fuses the scale with an addition."""
     if weight.dropout is not None:
         x = _apply_dropout(x, weight.dropout)
-    inner = dense_linear(x, weight.change.a) * jnp.asarray(weight.scale, x.dtype)
+    inner = dense_linear(x, weight.change.a)
+    if weight.owner is None:
+        inner = inner * jnp.asarray(weight.scale, x.dtype)
+    else:
+        assert weight.rows is not None, "several adapters need to know which one each row is for"
+        own = weight.rows[:, None] == weight.owner[None, :]
+        inner = jnp.where(own, inner * jnp.asarray(weight.scale, x.dtype)[None, :], 0)
     return dense_linear(inner, weight.change.b)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import LatentAttention
 from groupax.models.layers import Weight, linear, rms_norm, row_parallel_linear
 from groupax.models.specs import Params
@@ -90,17 +91,47 @@ def _attend_latents(
     k_rope: Float[Array, "M 1 R"],
     attend: BoundAttend,
 ) -> tuple[Float[Array, "M N V"], Any]:
-    matrix = _dense(kv_up, latent.rank, c.dtype).reshape(-1, latent.plain_dims + latent.value_dims, latent.rank)
-    to_keys, to_values = matrix[:, : latent.plain_dims], matrix[:, latent.plain_dims :]
-    q_latent = jnp.einsum("mnp,npc->mnc", q_plain, to_keys)
-    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    q = jnp.concatenate([_through_keys(latent, kv_up, q_plain), q_rope], axis=-1)
     k = jnp.concatenate([c[:, None], k_rope], axis=-1)
     out, cache = attend(q, k, _padded(c[:, None], latent.cached_dims))
-    return jnp.einsum("mnc,nvc->mnv", out[..., : latent.rank], to_values), cache
+    return _through_values(latent, kv_up, out[..., : latent.rank]), cache
+
+
+def _through_keys(latent: LatentAttention, kv_up: Weight, q: Float[Array, "M N P"]) -> Float[Array, "M N C"]:
+    """Multiplies queries with the matrix that would make keys of latent vectors."""
+    if isinstance(kv_up, AdaptedWeight):
+        b = _by_head(latent, kv_up.change.b)[:, : latent.plain_dims]
+        inner = jnp.einsum("mnp,npr->mnr", q, b) * _rank_scales(kv_up, q.dtype)
+        return _through_keys(latent, kv_up.base, q) + jnp.einsum("mnr,rc->mnc", inner, kv_up.change.a)
+    matrix = _by_head(latent, _dense(kv_up, latent.rank, q.dtype))
+    return jnp.einsum("mnp,npc->mnc", q, matrix[:, : latent.plain_dims])
+
+
+def _through_values(latent: LatentAttention, kv_up: Weight, x: Float[Array, "M N C"]) -> Float[Array, "M N V"]:
+    """Multiplies weighted sums of latent vectors with the matrix that would make values of them."""
+    if isinstance(kv_up, AdaptedWeight):
+        b = _by_head(latent, kv_up.change.b)[:, latent.plain_dims :]
+        inner = jnp.einsum("mnc,rc->mnr", x, kv_up.change.a) * _rank_scales(kv_up, x.dtype)
+        return _through_values(latent, kv_up.base, x) + jnp.einsum("mnr,nvr->mnv", inner, b)
+    matrix = _by_head(latent, _dense(kv_up, latent.rank, x.dtype))
+    return jnp.einsum("mnc,nvc->mnv", x, matrix[:, latent.plain_dims :])
+
+
+def _rank_scales(weight: AdaptedWeight, dtype: Any) -> Float[Array, "..."]:
+    """Returns the scale of each token's ranks: 0 for those of other adapters (see `adapted.low_rank_linear`)."""
+    scales = jnp.asarray(weight.scale, dtype)
+    if weight.owner is None:
+        return scales
+    assert weight.rows is not None, "several adapters need to know which one each row is for"
+    return jnp.where(weight.rows[:, None] == weight.owner[None, :], scales[None, :], 0)[:, None]
+
+
+def _by_head(latent: LatentAttention, matrix: Float[Array, "O I"]) -> Float[Array, "N H I"]:
+    return matrix.reshape(-1, latent.plain_dims + latent.value_dims, matrix.shape[1])
 
 
 def _dense(weight: Weight, num_in: int, dtype: Any) -> Float[Array, "O I"]:
-    """Returns a weight, which may be quantized or adapted, as one matrix."""
+    """Returns a weight, which may be quantized, as one matrix."""
     return weight if isinstance(weight, Array) else linear(jnp.eye(num_in, dtype=dtype), weight).T
 
 

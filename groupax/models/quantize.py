@@ -101,7 +101,8 @@ def cast_unquantized(params: Params, dtype: Any) -> Params:
     """Casts the weights to a dtype, except quantized ones; arrays that have the dtype already are not copied."""
 
     def cast(path: tuple[Any, ...], x: Any) -> Any:
-        return x if _is_quantized_weight(x) else x.astype(weight_dtype(path, dtype))
+        is_kept = _is_quantized_weight(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return x if is_kept else x.astype(weight_dtype(path, dtype))
 
     return jax.tree_util.tree_map_with_path(cast, params, is_leaf=_is_quantized_weight)
 

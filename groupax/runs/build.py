@@ -153,6 +153,12 @@ def tokenizer_for(args: RunConfig, model: Model, given: Any) -> Any:
     return load_tokenizer(model.source, args.chat_template)
 
 
+UNCORRECTED_CONSTRAINT = (
+    "response_format constrains what is drawn, so that the turn is not drawn from the policy that is trained; set "
+    "rollout_correction='token_truncate' (--rollout_correction token_truncate), which corrects for it, or do without it"
+)
+
+
 def rules_for(
     args: GRPOConfig,
     model: Model,
@@ -189,6 +195,8 @@ def rules_for(
             "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
             "its end; leave turn_credit as it is"
         )
+    if rules.templates is not None and args.rollout_correction == "none":
+        return replace(rules, constraint_fault=UNCORRECTED_CONSTRAINT)
     return rules
 
 

@@ -4,7 +4,6 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 """
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +21,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax.models.checkpoint import Model
+from groupax.serve.api_key import check_key
 from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.deltas import arriving_deltas, collect, no_tokens, to_queue
 from groupax.serve.errors import ApiError, stopping
 from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
 from groupax.serve.jobs import ClosedError, Delta, Job, QueueFullError
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import EngineLoop, adapter_of
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.pause import pause_mode
 from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
@@ -347,7 +347,8 @@ class Server:
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
-        version = self.loop.engines[name].version
+        engine = self.loop.engines[name]
+        version = engine.version_of(adapter_of(engine, name))
         return {**card, "max_model_len": self.models[name].max_positions, "weights_version": version}
 
     def _check_caller(self, http: HttpRequest) -> None:
@@ -358,11 +359,7 @@ class Server:
                 self.log.add("requests refused: a server without keys answers no other sites", refusal)
                 raise ApiError(403, refusal, code="forbidden")
             return
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        given = (key if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")).strip().encode()
-        if not given or not any(hmac.compare_digest(given, k.encode()) for k in self.limits.api_keys):
-            message = "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        check_key(http.headers, self.limits.api_keys)
 
     def _count(self, http: HttpRequest, status: int, record: RequestRecord, message: str = "") -> None:
         path = getattr(http.scope.get("route"), "path", http.url.path)

@@ -42,27 +42,30 @@ class EngineLoop:
     equals that of `Engine.generate`.
 
     Args:
-        engines: Engines by the name of their model. The memory for the KV cache of each is fixed now.
+        engines: Engines by the name of their model; adapters that an engine decodes together with its model have it
+            under their names too. The memory for the KV cache of each is fixed now.
         max_sequences: Most sequences that wait or run at once.
 
     Attributes:
         engines: The engines; only functions that `between_chunks` runs may change their weights.
         counts: Load and totals; the record is replaced, so that any thread may read it.
-        loads: The current load of each engine, replaced in the same way.
-        programs: Programs of each engine, compiled in the background.
+        loads: The current load of each engine, by the name of its first model, replaced in the same way.
+        programs: Programs of each engine, by the same names, compiled in the background.
         pause_state: Whether the engines are paused (see `pause`).
         is_ready: Whether the usual programs are compiled; set by the caller of `warm_up`.
     """
 
     def __init__(self, engines: Mapping[str, Engine], max_sequences: int = 1024) -> None:
         self.engines = dict(engines)
+        self._firsts = _first_names(self.engines)
+        own = {name: engine for name, engine in self.engines.items() if self._firsts[name] == name}
         self.max_sequences = max_sequences
         self.counts = LoopCounts()
         self.pause_state = Pause()
         self._arrived_while_paused: list[Job] = []
-        self.programs = {name: Programs(engine, self._wake) for name, engine in self.engines.items()}
-        self._sessions = {name: self._new_session(name) for name in self.engines}
-        self.loads = {name: EngineLoad() for name in self.engines}
+        self.programs = {name: Programs(engine, self._wake) for name, engine in own.items()}
+        self._sessions = {name: self._new_session(name) for name in own}
+        self.loads = {name: EngineLoad() for name in own}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
@@ -100,9 +103,9 @@ class EngineLoop:
             ClosedError: the loop has stopped.
         """
         clients, before = list(clients), sum(programs.num_compiled for programs in self.programs.values())
-        for name, engine in self.engines.items():
-            most = min(num_tokens, engine.config.max_positions // 2)
-            session, programs = self._sessions[name], self.programs[name]
+        for name, programs in self.programs.items():
+            most = min(num_tokens, self.engines[name].config.max_positions // 2)
+            session = self._sessions[name]
             while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
                 programs.request(missing)
                 programs.wait(missing)
@@ -148,7 +151,8 @@ class EngineLoop:
             QueueFullError: too many sequences wait or run.
             ClosedError: the loop has stopped.
         """
-        sequences = self.engines[model].sequences(prompts, params)
+        engine = self.engines[model]
+        sequences = engine.sequences(prompts, params, adapter=adapter_of(engine, model))
         if row_keys is not None:
             if row_keys.shape != (len(sequences), 2):
                 raise ValueError(
@@ -156,7 +160,7 @@ class EngineLoop:
                 )
             for sequence, key in zip(sequences, row_keys, strict=True):
                 sequence.key = key
-        session = self._sessions[model]
+        session = self._sessions[self._firsts[model]]
         session.check(sequences)
         job = Job(model, sequences, listener, [[] for _ in sequences])
         with self._changed:
@@ -215,7 +219,7 @@ class EngineLoop:
             if mode == "abort":
                 self._abort_all()
                 self._arrived_while_paused.clear()
-                self._sessions = {name: self._new_session(name) for name in self.engines}
+                self._sessions = {name: self._new_session(name) for name in self._sessions}
                 self._count()
             self.pause_state.begin(mode, future, self._is_busy)
 
@@ -276,7 +280,7 @@ class EngineLoop:
         self.pause_state.end()
         arrived, self._arrived_while_paused = self._arrived_while_paused, []
         for job in arrived:
-            self._sessions[job.model].submit(job.sequences)
+            self._sessions[self._firsts[job.model]].submit(job.sequences)
 
     def _wake(self) -> None:
         with self._changed:
@@ -294,7 +298,7 @@ class EngineLoop:
             logger.exception("the engine of %s failed; its requests are aborted", model)
             self._sessions[model] = self._new_session(model)
             self._count()
-            for job in {id(job): job for job, _ in self._jobs.values() if job.model == model}.values():
+            for job in {id(job): job for job, _ in self._jobs.values() if self._firsts[job.model] == model}.values():
                 self._abort(job)
             return
         deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
@@ -311,7 +315,7 @@ class EngineLoop:
             self._jobs[id(sequence)] = job, index
         self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
         if self.pause_state.mode is None:
-            self._sessions[job.model].submit(job.sequences)
+            self._sessions[self._firsts[job.model]].submit(job.sequences)
         else:
             self._arrived_while_paused.append(job)
 
@@ -372,3 +376,14 @@ class EngineLoop:
         values["num_running"] = sum(load.num_running for load in self.loads.values())
         values["num_waiting"] = sum(load.num_waiting for load in self.loads.values()) + num_held
         self.counts = LoopCounts(**{**vars(self.counts), **values})
+
+
+def adapter_of(engine: Engine, model: str) -> str | None:
+    """Returns the adapter of an engine that a model's name stands for; None if it is the engine's own model."""
+    return model if model in engine.adapters else None
+
+
+def _first_names(engines: Mapping[str, Engine]) -> dict[str, str]:
+    """Returns for each name the first one with the same engine."""
+    firsts: dict[int, str] = {}
+    return {name: firsts.setdefault(id(engine), name) for name, engine in engines.items()}

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import EngineLoop, adapter_of
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -101,11 +101,11 @@ class _LoopCollector(Collector):
             values = {model: getattr(load, field) for model, load in loads.items()}
             yield _gauge(f"vllm:{name}", meaning, "model_name", values)
         engines = self._loop.engines
-        versions = {model: engine.version for model, engine in engines.items()}
+        versions = {model: engine.version_of(adapter_of(engine, model)) for model, engine in engines.items()}
         yield _gauge("groupax_weights_version", "Version of the weights", "model", versions)
         hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens that were looked up", labels=["model_name"])
-        for model, engine in engines.items():
-            hits.add_metric([model], engine.prefixes.num_reused_tokens)
+        for model in loads:
+            hits.add_metric([model], engines[model].prefixes.num_reused_tokens)
         yield hits
         yield CounterMetricFamily("groupax_completions_cancelled", "Cancelled completions", counts.num_cancelled)
         yield CounterMetricFamily("groupax_chunks", "Decoded chunks", counts.num_chunks)

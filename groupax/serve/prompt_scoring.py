@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from groupax.engine.engine import Engine
 from groupax.engine.prompt_logps import PromptLogps, compile_for, num_columns, prompts_per_call, score
 from groupax.serve.errors import ApiError
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import EngineLoop, adapter_of
 
 
 class PromptScorer:
@@ -49,7 +49,8 @@ class PromptScorer:
             for columns, indices in _batches(engine, prompts):
                 await run_in_threadpool(compile_for, engine, columns)
                 async with self._turn:
-                    work = partial(score, engine, [prompts[index] for index in indices], temperature, num_alternatives)
+                    chosen = [prompts[index] for index in indices]
+                    work = partial(score, engine, chosen, temperature, num_alternatives, adapter_of(engine, model))
                     results = await asyncio.wrap_future(self._loop.between_chunks(work))
                 found |= dict(zip(indices, results, strict=True))
             return [found[index] for index in range(len(prompts))]

@@ -9,7 +9,7 @@ the server. So a late upload, or one to weights that another client has changed,
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupax.models.adapted import FrozenBase, apply_adapter
+from groupax.models.adapter_stack import Changes, check_finite, stack_adapters
 from groupax.models.checkpoint import Model
 from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
 from groupax.models.named_tensors import param_leaves, replace_tensors
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import EngineLoop, adapter_of
 from groupax.serve.protocol import MAX_PIECE_BYTES, PIECE_BYTES, Extent, checksum, read_manifest, tensors_in
 from groupax.serve.requests import check_known, validated
 
@@ -196,7 +197,11 @@ class Weights:
         return self._uploads.pop(name)
 
     def prepared(self, upload: Upload) -> Held:
-        """Returns the weights of a closed upload, on the devices. Safe in any thread."""
+        """Returns the weights of a closed upload, on the devices. Safe in any thread.
+
+        Raises:
+            ApiError: its adapter would spoil others in the same batch.
+        """
         model = upload.request.model
         held, config = self._held[model], self.models[model].config
         tensors = tensors_in(upload.data, upload.extents)
@@ -205,7 +210,13 @@ class Weights:
         specs = adapter_specs(config, upload.lora)
         trained = held.trained if held.lora == upload.lora else self._new_adapter(model, upload.lora)
         assert trained is not None, "an adapter has weights"
-        return Held(held.base, upload.lora, replace_tensors(specs, trained, tensors))
+        new = replace_tensors(specs, trained, tensors)
+        if self.loop.engines[model].adapters:
+            try:
+                check_finite(new)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="tensors") from error
+        return Held(held.base, upload.lora, new)
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
         """Gives an engine its new weights. Must be run between two chunks.
@@ -216,13 +227,28 @@ class Weights:
         request = upload.request
         self._check_state(request)
         engine = self.loop.engines[request.model]
-        engine.params = held.params
-        engine.version = request.version
         self._held[request.model] = held
+        if engine.adapters:
+            version = engine.version
+            engine.params = self._stacked(engine.adapters, held.base)
+            engine.version, engine.adapter_versions[request.model] = version, request.version
+        else:
+            engine.params = held.params
+            engine.version = request.version
         return self._state(request.model)
 
+    def _stacked(self, adapters: Sequence[str], base: Params) -> Params:
+        changes = []
+        for name in adapters:
+            held = self._held[name]
+            assert held.lora is not None, "it is an adapter"
+            assert held.trained is not None, "it has weights"
+            changes.append(Changes(held.trained, held.lora.scale))
+        return stack_adapters(base, changes)
+
     def _state(self, model: str) -> dict[str, Any]:
-        held, version = self._held[model], self.loop.engines[model].version
+        held, engine = self._held[model], self.loop.engines[model]
+        version = engine.version_of(adapter_of(engine, model))
         return {"version": version, "state": held.state, "has_adapter": held.lora is not None}
 
     def _upload(self, name: str) -> Upload:
@@ -238,7 +264,14 @@ class Weights:
             raise ApiError(409, message, param="replaces", code="other_weights")
 
     def _check_tensors(self, model: str, lora: LoRAConfig | None, extents: Mapping[str, Extent]) -> None:
-        held, config = self._held[model], self.models[model].config
+        held, config, shared = self._held[model], self.models[model].config, self.loop.engines[model].adapters
+        if shared and model not in shared:
+            raise ValueError(
+                f"{model} is the base of {', '.join(shared)}, which are decoded together with it; send the weights of "
+                "one of them, or start the server without --adapter"
+            )
+        if shared and lora is not None and (lora.bias != "none" or lora.modules_to_save):
+            raise ValueError(f"{model} shares its batch with others: train it without lora_bias and modules_to_save")
         if lora is None:
             if held.lora is not None:
                 raise ValueError(f"{model} has an adapter; send that, or start the server with its base")

@@ -1,13 +1,14 @@
 """Parses the arguments of a command into its options."""
 
 import functools
-import re
 from collections.abc import Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, field, fields, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from groupax.settings.brief_help import brief_help
+from groupax.settings.documentation import descriptions, parts, title
 from groupax.settings.json_flags import JSON_FLAGS
 
 
@@ -15,6 +16,7 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
     """Returns an instance of a dataclass whose fields are the options of a command; prints the help if asked to.
 
     The fields of a record that is composed of others by inheritance are flags too, grouped by these others in the help.
+    The help of a command with such a record lists what most runs set, and everything with `--help all`.
 
     Args:
         kind: The dataclass.
@@ -25,15 +27,19 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
     Raises:
         SystemExit: The help, or an explanation of wrong arguments, was printed.
     """
-    composed = {name: hint for name, hint in get_type_hints(kind).items() if len(_parts(hint)) > 1}
-    grouped = _grouped(kind, composed) if composed else kind
-    if default is not None and composed:
+    help_flag = next((index for index, each in enumerate(arguments) if each in ("-h", "--help")), None)
+    composed = {name: hint for name, hint in get_type_hints(kind).items() if len(parts(hint)) > 1}
+    if composed and help_flag is not None and list(arguments[help_flag + 1 : help_flag + 2]) != ["all"]:
+        print(brief_help(kind() if default is None else default, name), end="")
+        raise SystemExit(0)
+    grouped = _grouped(kind, composed) if composed else _described(kind)
+    if default is not None:
         own = {each.name: getattr(default, each.name) for each in fields(kind)}
         default = grouped(**own | {name: _split(own[name], hint) for name, hint in composed.items()})
     command = tyro.cli(
         grouped,
         prog=f"groupax {name}",
-        args=list(arguments),
+        args=list(arguments) if help_flag is None else ["--help"],
         default=default,
         use_underscores=True,
         registry=JSON_FLAGS,
@@ -45,22 +51,31 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
     return kind(**own | {name: _united(own[name], hint) for name, hint in composed.items()})
 
 
-def _parts(record: Any) -> list[type]:
-    """Returns the dataclasses that a dataclass directly inherits, in the order of their fields."""
-    bases = record.__bases__ if isinstance(record, type) and is_dataclass(record) else ()
-    return [base for base in reversed(bases) if is_dataclass(base)]
-
-
-def _title(part: type) -> str:
-    """Returns "learning_rate" for LearningRateSettings."""
-    return re.sub("(?<!^)(?=[A-Z])", "_", part.__name__.removesuffix("Settings")).lower()
-
-
 @functools.cache
 def _groups(record: type) -> type:
     """Returns the dataclass that has the parts of a composed record as its fields."""
-    groups = [(_title(part), part, field(default_factory=part)) for part in _parts(record)]
+    groups = [(title(part), _described(part), field(default_factory=_described(part))) for part in parts(record)]
     return make_dataclass(f"{record.__name__}Groups", groups, frozen=True, kw_only=True)
+
+
+@functools.cache
+def _described(record: Any) -> Any:
+    """Returns a subclass whose fields have their descriptions as annotations, in which lines do not end early."""
+    hints, texts = get_type_hints(record, include_extras=True), descriptions(record)
+    described = [
+        (each.name, Annotated[hints[each.name], tyro.conf.arg(help=texts[each.name])], _like(each))
+        for each in fields(record)
+        if each.name in texts and not getattr(hints[each.name], "__metadata__", ())
+    ]
+    made = make_dataclass(record.__name__, described, bases=(record,), frozen=True, kw_only=True)
+    made.__doc__ = record.__doc__
+    return made
+
+
+def _like(each: Field[Any]) -> Any:
+    if each.default_factory is not MISSING:
+        return field(default_factory=each.default_factory)
+    return field(default=each.default)
 
 
 def _grouped(kind: Any, composed: dict[str, Any]) -> Any:
@@ -69,7 +84,7 @@ def _grouped(kind: Any, composed: dict[str, Any]) -> Any:
         (name, Annotated[_groups(hint), tyro.conf.arg(name="")], field(default_factory=_groups(hint)))
         for name, hint in composed.items()
     ]
-    grouped = make_dataclass(kind.__name__, groups, bases=(kind,), frozen=True, kw_only=True)
+    grouped = make_dataclass(kind.__name__, groups, bases=(_described(kind),), frozen=True, kw_only=True)
     grouped.__doc__ = kind.__doc__
     return grouped
 
@@ -77,8 +92,8 @@ def _grouped(kind: Any, composed: dict[str, Any]) -> Any:
 def _split(record: Any, composed: type) -> Any:
     """Returns the values of a composed record by part."""
     values = {
-        _title(part): part(**{each.name: getattr(record, each.name) for each in fields(part)})
-        for part in _parts(composed)
+        title(part): _described(part)(**{each.name: getattr(record, each.name) for each in fields(part)})
+        for part in parts(composed)
     }
     return _groups(composed)(**values)
 

@@ -39,7 +39,7 @@ class OptimizerSettings:
     """The optimizer, weight decay and gradient clipping."""
 
     optimizer: OptimizerName = setting("adamw", resume="fixed")
-    """Optimizer."""
+    """Optimizer of the trained weights, over float32 master weights."""
     adam_beta1: float = ranged(0.9, 1, is_open=True)
     """Decay rate of the first moment of adamw, lion and muon's adamw."""
     adam_beta2: float = ranged(0.999, 1, is_open=True)

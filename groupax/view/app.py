@@ -3,32 +3,35 @@
 import json
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from groupax.settings.objective import UNCLIPPED
 from groupax.view import groups, token_values
+from groupax.view.axes import mean_and_spread, positions
+from groupax.view.distributions import Distributions
+from groupax.view.evaluation_table import EvaluationTable
 from groupax.view.evaluations import item_page
+from groupax.view.overview import overview, table_row
 from groupax.view.prompt_index import PromptIndex
-from groupax.view.rollouts import Step, StepCache, matching_rows
+from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import NotFoundError, Run, Runs
-from groupax.view.search import search_steps
-from groupax.view.series import interval_means, smoothed, thinned
+from groupax.view.search import Query, exported, search_steps
+from groupax.view.series import smoothed, thinned
+from groupax.view.timeline import shares, timeline
 from groupax.view.tokens import token_texts
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_POINTS = 20_000  # per curve and response
 MAX_PROMPTS = 200
-TIMES = "time/"
-# A run with `time/wait_s` generates rollouts during updates, so these times are not part of the step time.
-WAIT_S, OVERLAPPED = "time/wait_s", {"time/rollout_s", "time/reward_s"}
 
 
 class Page:
@@ -38,14 +41,20 @@ class Page:
         self.runs = runs
         self._steps = StepCache()
         self._indexes: dict[Run, PromptIndex] = {}
+        self._evaluations = EvaluationTable()
+        self._distributions: dict[Run, Distributions] = {}
 
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
         answers: Mapping[str, Callable[[Request], Any]] = {
             "/api/runs": self.states,
+            "/api/overview": self.overview,
+            "/api/table": self.table,
             "/api/names": self.names,
             "/api/series": self.series,
-            "/api/times": self.times,
+            "/api/band": self.band,
+            "/api/timeline": self.timeline,
+            "/api/distributions": self.distributions,
             "/api/config": self.config,
             "/api/diagnostics": self.diagnostics,
             "/api/steps": self.steps,
@@ -57,11 +66,14 @@ class Page:
             "/api/prompts": self.prompts,
             "/api/prompt": self.prompt,
             "/api/evaluations": self.evaluations,
+            "/api/estimates": self.estimates,
+            "/api/differences": self.differences,
             "/api/items": self.items,
         }
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
         return [
+            Route("/api/export", self.export),
             *(Route(path, _json_answer(answer)) for path, answer in answers.items()),
             *(Route(path, _file_answer(file)) for path, file in files.items()),
         ]
@@ -76,46 +88,68 @@ class Page:
         self.runs.refresh()
         return {name: run.state() for name, run in self.runs.named().items()}
 
-    def names(self, request: Request) -> Any:  # noqa: ARG002
-        """Returns the names of all metrics of all runs."""
-        return sorted({name for run in self.runs.named().values() for name in run.metric_names()})
+    def overview(self, request: Request) -> Any:
+        """Returns the summary of a run."""
+        return overview(self._run(request))
+
+    def table(self, request: Request) -> Any:
+        """Returns a row of the table of runs for each of the runs `run`, by default for all runs."""
+        return {name: table_row(run) for name, run in self._chosen(request).items()}
+
+    def names(self, request: Request) -> Any:
+        """Returns the names of all metrics of the runs `run`, by default of all runs."""
+        return sorted({name for run in self._chosen(request).values() for name in run.metric_names()})
 
     def series(self, request: Request) -> Any:
-        """Returns the metrics `name` of the runs `run` between the steps `from` and `to`.
+        """Returns the metrics `name` of the runs `run` at the positions `from` to `to` of the axis `by`.
 
         The curves are smoothed with the weight `smooth` and have about `points` points at most.
         """
-        first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
-        num_points = _num_points(request, 1000)
-        weight = _number(request, "smooth", 0.0)
-        found: dict[str, dict[str, Any]] = {}
-        for run_name in request.query_params.getlist("run"):
-            run = self.runs[run_name]
-            found[run_name] = {}
-            for name in request.query_params.getlist("name"):
-                x, y = run.series(name)
-                if not len(x):
-                    continue
-                shown = smoothed(y, weight)
-                inside = (x >= first) & (x <= last)
-                x, shown = x[inside], shown[inside]
-                thin_x, thin_y = thinned(x, shown, num_points)
-                found[run_name][name] = {"x": thin_x.tolist(), "y": thin_y.tolist(), "num_points": len(x)}
+        return {
+            name: {
+                metric: {"x": x.tolist(), "y": y.tolist(), "num_points": num_points}
+                for metric in request.query_params.getlist("name")
+                for x, y, num_points in self._curve(request, self.runs[name], metric)
+            }
+            for name in request.query_params.getlist("run")
+        }
+
+    def band(self, request: Request) -> Any:
+        """Returns the mean of the metrics `name` over the runs `run`, with one standard deviation on either side."""
+        runs = [self.runs[name] for name in request.query_params.getlist("run")]
+        found = {}
+        for metric in request.query_params.getlist("name"):
+            curves = [(x, y) for run in runs for x, y, _ in self._curve(request, run, metric)]
+            x, mean, std = mean_and_spread(curves)
+            if len(x):
+                ends = {"y": mean, "low": mean - std, "high": mean + std}
+                kept = np.unique(np.linspace(0, len(x) - 1, _num_points(request, 1000)).astype(int))
+                found[metric] = {"x": x[kept].tolist(), **{name: y[kept].tolist() for name, y in ends.items()}}
+                found[metric]["num_runs"] = len(curves)
         return found
 
-    def times(self, request: Request) -> Any:
-        """Returns the step time of a run in seconds by phase; `other` is the time outside all phases."""
+    def _curve(self, request: Request, run: Run, metric: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Yields the requested curve and its number of points before thinning; nothing for a metric without points."""
+        first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
+        num_points, weight = _num_points(request, 1000), _number(request, "smooth", 0.0)
+        steps, y = run.series(metric)
+        if not len(steps):
+            return
+        shown = smoothed(y, weight)
+        x = positions(run, steps, request.query_params.get("by", "step"))
+        inside = (x >= first) & (x <= last)
+        yield *thinned(x[inside], shown[inside], num_points), int(inside.sum())
+
+    def timeline(self, request: Request) -> Any:
+        """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""
         run = self._run(request)
-        steps, step_s = run.series("step_time")
-        names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
-        names = [name for name in names if WAIT_S not in names or name not in OVERLAPPED]
-        parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
-        columns = [_aligned(steps, *part) for part in parts.values()]
-        rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
-        columns.append(np.maximum(rest, 0.0))
-        inside = (steps >= _number(request, "from", -math.inf)) & (steps <= _number(request, "to", math.inf))
-        x, means = interval_means(steps[inside], np.stack(columns)[:, inside], _num_points(request, 300))
-        return {"x": x.tolist(), "parts": dict(zip([*parts, "other"], means.tolist(), strict=True))}
+        found = timeline(run, _number(request, "last", math.inf), _integer(request, "num", "20"))
+        return {**found, "shares": shares(run)}
+
+    def distributions(self, request: Request) -> Any:
+        """Returns the distributions of a run's completions over steps, as far as they are read."""
+        run = self._run(request)
+        return self._distributions.setdefault(run, Distributions(run)).read()
 
     def config(self, request: Request) -> Any:  # noqa: ARG002
         """Returns the settings of every run; `fault` says why they cannot be read, if so."""
@@ -127,9 +161,9 @@ class Page:
                 found[name] = {"config": {}, "command": {}, "fault": str(error)}
         return found
 
-    def diagnostics(self, request: Request) -> Any:  # noqa: ARG002
-        """Returns the diagnostics of every run."""
-        return {name: run.diagnostics() for name, run in self.runs.named().items()}
+    def diagnostics(self, request: Request) -> Any:
+        """Returns the diagnostics of the runs `run`, by default of all runs."""
+        return {name: run.diagnostics() for name, run in self._chosen(request).items()}
 
     def steps(self, request: Request) -> Any:
         """Returns the steps that have a rollout log."""
@@ -142,7 +176,7 @@ class Page:
         query = request.query_params.get("q", "")
         matching = None
         if query:
-            matching = sorted({int(step.prompt_index[row]) for row in matching_rows(step, query)})
+            matching = sorted({int(step.prompt_index[row]) for row, _ in Query(query).rows(step)})
         return {
             "groups": groups.group_summaries(step),
             "matching": matching,
@@ -161,7 +195,8 @@ class Page:
         run, number = self._run(request), _integer(request, "step")
         sample = _integer(request, "sample") if "sample" in request.query_params else None
         channel = request.query_params.get("channel", "policy_logps")
-        found = token_values.token_values(run.rollout_file(number), _integer(request, "prompt"), channel, sample)
+        prompt, clip = _integer(request, "prompt"), _clip(run)
+        found = token_values.token_values(run.rollout_file(number), prompt, channel, sample, clip)
         texts = token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
@@ -177,18 +212,24 @@ class Page:
         return {"text": groups.full_text(step, _integer(request, "prompt"), *which)}
 
     def search(self, request: Request) -> Any:
-        """Returns rollouts that contain the text `q`, searching backwards from step `before` for a limited time."""
-        run = self._run(request)
-        query = request.query_params.get("q", "")
-        if not query:
-            raise ValueError("q is empty; it must be the text to search for")
-        return search_steps(run, query, before=_number(request, "before", math.inf))
+        """Returns rollouts that match a query, searching backwards from step `before` for a limited time."""
+        return search_steps(self._run(request), _query(request), before=_number(request, "before", math.inf))
+
+    def export(self, request: Request) -> Response:
+        """Returns all rollouts that match a query as a file of JSON Lines."""
+        try:
+            run, query = self._run(request), _query(request)
+        except ValueError as error:
+            return Response(f"{error}\n", 404 if isinstance(error, NotFoundError) else 400, media_type="text/plain")
+        headers = {"content-disposition": 'attachment; filename="rollouts.jsonl"', "cache-control": "no-store"}
+        return StreamingResponse(exported(run, query), 200, headers, "application/jsonl")
 
     def prompts(self, request: Request) -> Any:
         """Returns the prompts of all steps that contain the text `q`."""
         index = self._index(self._run(request))
         progress = index.update()
-        return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MAX_PROMPTS)}
+        query, order = request.query_params.get("q", ""), request.query_params.get("order", "frequent")
+        return {"progress": progress, "prompts": index.prompts(query, MAX_PROMPTS, order)}
 
     def prompt(self, request: Request) -> Any:
         """Returns the history of a prompt over all steps."""
@@ -200,13 +241,30 @@ class Page:
         """Returns the names of the evaluations that have stored items."""
         return list(self._run(request).evaluation_files())
 
+    def estimates(self, request: Request) -> Any:
+        """Returns the estimates of every evaluation of a run."""
+        return self._evaluations.rows(self._run(request).evaluation_files())
+
+    def differences(self, request: Request) -> Any:
+        """Returns a comparison of the evaluations `before` and `name`, with a page of their items."""
+        before, after = self._evaluation(request, "before"), self._evaluation(request, "name")
+        show, query = request.query_params.get("show", "all"), request.query_params.get("q", "")
+        return self._evaluations.differences(before, after, show, _integer(request, "first", "0"), query)
+
     def items(self, request: Request) -> Any:
         """Returns a page of the items of an evaluation."""
-        files, name = self._run(request).evaluation_files(), request.query_params.get("name", "")
+        path, show = self._evaluation(request, "name"), request.query_params.get("show", "all")
+        return item_page(path, _integer(request, "first", "0"), show, request.query_params.get("q", ""))
+
+    def _evaluation(self, request: Request, parameter: str) -> Path:
+        files, name = self._run(request).evaluation_files(), request.query_params.get(parameter, "")
         if name not in files:
             raise NotFoundError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
-        show = request.query_params.get("show", "all")
-        return item_page(files[name], _integer(request, "first", "0"), show, request.query_params.get("q", ""))
+        return files[name]
+
+    def _chosen(self, request: Request) -> dict[str, Run]:
+        names = request.query_params.getlist("run")
+        return {name: self.runs[name] for name in names} if names else self.runs.named()
 
     def _run(self, request: Request) -> Run:
         return self.runs[request.query_params.get("run", "")]
@@ -259,14 +317,6 @@ def _file_answer(file: Path) -> Callable[[Request], Response]:
     return lambda request: Response(content, 200, {"cache-control": "no-cache"}, kind)  # noqa: ARG005
 
 
-def _aligned(steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns the values at the steps, NaN where there is none."""
-    if len(x) == len(steps) and np.array_equal(x, steps):
-        return y
-    known = dict(zip(x.tolist(), y.tolist(), strict=True))
-    return np.array([known.get(step, math.nan) for step in steps.tolist()])
-
-
 def _number(request: Request, name: str, default: float) -> float:
     text = request.query_params.get(name)
     try:
@@ -276,6 +326,28 @@ def _number(request: Request, name: str, default: float) -> float:
     if math.isnan(value):
         raise ValueError(f"{name}={text!r} is not a number")
     return value
+
+
+def _query(request: Request) -> Query:
+    """Returns the query for completions that a request has."""
+    ranges = {
+        name: (_number(request, f"min_{name}", -math.inf), _number(request, f"max_{name}", math.inf))
+        for name in ("reward", "length", "advantage")
+    }
+    given = request.query_params
+    return Query(given.get("q", ""), given.get("regex") == "1", **ranges, end=given.get("end", ""))
+
+
+def _clip(run: Run) -> tuple[float, float] | None:
+    """Returns the bounds at which a run's loss clips the ratios of tokens; None if it does not clip them."""
+    try:
+        config = run.config()
+        if config["loss_type"] in UNCLIPPED or config["importance_sampling_level"] != "token":
+            return None
+        low, high = config["epsilon"], config["epsilon_high"]
+        return 1 - float(low), 1 + float(low if high is None else high)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _num_points(request: Request, default: int) -> int:

@@ -31,7 +31,7 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    item = _item(json.loads(line))
+                    item = shown_item(json.loads(line))
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     num_bad += 1
                     continue
@@ -47,7 +47,12 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
     return {"items": items, "num_items": num_items, "num_shown": num_shown, "num_bad": num_bad, "page": PAGE_ITEMS}
 
 
-def _item(record: dict[str, Any]) -> dict[str, Any]:
+def shown_item(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns an item as the page shows it: its prompt, columns and completions, with long texts cut.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: The record is not an item.
+    """
     prompt = record["prompt"]
     text = prompt if isinstance(prompt, str) else shown_prompt(json.dumps(prompt))
     completions = [

@@ -14,6 +14,7 @@ from groupax.view.texts import prompt_key, shown_prompt
 MAX_ENTRIES = 2_000_000  # groups; 40 bytes each
 MAX_TEXTS = 50_000
 TEXT_CHARACTERS = 160
+ORDERS = ("frequent", "unsolved", "gained", "lost")
 TYPECODES = {  # of the columns, for `array`
     "key": "Q",
     "step": "q",
@@ -71,29 +72,45 @@ class PromptIndex:
         found = {name: column[rows].tolist() for name, column in columns.items() if name != "key"}
         return {"text": self._texts.get(_number(key), ""), **found}
 
-    def prompts(self, query: str, limit: int) -> list[dict[str, Any]]:
-        """Returns the most frequent prompts that contain a text, with their mean reward the first and the last time."""
+    def prompts(self, query: str, limit: int, order: str = "frequent") -> list[dict[str, Any]]:
+        """Returns prompts that contain a text, with their mean reward the first and the last time, and their best one.
+
+        Args:
+            query: Text that a prompt must contain.
+            limit: Maximum number of prompts.
+            order: `frequent`, `unsolved` (lowest best reward first), `gained` or `lost` (largest change first).
+
+        Raises:
+            ValueError: The order is unknown.
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order={order!r} is none of {', '.join(ORDERS)}")
         columns = self._arrays()
-        order = np.argsort(columns["step"], kind="stable")
-        keys, first, counts = np.unique(columns["key"][order], return_index=True, return_counts=True)
-        last = len(order) - 1 - np.unique(columns["key"][order][::-1], return_index=True)[1]
+        by_step = np.argsort(columns["step"], kind="stable")
+        keys, first, group_of, counts = np.unique(
+            columns["key"][by_step], return_index=True, return_inverse=True, return_counts=True
+        )
+        last = len(by_step) - 1 - np.unique(columns["key"][by_step][::-1], return_index=True)[1]
+        means = columns["mean"][by_step].astype(np.float64)
+        best = np.full(len(keys), np.nan)
+        np.fmax.at(best, group_of, columns["high"][by_step])
+        found = {"first": means[first], "last": means[last], "best": best}
+        wanted = {
+            "frequent": np.zeros(len(keys)),
+            "unsolved": best,
+            "gained": found["first"] - found["last"],
+            "lost": found["last"] - found["first"],
+        }[order]
         query = query.casefold()
-        found = []
-        for index in np.argsort(-counts, kind="stable").tolist():
+        rows: list[dict[str, Any]] = []
+        for index in np.lexsort((-counts, np.nan_to_num(wanted, nan=np.inf))).tolist():
             text = self._texts.get(int(keys[index]), "")
             if query in text.casefold():
-                found.append(
-                    {
-                        "key": f"{int(keys[index]):016x}",
-                        "text": text,
-                        "count": int(counts[index]),
-                        "first": float(columns["mean"][order[first[index]]]),
-                        "last": float(columns["mean"][order[last[index]]]),
-                    }
-                )
-            if len(found) == limit:
+                values = {name: float(column[index]) for name, column in found.items()}
+                rows.append({"key": f"{int(keys[index]):016x}", "text": text, "count": int(counts[index]), **values})
+            if len(rows) == limit:
                 break
-        return found
+        return rows
 
     def _forget(self) -> None:
         self._generation = self._run.generation

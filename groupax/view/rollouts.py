@@ -12,9 +12,8 @@ import pyarrow
 import pyarrow.parquet
 
 from groupax.types import TRUNCATIONS
-from groupax.view.arrow import has_mask, list_values, scalar_text
+from groupax.view.arrow import has_mask, scalar_text
 from groupax.view.runs import NotFoundError
-from groupax.view.texts import searched_text
 
 CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
@@ -78,7 +77,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
                 raise ValueError(f"{path.name} is not a rollout log: it has no column {', '.join(missing)}")
             flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type) or item.name in PER_TURN]
             table = file.read(columns=flat, use_threads=False)
-            lengths = _num_tokens(file, schema, table)
+            lengths = completion_lengths(file, schema, table.num_rows)
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     names = [name for name in flat if name.startswith(REWARD)]
@@ -88,7 +87,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
         table=table,
         prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
         rewards=rewards,
-        total=_weighted(list(rewards.values()), weights, table.num_rows),
+        total=weighted_total(list(rewards.values()), weights, table.num_rows),
         advantage=_floats(table, "advantage"),
         truncated=np.array([reason in TRUNCATIONS for reason in reasons] or [False] * table.num_rows, bool),
         num_tokens=lengths,
@@ -118,20 +117,8 @@ class StepCache:
         return step
 
 
-def matching_rows(step: Step, query: str) -> list[int]:
-    """Returns the rows whose prompt or completion contains a text, case-insensitive."""
-    query = query.casefold()
-    prompts: dict[int, bool] = {}
-    found = []
-    for row, prompt_index in enumerate(step.prompt_index.tolist()):
-        if prompt_index not in prompts:
-            prompts[prompt_index] = query in searched_text(step.text("prompt", row)[0]).casefold()
-        if prompts[prompt_index] or query in step.text("completion", row)[0].casefold():
-            found.append(row)
-    return found
-
-
-def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, num_rows: int) -> np.ndarray:
+def weighted_total(columns: Sequence[np.ndarray], weights: Sequence[float] | None, num_rows: int) -> np.ndarray:
+    """Returns [B] the weighted sum of the rewards that apply, NaN where none does."""
     if not columns:
         return np.full(num_rows, np.nan)
     stacked = np.stack(columns)
@@ -141,11 +128,11 @@ def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, nu
     return np.where(known.any(axis=0), total, np.nan)
 
 
-def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
-    """Returns the number of sampled tokens of every completion, from a streaming pass over its mask or token ids."""
+def completion_lengths(file: Any, schema: Any, num_rows: int) -> np.ndarray:
+    """Returns [B] the number of sampled tokens of each completion, from a streaming pass over its mask or token ids."""
     column = "mask" if has_mask(schema) else "completion_ids"
     if column not in schema.names:
-        return np.zeros(table.num_rows, np.int64)
+        return np.zeros(num_rows, np.int64)
     count = _num_true if column == "mask" else _lengths
     batches = file.iter_batches(batch_size=256, columns=[column], use_threads=False)
     lengths = [count(batch.column(0)) for batch in batches]
@@ -157,7 +144,10 @@ def _lengths(lists: Any) -> np.ndarray:
 
 
 def _num_true(lists: Any) -> np.ndarray:
-    return np.array([int(np.count_nonzero(list_values(each))) for each in lists], np.int64)
+    flags = lists.flatten().fill_null(False).to_numpy(zero_copy_only=False)
+    before = np.concatenate([[0], np.cumsum(flags)])
+    ends = np.cumsum(_lengths(lists))
+    return before[ends] - before[ends - _lengths(lists)]
 
 
 def _floats(table: Any, name: str) -> np.ndarray:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from groupax.runs.severity import severity_of
 from groupax.storage.folders import RECORDS, run_folder_in
 from groupax.view.tail import Tail
 
 MAX_METRICS = 5000  # metric names; further ones are ignored
+MAX_SHOWN_DIAGNOSTICS = 100  # names in the state of a run
 LIVE_S = 60.0  # a run that wrote within the last minute is live
 SETTLED_NS = 10**9  # a folder may change again within the resolution of its modification time
 STEP_FILE = re.compile(r"step_(\d+)\.parquet")
@@ -83,7 +85,7 @@ class Run:
                 "last_step": self._last_step,
                 "latest": latest,
                 "num_metrics": len(self._columns),
-                "num_diagnostics": len(self._diagnostics),
+                "diagnostics": dict(list(self._severities().items())[:MAX_SHOWN_DIAGNOSTICS]),
                 "num_rollout_steps": len(steps),
                 "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
@@ -109,7 +111,7 @@ class Run:
             return np.array(column.steps, np.float64), np.array(column.values, np.float64)
 
     def diagnostics(self) -> list[dict[str, Any]]:
-        """Returns the diagnostics in the order of logging: `step`, `name`, `text`."""
+        """Returns the diagnostics in the order of logging: `step`, `name`, `text`, `severity`."""
         with self._lock:
             return list(self._diagnostics)
 
@@ -124,6 +126,13 @@ class Run:
     def command(self) -> dict[str, Any]:
         """Returns the arguments of `groupax train`; empty if the run was started from Python."""
         return self._json_file("command.json")
+
+    def record(self, name: str) -> dict[str, Any]:
+        """Returns the content of `run.json` or `result.json`; empty if there is none, or if it cannot be read."""
+        try:
+            return self._json_file(name)
+        except ValueError:
+            return {}
 
     def reward_weights(self) -> list[float] | None:
         """Returns the weights of the reward functions; None if the settings do not have them."""
@@ -205,7 +214,11 @@ class Run:
         for line in new:
             step = _number(line.get("step"))
             name, text = (str(line.get(key, "")) for key in ("name", "text"))
-            self._diagnostics.append({"step": step, "name": name, "text": text})
+            self._diagnostics.append({"step": step, "name": name, "text": text, "severity": severity_of(name)})
+
+    def _severities(self) -> dict[str, str]:
+        """Returns the severity of each diagnostic by name."""
+        return {each["name"]: each["severity"] for each in self._diagnostics}
 
     def _age_s(self) -> float | None:
         """Returns the seconds since the run last wrote metrics."""

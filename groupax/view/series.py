@@ -1,7 +1,6 @@
 """Smoothing and downsampling of curves. Pure functions of arrays."""
 
 import math
-from itertools import pairwise
 
 import numpy as np
 
@@ -54,25 +53,3 @@ def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, 
     highs = first + np.where(np.isnan(padded), -np.inf, padded).argmax(axis=1)
     kept = np.unique(np.concatenate([[0, len(x) - 1], lows, highs]))
     return x[kept], y[kept]
-
-
-def interval_means(x: np.ndarray, columns: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the means over equal intervals, so that stacked columns remain comparable.
-
-    Args:
-        x: [S], positions of the points.
-        columns: [K, S], NaN where there is no value.
-        num_points: Maximum number of intervals.
-
-    Returns:
-        x: [Q], the last position of each interval.
-        columns: [K, Q], NaN where an interval has no value.
-    """
-    if len(x) <= num_points:
-        return x, columns
-    edges = np.linspace(0, len(x), num_points + 1).astype(int)
-    known = ~np.isnan(columns)
-    totals = np.add.reduceat(np.where(known, columns, 0.0), edges[:-1], axis=1)
-    counts = np.add.reduceat(known, edges[:-1], axis=1)
-    means = np.divide(totals, counts, out=np.full(totals.shape, np.nan), where=counts > 0)
-    return x[[end - 1 for _, end in pairwise(edges)]], means

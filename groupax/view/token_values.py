@@ -10,14 +10,16 @@ import pyarrow.parquet
 from groupax.view.arrow import has_mask, list_values
 from groupax.view.runs import NotFoundError
 
+PUSH = "advantage x ratio"
+TURN_ADVANTAGES = "turn_advantages"
 SHOWN_TOKENS = 1_500  # of a completion, until all its tokens are requested
 
 
 def token_channels(path: Path) -> dict[str, dict[str, str]]:
     """Returns the values that tokens can be shaded by, by name.
 
-    Each has a `kind` (logp, entropy, ratio or value), its `column`, and for a ratio the column of the denominator in
-    `over`.
+    Each has a `kind` (logp, entropy, ratio, push or value), its `column`, and for a ratio the column of the denominator
+    in `over`. A push is advantage x ratio, what the gradient of a token's log-prob is multiplied with.
     """
     with pyarrow.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
@@ -30,21 +32,27 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
             if name.endswith("_logps") and name != "policy_logps":
                 ratio = f"ratio {name.removesuffix('_logps')} / policy"
                 channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
-    order = ("logp", "entropy", "ratio", "value")
+    whole = "advantage" in schema.names and TURN_ADVANTAGES not in schema.names  # of turns, it is that of the first one
+    if whole and {"policy_logps", "trainer_logps"} <= set(names):
+        channels[PUSH] = {"kind": "push", "column": "trainer_logps", "over": "policy_logps"}
+    order = ("logp", "entropy", "push", "ratio", "value")
     return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
 
 
-def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
+def token_values(
+    path: Path, prompt_index: int, channel: str, sample: int | None = None, clip: tuple[float, float] | None = None
+) -> dict[int, dict[str, Any]]:
     """Returns the ids and values of the tokens of a group, by sample index.
 
     `length` is the number of all tokens. The environment's have no value; where there are any, `sampled` tells which
-    tokens the model sampled.
+    tokens the model sampled. A token whose ratio is clipped has no gradient, so that its push is 0.
 
     Args:
         path: Path of the step's rollout log.
         prompt_index: Index of the group's prompt.
         channel: Name in `token_channels`.
         sample: Sample index of a single completion to return in full; None for the first `SHOWN_TOKENS` tokens of all.
+        clip: Bounds of the ratio in the loss; None if it does not clip tokens.
 
     Raises:
         NotFoundError: The channel does not exist.
@@ -53,7 +61,9 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
     if channel not in channels:
         raise NotFoundError(f"{path.name} has no {channel!r} per token; it has {', '.join(channels) or 'nothing'}")
     column, over = channels[channel]["column"], channels[channel]["over"]
+    is_push = channels[channel]["kind"] == "push"
     columns = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
+    columns += ["advantage"] if is_push else []
     limit = None if sample is not None else SHOWN_TOKENS
     found: dict[int, dict[str, Any]] = {}
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -71,6 +81,8 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
                 if over:
                     with np.errstate(over="ignore"):
                         values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
+                if is_push:
+                    values = _push(values, batch.column("advantage")[row].as_py(), clip)
                 found[sample_index] = {"ids": ids.tolist(), "length": num_ids}
                 if masked:
                     sampled = _token_array(batch.column("mask")[row], len(ids)) != 0
@@ -78,6 +90,15 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
                     found[sample_index]["sampled"] = sampled.tolist()
                 found[sample_index]["values"] = np.round(values, 5).tolist()
     return found
+
+
+def _push(ratios: np.ndarray, advantage: float | None, clip: tuple[float, float] | None) -> np.ndarray:
+    """Returns advantage x ratio, 0 where the clipped surrogate is constant (arXiv:1707.06347, eq. 7)."""
+    if advantage is None:
+        return np.full(len(ratios), np.nan)
+    low, high = clip or (-np.inf, np.inf)
+    is_clipped = ratios > high if advantage > 0 else ratios < low
+    return np.where(is_clipped, 0.0, advantage * ratios)
 
 
 def _kind(name: str) -> str:

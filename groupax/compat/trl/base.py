@@ -10,9 +10,10 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.trl.layout import TRAINER_STATE, Flow, checkpoint_to_resume, flow_of, run_folder
+from groupax.compat.trl.layout import Flow, checkpoint_to_resume, flow_of, run_folder
+from groupax.compat.trl.overrides import check_assigned
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
-from groupax.compat.trl.reports import Reports
+from groupax.compat.trl.reports import TRAINER_STATE, Reports
 from groupax.models.saving import source_folders
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
@@ -43,6 +44,10 @@ class BaseTrainer(Reports):
     eval_dataset: Any
     _trained: TrainedModel
     _flow: Flow | None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_assigned(self, name)
+        super().__setattr__(name, value)
 
     def _prepare(self, args: Any, settings: Any, policy: Policy, callbacks: Sequence[Any] | None) -> tuple[Any, Policy]:
         """Sets the state, and returns settings and policy with the layout of folders and a quantized base."""

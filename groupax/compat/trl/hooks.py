@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from groupax.compat.trl.overrides import check_assigned
 from groupax.config import GRPOConfig
 from groupax.rewards.contract import Reward, Scores
 from groupax.rewards.runner import RewardRunner
@@ -73,10 +72,6 @@ class Overridable:
     _scored: _Batch | None = None  # while `_calculate_rewards` runs
     _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
     _revised: list[list[Mapping[str, Any]]]  # lines that the listener has not recorded yet
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        check_assigned(self, name)
-        super().__setattr__(name, value)
 
     def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
         """Adds a line to `state.log_history` and calls the callbacks.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.compat.callbacks import Control, State
+from groupax.compat.trl.reports import TRAINER_STATE
 from groupax.events import Message
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
@@ -25,8 +26,6 @@ from groupax.runs.run import Run
 from groupax.storage.buckets import is_remote
 from groupax.storage.folders import list_names
 from groupax.storage.replacing import foreign_model_files
-
-TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass

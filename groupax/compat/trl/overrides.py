@@ -26,7 +26,7 @@ HONOURED = frozenset(
 )
 # The other methods of TRL's trainer, by what to do instead.
 _REFUSED_BY_REMEDY: dict[str, tuple[str, ...]] = {
-    "gradients come from JAX: give a function in JAX as GRPOConfig(loss_type=...), which docs/algorithm.md describes "
+    "gradients come from JAX: give a function in JAX as loss_type of the config, which docs/algorithm.md describes "
     "under 'Your own loss'": (
         "_compute_loss",
         "compute_loss",
@@ -38,7 +38,7 @@ _REFUSED_BY_REMEDY: dict[str, tuple[str, ...]] = {
         "get_off_policy_mask",
     ),
     "an optimizer step is one compiled program: change the rewards (_calculate_rewards), the loss "
-    "(GRPOConfig(loss_type=...)) or the optimizer (optimizers=...), or act in a callback's on_step_end": (
+    "(loss_type) or the optimizer (optimizers=...), or act in a callback's on_step_end": (
         "training_step",
         "_clip_grad_norm",
         "_defer_fsdp_gradient_reduction",

@@ -39,8 +39,8 @@ class Policy:
     owner: Any
 
 
-def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_config: Any) -> Policy:
-    """Returns what to train for the arguments of a trainer.
+def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_config: Any, beta: float = 0.0) -> Policy:
+    """Returns what to train for the arguments of a trainer, whose loss has a reference if `beta` is not 0.
 
     A PyTorch model that is to have an adapter is wrapped by PEFT, as TRL does.
 
@@ -64,8 +64,8 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
     if weights != "same" and not isinstance(given, (str, Path)):
         warn("quantization_config changes nothing: the model is already loaded")
         weights = "same"
-    if adapter is not None and args.beta:
-        _check_reference(adapter, args.beta)
+    if adapter is not None and beta:
+        _check_reference(adapter, beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
     return Policy(given, peft_config, weights, owner)
 

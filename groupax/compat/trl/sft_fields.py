@@ -8,7 +8,6 @@ from groupax.compat.trl.training_arguments import TrainingArguments
 
 # Fields of `TrainingArguments` that have an effect here, or none that is known to be harmless.
 _NOT_INERT = ("data_seed", "dataloader_drop_last", "train_sampling_strategy", "per_device_eval_batch_size")
-_CHANGES_THE_LOSS = "the loss is that of loss_type ('nll' or 'dft'); leave it out"
 # Fields without effect in groupax, by reason.
 _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     "tokens are packed without padding": ("pad_to_multiple_of", "padding_free", "pad_token"),
@@ -21,8 +20,7 @@ INERT = {name: why for name, why in training_arguments.INERT.items() if name not
 }
 # Fields that cannot be honoured, with the reason and what to do instead.
 REFUSED = training_arguments.REFUSED | {
-    "label_smoothing_factor": _CHANGES_THE_LOSS,
-    "neftune_noise_alpha": "embeddings are trained without noise; leave it out",
+    "label_smoothing_factor": "the loss is that of loss_type ('nll' or 'dft'); leave it out",
     "group_by_length": "examples have no padding, so their lengths need no grouping; leave it out",
     "eval_packing": "evaluations are packed like the training set; leave it out",
     "truncation_mode": "examples lose their end; cut off their start in the dataset",

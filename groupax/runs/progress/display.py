@@ -152,6 +152,15 @@ class TimeLeft:
         return statistics.median(self._step_s) * num_steps if self._step_s else None
 
 
+def status_fields(step: int, num_steps: int, metrics: Mapping[str, float], time_left: TimeLeft) -> list[str]:
+    """Returns texts about a step, most important first: its number, the remaining time, and metrics."""
+    fields = [f"step {step:,}/{num_steps:,}"]
+    left_s = time_left.seconds(num_steps - step)
+    if left_s is not None and step < num_steps:
+        fields.append(f"eta {clock(left_s)}")
+    return fields + [f"{label} {short_number(metrics[name])}" for name, label in shown_metrics(metrics).items()]
+
+
 def fact_lines(facts: Mapping[str, str]) -> str:
     """Returns the facts as lines with aligned labels."""
     width = max(map(len, facts), default=0)

@@ -8,7 +8,9 @@ from groupax.events import Event, PhaseStarted
 from groupax.metrics.completions import json_numbers
 from groupax.parallel import processes
 from groupax.runs.progress.display import Progress, fact_lines, short_number, shown_metrics
+from groupax.runs.progress.notebook import Notebook
 from groupax.runs.progress.rich import Rich
+from groupax.terminal.notebook import in_notebook
 from groupax.terminal.printable import printable
 from groupax.types import Metrics
 
@@ -80,8 +82,13 @@ PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": 
 
 
 def progress_named(name: str) -> Progress:
-    """Returns the display that `progress_bar` names, or a silent one if another process is going to show the run."""
-    return PROGRESS_BARS[name]() if processes.may_be_primary() else Silent()
+    """Returns the display that `progress_bar` names, or a silent one if another process is going to show the run.
+
+    In a notebook "rich" is a cell that changes in place.
+    """
+    if not processes.may_be_primary():
+        return Silent()
+    return Notebook() if name == "rich" and in_notebook() else PROGRESS_BARS[name]()
 
 
 def primary_only(progress: Progress) -> Progress:

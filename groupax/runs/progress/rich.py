@@ -16,8 +16,7 @@ from groupax.runs.progress.display import (
     clock,
     fact_lines,
     headline,
-    short_number,
-    shown_metrics,
+    status_fields,
 )
 from groupax.terminal.printable import one_line, printable, short_repr
 from groupax.types import CallRecord, Metrics, Rollout
@@ -131,13 +130,7 @@ class Rich(Progress):
 
     def _fields(self) -> list[str]:
         """Returns the fields of the last step, most important first."""
-        fields = [f"step {self.step_shown:,}/{self.num_steps:,}"]
-        left_s = self.time_left.seconds(self.num_steps - self.step_shown)
-        if left_s is not None and self.step_shown < self.num_steps:
-            fields.append(f"eta {clock(left_s)}")
-        return fields + [
-            f"{label} {short_number(self.metrics[name])}" for name, label in shown_metrics(self.metrics).items()
-        ]
+        return status_fields(self.step_shown, self.num_steps, self.metrics, self.time_left)
 
     def _panel(self) -> Any:
         """Returns the renderable of the current state; called by the thread that draws it."""
@@ -207,12 +200,16 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
     for name in group[0].rewards:
         table.add_column(Text(printable(name)), justify="right")
     table.add_column("completion", overflow="fold")
-    ordered = sorted(group, key=lambda row: -row.advantage)
-    picked = dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])
-    for row in (ordered[index] for index in picked):
+    for row in picked_rows(group):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
         table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(sample_text(row), limit)))
     return table
+
+
+def picked_rows(group: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the completions of a group with the highest, the middle and the lowest advantage."""
+    ordered = sorted(group, key=lambda row: -row.advantage)
+    return [ordered[index] for index in dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])]
 
 
 def sample_text(rollout: Rollout) -> str:

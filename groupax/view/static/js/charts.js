@@ -1,29 +1,52 @@
-// Charts: a card with a title, a legend, and uPlot's canvas.
+// Charts: a card with a title, a legend, a labelled reading at the pointer, and uPlot's canvas.
 
-import { el, fill, shown } from "./dom.js";
+import { el, fill, shown, visible } from "./dom.js";
 import { cssVariable } from "./state.js";
 
 const HEIGHT = 190;
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3], [12, 5], [4, 2, 1, 2]];
+const MAX_LEGEND = 8; // lines in a legend; the list of runs has the colours of more
+const MAX_READINGS = 12; // lines in a reading
+const CLIPPED = [0.01, 0.99]; // quantiles of the values that are shown when outliers are clipped
+const NEAR_PX = 6; // of a mark
+
+// How an x axis shows and names its values.
+export const X_AXES = {
+  step: { shown: (x) => (Number.isInteger(x) ? shown(x) : ""), reading: (x) => `step ${shown(Math.round(x))}`, title: "step" },
+  tokens: { shown: (x) => compact(x), reading: (x) => `${compact(x)} tokens`, title: "tokens" },
+  time: { shown: (x) => hours(x), reading: (x) => `${hours(x)} of training`, title: "time" },
+};
 
 export class Chart {
   /**
    * @param {string} title
-   * @param {{note?: string, zoomed?: (from: number, to: number) => void, stacked?: boolean}} options
+   * @param {{note?: string, names?: string[], height?: number, wide?: boolean,
+   *   zoomed?: (from: number, to: number) => void, opened?: (x: number, label: string) => void}} options
+   *   `names` are metrics; `opened` is called with the x of a click and the line that is nearest to it.
    */
   constructor(title, options = {}) {
     this.options = options;
+    this.height = options.height ?? HEIGHT;
     this.lines = [];
+    this.hidden = new Set(); // labels of lines
+    this.marks = [];
+    this.axes = { x: "step", isLog: false, isClipped: false };
     this.plot = null;
     this.legend = el("ul", { class: "legend" });
-    this.reading = el("span", { class: "reading", "aria-live": "polite" });
-    this.canvas = el("div", { class: "canvas", tabindex: "0", role: "img", "aria-label": title, on: { keydown: (event) => this.key(event) } });
+    this.reading = el("div", { class: "reading", "aria-live": "polite" });
+    this.reading.hidden = true;
+    this.canvas = el("div", { class: "canvas", tabindex: "0", role: "img", "aria-label": title, on: {
+      keydown: (event) => this.key(event), blur: () => this.read(null),
+      pointerenter: () => { this.isPointed = true; }, pointerleave: () => { this.isPointed = false; this.read(null); },
+    } });
+    this.canvas.style.setProperty("--height", `${this.height}px`);
+    const names = options.names ?? [];
     this.card = el(
       "section",
       { class: `chart${options.wide ? " wide" : ""}`, "aria-label": title, data: { title } },
-      el("header", {}, el("h3", {}, title), this.reading),
+      el("header", {}, el("h3", {}, title), names.length > 0 && title !== names[0] && el("code", { class: "metric", title: names.join("\n") }, names.length === 1 ? names[0] : `${names[0]} …`)),
       options.note && el("p", { class: "note" }, options.note),
-      this.canvas,
+      el("div", { class: "plot" }, this.canvas, this.reading),
       this.legend,
     );
     this.title = title;
@@ -31,17 +54,26 @@ export class Chart {
     this.resized.observe(this.canvas);
   }
 
-  /** @param {{label: string, colour: string, dash?: number, faint?: boolean, x: number[], y: (number|null)[]}[]} lines */
-  show(lines) {
-    const same =
-      this.plot !== null &&
-      lines.length === this.lines.length &&
-      lines.every((line, index) => line.label === this.lines[index].label && line.colour === this.lines[index].colour);
-    this.lines = lines;
-    const data = this.options.stacked ? stack(lines) : uPlot.join(lines.map((line) => [line.x, line.y]));
-    if (same) this.plot.setData(data);
+  /**
+   * @param {{label: string, colour: string, dash?: number, faint?: boolean, x: number[], y: (number|null)[],
+   *   low?: (number|null)[], high?: (number|null)[]}[]} lines `low` and `high` bound a band.
+   * @param {{x?: string, isLog?: boolean, isClipped?: boolean}} axes
+   * @param {{x: number, colour: string, text: string}[]} marks on the x axis
+   */
+  show(lines, axes = this.axes, marks = []) {
+    const signature = JSON.stringify([lines.map(({ label, colour, faint, low }) => [label, colour, faint, Boolean(low)]), axes, [...this.hidden]]);
+    const isSame = this.plot !== null && signature === this.signature && this.lines.length > 0;
+    Object.assign(this, { lines, axes: { x: "step", ...axes }, marks, signature });
+    const data = this.data();
+    if (isSame) this.plot.setData(data);
     else this.draw(data);
     this.describe();
+  }
+
+  data() {
+    const positive = this.axes.isLog ? (values) => values.map((y) => (y > 0 ? y : null)) : (values) => values;
+    const data = uPlot.join(this.lines.map((line) => [line.x, ...[line.y, line.low, line.high].filter(Boolean).map(positive)]));
+    return data.length ? data : [[]];
   }
 
   draw(data) {
@@ -51,72 +83,166 @@ export class Chart {
     const ink = cssVariable("--muted");
     const grid = { stroke: cssVariable("--line"), width: 1 };
     const axis = { stroke: ink, grid, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    const { stacked } = this.options;
+    const { series, bands } = this.series();
     const options = {
       width: Math.max(this.canvas.clientWidth, 200),
-      height: HEIGHT,
-      padding: [10, 10, 0, 0],
+      height: this.height,
+      padding: [10, 22, 0, 0],
       legend: { show: false },
-      cursor: { sync: { key: "groupax", setSeries: false }, points: { size: 6 }, drag: { x: true, y: false, setScale: false } },
-      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+      cursor: { sync: { key: `groupax-${this.axes.x}`, setSeries: false }, points: { size: 6 }, drag: { x: true, y: false, setScale: false } },
+      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: this.scale() },
       axes: [
-        { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? shown(tick) : "")) },
-        { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, 3)) },
+        { ...axis, size: 28, space: 56, values: (_, ticks) => ticks.map(X_AXES[this.axes.x].shown) },
+        { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, 3))) },
       ],
-      series: [
-        {},
-        ...this.lines.map((line, index) => ({
-          label: line.label,
-          stroke: line.faint ? `${line.colour}55` : line.colour,
-          fill: stacked ? `${line.colour}cc` : undefined,
-          width: line.faint ? 1 : stacked ? 0.5 : 1.75,
-          dash: DASHES[(line.dash ?? 0) % DASHES.length],
-          points: { show: () => this.lines[index].x.length < 3 },
-        })),
-      ],
+      series,
+      bands,
       hooks: {
-        setSelect: [
-          (plot) => {
-            const { left, width } = plot.select;
-            plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-            if (width > 4) this.options.zoomed?.(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
-          },
-        ],
+        setSelect: [(plot) => this.select(plot)],
         setCursor: [(plot) => this.read(plot.cursor.idx)],
+        draw: [(plot) => this.drawMarks(plot)],
       },
     };
-    if (stacked) options.scales.y = { range: (_, low, high) => [0, high * 1.05 || 1] };
     this.plot = new uPlot(options, data, this.canvas);
-    this.plot.over.addEventListener("dblclick", () => this.options.zoomed?.(null, null));
+    this.listen(this.plot.over);
+  }
+
+  series() {
+    const series = [{}];
+    const bands = [];
+    this.lines.forEach((line, index) => {
+      const show = !this.hidden.has(line.label);
+      series.push({
+        label: line.label,
+        show,
+        stroke: line.faint ? `${line.colour}55` : line.colour,
+        width: line.faint ? 1 : 1.75,
+        dash: DASHES[(line.dash ?? 0) % DASHES.length],
+        points: { show: () => this.lines[index].x.length < 3 },
+      });
+      if (!line.low) return;
+      const edge = { show, width: 0, stroke: "transparent", points: { show: false } };
+      series.push(edge, edge);
+      bands.push({ series: [series.length - 1, series.length - 2], fill: `${line.colour}2e` });
+    });
+    return { series, bands };
+  }
+
+  scale() {
+    if (this.axes.isLog) return { distr: 3, range: (_, low, high) => (low > 0 && high > 0 ? uPlot.rangeLog(low, high, 10, false) : [0.1, 1]) };
+    return { range: (_, low, high) => {
+      if (low === null || high === null || low === undefined) return [0, 1];
+      const [from, to] = this.axes.isClipped ? quantiles(this.lines, this.hidden, low, high) : [low, high];
+      if (from === to) return from === 0 ? [0, 1] : [from - Math.abs(from) * 0.1, from + Math.abs(from) * 0.1];
+      return uPlot.rangeNum(from, to, 0.08, true);
+    } };
+  }
+
+  select(plot) {
+    const { left, width } = plot.select;
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    if (width > 4) this.options.zoomed?.(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
+  }
+
+  listen(over) {
+    over.addEventListener("dblclick", () => this.options.zoomed?.(null, null));
+    let pressed = 0;
+    over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
+    over.addEventListener("click", (event) => {
+      if (!this.options.opened || Math.abs(event.clientX - pressed) > 4 || event.detail > 1) return;
+      const x = this.plot.posToVal(event.offsetX, "x");
+      const y = this.plot.posToVal(event.offsetY, "y");
+      const found = this.readings(x).sort((a, b) => Math.abs(a.y - y) - Math.abs(b.y - y))[0];
+      if (found) this.options.opened(found.x, found.line);
+    });
+    const touched = (event) => {
+      this.isPointed = true;
+      const { left, top } = over.getBoundingClientRect();
+      this.plot.setCursor({ left: event.touches[0].clientX - left, top: event.touches[0].clientY - top });
+    };
+    over.addEventListener("touchstart", touched, { passive: true });
+    over.addEventListener("touchmove", touched, { passive: true });
+  }
+
+  /** Findings are marked by triangles on the x axis. */
+  drawMarks(plot) {
+    const { ctx, bbox } = plot;
+    const size = 5 * devicePixelRatio;
+    for (const mark of this.marks) {
+      const x = plot.valToPos(mark.x, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      const bottom = bbox.top + bbox.height;
+      ctx.fillStyle = mark.colour;
+      ctx.beginPath();
+      ctx.moveTo(x - size, bottom);
+      ctx.lineTo(x + size, bottom);
+      ctx.lineTo(x, bottom - 1.7 * size);
+      ctx.fill();
+    }
   }
 
   /** Describes the chart as text. */
   describe() {
     const lines = this.lines.filter((line) => !line.faint);
-    fill(
-      this.legend,
-      lines.map((line) => {
-        const key = el("i", { class: "key" });
-        key.style.setProperty("--key", line.colour);
-        if (line.dash) key.classList.add("dashed");
-        return el("li", {}, key, el("span", {}, line.label), el("b", {}, shown(last(line.y))));
-      }),
-    );
-    const summary = lines.map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
-    this.canvas.setAttribute("aria-label", `${this.title} by step. ${summary.join("; ")}. Arrow keys read the values.`);
+    fill(this.legend, lines.length <= MAX_LEGEND ? lines.map((line) => this.legendItem(line)) : el("li", {}, `${lines.length} lines, in the colours of the list of runs`));
+    const summary = lines.slice(0, MAX_LEGEND).map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
+    const marks = this.marks.slice(0, MAX_LEGEND).map((mark) => mark.text);
+    this.canvas.setAttribute("aria-label", `${this.title} by ${X_AXES[this.axes.x].title}. ${[...summary, ...marks].join("; ")}. Arrow keys read the values.`);
+  }
+
+  legendItem(line) {
+    const key = el("i", { class: "key" });
+    key.style.setProperty("--key", line.colour);
+    if (line.dash) key.classList.add("dashed");
+    const isShown = !this.hidden.has(line.label);
+    return el("li", {}, el("button", {
+      type: "button", class: "legend-item", "aria-pressed": String(isShown), title: "Click: hide or show this line. Double click: show it alone.",
+      on: { click: (event) => this.toggle(line.label, event.detail > 1) },
+    }, key, el("span", {}, visible(line.label)), el("b", {}, shown(last(line.y)))));
+  }
+
+  toggle(label, isSolo) {
+    const labels = this.lines.map((line) => line.label);
+    if (isSolo) this.hidden = new Set(labels.filter((each) => each !== label));
+    else if (this.hidden.has(label)) this.hidden.delete(label);
+    else this.hidden.add(label);
+    if (labels.every((each) => this.hidden.has(each))) this.hidden.clear();
+    this.show(this.lines, this.axes, this.marks);
+  }
+
+  /** Returns the values of the visible lines at their points nearest to x, the highest first. */
+  readings(x) {
+    return this.lines
+      .filter((line) => !line.faint && !this.hidden.has(line.label) && line.x.length)
+      .map((line) => {
+        const index = nearest(line.x, x);
+        return { line, x: line.x[index], y: line.y[index], low: line.low?.[index], high: line.high?.[index] };
+      })
+      .filter(({ line, y }) => y !== null && y !== undefined && x >= line.x[0] && x <= line.x[line.x.length - 1])
+      .sort((a, b) => b.y - a.y);
   }
 
   read(index) {
-    if (index === null || index === undefined || !this.plot) {
-      this.reading.textContent = "";
+    const isRead = index !== null && index !== undefined && this.plot && (this.isPointed || this.canvas.contains(document.activeElement));
+    this.reading.hidden = !isRead;
+    if (!isRead) {
+      this.reading.replaceChildren();
       return;
     }
-    const step = this.plot.data[0][index];
-    const values = this.lines
-      .filter((line) => !line.faint)
-      .map((line) => (this.options.stacked ? line.y[index] : near(line, step)))
-      .map((value) => shown(value));
-    this.reading.textContent = `step ${shown(Math.round(step))}: ${values.slice(0, 6).join(" · ")}`;
+    const x = this.plot.data[0][index];
+    const found = this.readings(x);
+    const at = this.plot.valToPos(x, "x");
+    const marks = this.marks.filter((mark) => Math.abs(this.plot.valToPos(mark.x, "x") - at) <= NEAR_PX);
+    fill(this.reading,
+      el("p", {}, X_AXES[this.axes.x].reading(x)),
+      el("ul", {}, found.slice(0, MAX_READINGS).map((each) => readingItem(each))),
+      found.length > MAX_READINGS && el("p", {}, `and ${found.length - MAX_READINGS} more`),
+      marks.map((mark) => el("p", { class: "marked" }, `▲ ${visible(mark.text)}`)));
+    const box = this.plot.over;
+    const left = at + box.offsetLeft;
+    const isRight = at > box.clientWidth / 2;
+    this.reading.style.left = isRight ? "" : `${left + 14}px`;
+    this.reading.style.right = isRight ? `${this.canvas.clientWidth - left + 14}px` : "";
   }
 
   key(event) {
@@ -132,7 +258,7 @@ export class Chart {
   }
 
   resize() {
-    if (this.plot && this.canvas.clientWidth > 50) this.plot.setSize({ width: this.canvas.clientWidth, height: HEIGHT });
+    if (this.plot && this.canvas.clientWidth > 50) this.plot.setSize({ width: this.canvas.clientWidth, height: this.height });
   }
 
   close() {
@@ -141,33 +267,44 @@ export class Chart {
   }
 }
 
+function readingItem({ line, y, low, high }) {
+  const key = el("i", { class: "key" });
+  key.style.setProperty("--key", line.colour);
+  const band = low !== undefined && low !== null ? ` (${shown(low, 3)} to ${shown(high, 3)})` : "";
+  return el("li", {}, key, el("span", {}, visible(line.label)), el("b", {}, `${shown(y)}${band}`));
+}
+
 function last(values) {
   for (let index = values.length - 1; index >= 0; index -= 1) if (values[index] !== null) return values[index];
   return null;
 }
 
-/** Returns the value at the last point up to a step. */
-function near(line, step) {
+/** Returns the index of the position that is nearest to x; positions rise. */
+function nearest(positions, x) {
   let low = 0;
-  let high = line.x.length - 1;
-  while (low < high) {
-    const middle = Math.ceil((low + high) / 2);
-    if (line.x[middle] <= step) low = middle;
-    else high = middle - 1;
+  let high = positions.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (positions[middle] <= x) low = middle;
+    else high = middle;
   }
-  return line.y[low];
+  return Math.abs(positions[high] - x) < Math.abs(positions[low] - x) ? high : low;
 }
 
-/** Stacks the lines, the first line on top, so that each covers the lines below it. */
-function stack(lines) {
-  if (!lines.length) return [[]];
-  const sums = lines[0].x.map(() => 0);
-  const stacked = [];
-  for (const line of [...lines].reverse()) {
-    line.y.forEach((y, index) => {
-      sums[index] += y ?? 0;
-    });
-    stacked.unshift([...sums]);
-  }
-  return [lines[0].x, ...stacked];
+/** Returns the range of the visible values without the outermost ones. */
+function quantiles(lines, hidden, low, high) {
+  const values = lines.filter((line) => !hidden.has(line.label)).flatMap((line) => line.y.filter((y) => y !== null && y >= low && y <= high));
+  if (values.length < 20) return [low, high];
+  values.sort((a, b) => a - b);
+  return CLIPPED.map((part) => values[Math.round(part * (values.length - 1))]);
+}
+
+function compact(number) {
+  return number.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+}
+
+function hours(seconds) {
+  if (seconds < 60) return `${shown(seconds, 2)} s`;
+  const minutes = Math.floor(seconds / 60);
+  return minutes < 60 ? `${minutes}:${String(Math.floor(seconds % 60)).padStart(2, "0")} min` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h`;
 }

@@ -2,8 +2,9 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { debounced, el, empty, failure, fill } from "./dom.js";
-import { app, colour, oneRun, runColour, shownRuns } from "./state.js";
+import { debounced, drawn, el, empty, failure, fill, select } from "./dom.js";
+import { bands } from "./seeds.js";
+import { app, colour, go, runColour, runDash, shownRuns, store, stored } from "./state.js";
 
 const POINTS = 800;
 const SECTIONS = [
@@ -49,11 +50,13 @@ export class Curves {
     this.names = [];
     this.cards = new Map(); // title -> { chart, names, visible, section }
     this.zoom = [null, null];
-    this.smoothing = Number(localStorage.getItem("groupax-smoothing") ?? 0);
+    this.smoothing = stored("smoothing", 0);
+    this.axes = stored("axes", { x: "step", isLog: false, isClipped: false });
+    this.runsAs = stored("runs-as", "each");
     this.busy = false;
     this.again = false;
     this.seen = new IntersectionObserver((entries) => this.scrolled(entries), { rootMargin: "200px" });
-    this.tools = el("div", { class: "toolbar" }, this.smoothingField(), this.searchField(), this.zoomField());
+    this.tools = el("div", { class: "toolbar" }, this.searchField(), this.smoothingField(), this.axisFields(), this.zoomField());
     this.sections = el("div", { class: "sections" });
     this.problem = el("div");
     fill(root, el("h1", { class: "sr" }, "Curves"), this.tools, this.problem, this.sections);
@@ -68,12 +71,36 @@ export class Curves {
         input: () => {
           this.smoothing = Number(input.value);
           value.textContent = this.smoothing.toFixed(2);
-          localStorage.setItem("groupax-smoothing", input.value);
+          store("smoothing", this.smoothing);
           this.refreshSoon();
         },
       },
     });
     return el("label", { class: "field" }, el("span", {}, "Smoothing"), input, value);
+  }
+
+  axisFields() {
+    const changed = (change) => {
+      Object.assign(this.axes, change);
+      store("axes", this.axes);
+      this.refreshSoon();
+    };
+    const box = (name, text, title) => el("label", { class: "field", title }, el("input", { type: "checkbox", name, checked: this.axes[name], on: {
+      change: (event) => changed({ [name]: event.target.checked }),
+    } }), el("span", {}, text));
+    return [
+      select("x", [["step", "step"], ["tokens", "tokens"], ["time", "time"]], this.axes.x, (x) => {
+        this.zoomTo(null, null);
+        changed({ x });
+      }, "x-axis"),
+      select("Runs", [["each", "one line each"], ["band", "seeds as mean ± std"]], this.runsAs, (value) => {
+        this.runsAs = value;
+        store("runs-as", value);
+        this.refreshSoon();
+      }, "runs-as"),
+      box("isLog", "Log", "Logarithmic y axis; values of 0 and below are left out"),
+      box("isClipped", "Clip outliers", "The y axis ends at the 1st and the 99th percentile of the values"),
+    ];
   }
 
   searchField() {
@@ -86,7 +113,7 @@ export class Curves {
 
   zoomField() {
     this.whole = el("button", { type: "button", hidden: true, on: { click: () => this.zoomTo(null, null) } }, "Show all steps");
-    this.zoomed = el("span", { class: "hint" }, "Drag across a chart to zoom, double click to zoom out.");
+    this.zoomed = el("span", { class: "hint" }, "Drag across a chart to zoom, double click to zoom out; click a point to open its rollouts.");
     return [this.whole, this.zoomed];
   }
 
@@ -125,9 +152,6 @@ export class Curves {
         const matches = !query || [title, ...found].some((text) => text.toLowerCase().includes(query));
         if (found.length && matches) wanted.push([section, title, found, note]);
       }
-      if (section === "Speed" && !query && this.names.includes("step_time")) {
-        wanted.push([section, "Where the time goes", [], "Seconds per step by phase; rewards are computed during decoding."]);
-      }
     }
     for (const name of this.names) {
       if (used.has(name) || (query && !name.toLowerCase().includes(query))) continue;
@@ -137,7 +161,7 @@ export class Curves {
     this.cards = new Map();
     const sections = new Map();
     for (const [section, title, names, note] of wanted) {
-      const card = before.get(title) ?? this.newCard(title, note);
+      const card = before.get(title) ?? this.newCard(title, note, names);
       before.delete(title);
       this.cards.set(title, Object.assign(card, { names }));
       if (!sections.has(section)) sections.set(section, []);
@@ -156,11 +180,11 @@ export class Curves {
     this.refreshSoon();
   }
 
-  newCard(title, note) {
-    const isSplit = title === "Where the time goes";
-    const chart = new Chart(title, { note, stacked: isSplit, wide: isSplit, zoomed: (from, to) => this.zoomTo(from, to) });
+  newCard(title, note, names) {
+    const opened = (x, line) => { if (line.run && this.axes.x === "step") go("rollouts", { run: line.run, step: Math.round(x) }); };
+    const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened });
     this.seen.observe(chart.card);
-    return { chart, names: [], visible: false, isSplit };
+    return { chart, names: [], visible: false };
   }
 
   scrolled(entries) {
@@ -174,7 +198,7 @@ export class Curves {
   zoomTo(from, to) {
     this.zoom = [from, to];
     this.whole.hidden = from === null;
-    this.zoomed.textContent = from === null ? "" : `steps ${Math.ceil(from)} to ${Math.floor(to)}`;
+    this.zoomed.textContent = from === null || this.axes.x !== "step" ? "" : `steps ${Math.ceil(from)} to ${Math.floor(to)}`;
     this.refresh();
   }
 
@@ -202,17 +226,22 @@ export class Curves {
     const names = [...new Set(cards.flatMap((card) => card.names))];
     const run = shownRuns();
     const [from, to] = this.zoom;
-    const question = { run, name: names, from, to, points: POINTS };
-    const [exact, smooth] = await Promise.all([
-      names.length ? ask("series", question) : {},
-      names.length && this.smoothing ? ask("series", { ...question, smooth: this.smoothing }) : null,
+    const question = { name: names, from, to, points: POINTS, by: this.axes.x };
+    const isAsked = names.length > 0 && run.length > 0;
+    const groups = this.runsAs === "band" && isAsked ? await bands(run) : [];
+    const single = run.filter((name) => !groups.some((group) => group.runs.includes(name)));
+    const [exact, smooth, diagnostics, ...spread] = await Promise.all([
+      isAsked && single.length ? ask("series", { ...question, run: single }) : {},
+      isAsked && single.length && this.smoothing ? ask("series", { ...question, run: single, smooth: this.smoothing }) : null,
+      isAsked ? ask("diagnostics", { run }) : {},
+      ...groups.map((group) => ask("band", { ...question, run: group.runs, smooth: this.smoothing })),
     ]);
     if (this.closed) return;
+    const marks = this.axes.x === "step" ? marksOf(diagnostics, from, to) : [];
     for (const card of cards) {
-      if (card.isSplit) await this.showSplit(card, from, to);
-      else card.chart.show(this.lines(card.names, run, exact, smooth));
+      card.chart.show([...this.lines(card.names, single, exact, smooth), ...bandLines(card.names, groups, spread)], this.axes, marks);
     }
-    if (cards.length) document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+    if (cards.length) drawn();
   }
 
   lines(names, runs, exact, smooth) {
@@ -224,22 +253,13 @@ export class Curves {
         const short = name.replace(/^rewards\/(.+)\/mean$/, "$1");
         const label = names.length === 1 ? run : runs.length === 1 ? short : `${run}: ${short}`;
         const looks = names.length > 1 && runs.length === 1
-          ? { colour: colour(index), dash: 0 }
-          : { colour: runColour(run), dash: index };
+          ? { colour: colour(index), dash: 0, run }
+          : { colour: runColour(run), dash: names.length > 1 ? index : runDash(run), run };
         if (smooth) lines.push({ ...found, ...looks, label: `${label} (as logged)`, faint: true, dash: 0 });
         lines.push({ ...(smooth?.[run]?.[name] ?? found), ...looks, label });
       });
     });
     return lines;
-  }
-
-  async showSplit(card, from, to) {
-    const run = oneRun({});
-    const { x, parts } = await ask("times", { run, from, to, points: 300 });
-    const lines = Object.entries(parts).map(([name, y], index) => ({ label: name, colour: colour(index), x, y }));
-    card.chart.title = `Where the time goes: ${run}`;
-    card.chart.card.querySelector("h3").textContent = card.chart.title;
-    card.chart.show(lines);
   }
 
   themed() {
@@ -258,4 +278,20 @@ export class Curves {
     this.seen.disconnect();
     for (const { chart } of this.cards.values()) chart.close();
   }
+}
+
+/** The lines of groups of runs: means with bands. */
+function bandLines(names, groups, spread) {
+  return groups.flatMap((group, number) => names.flatMap((name, index) => {
+    const found = spread[number][name];
+    const label = names.length === 1 ? group.label : `${group.label}: ${name}`;
+    return found ? [{ ...found, label, colour: runColour(group.runs[0]), dash: names.length > 1 ? index : 0 }] : [];
+  }));
+}
+
+/** Diagnostics as marks on the x axis, those of a severity that may matter. */
+function marksOf(diagnostics, from, to) {
+  return Object.entries(diagnostics).flatMap(([run, found]) => found
+    .filter(({ step, severity }) => step > 0 && severity !== "note" && step >= (from ?? -Infinity) && step <= (to ?? Infinity))
+    .map(({ step, name }) => ({ x: step, colour: runColour(run), text: `${run}: ${name.replaceAll("_", " ")}` })));
 }

@@ -1,8 +1,16 @@
-// The diagnostics of the runs, with cause and remedy.
+// The diagnostics of the runs, with cause and remedy, in order of severity.
 
 import { ask } from "./api.js";
-import { el, empty, failure, fill, plural, visible } from "./dom.js";
-import { address, runColour, shownRuns } from "./state.js";
+import { drawn, el, empty, failure, fill, plural, visible } from "./dom.js";
+import { address, app, markRead, runColour, shownRuns } from "./state.js";
+
+const ORDER = ["error", "warning", "note"];
+const TRACEBACK = "Traceback (most recent call last)";
+
+/** Sorts diagnostics by severity, then by step. */
+export function bySeverity(diagnostics) {
+  return [...diagnostics].sort((a, b) => ORDER.indexOf(a.severity) - ORDER.indexOf(b.severity) || (a.step ?? 0) - (b.step ?? 0));
+}
 
 export class Diagnostics {
   constructor(root) {
@@ -15,11 +23,12 @@ export class Diagnostics {
     try {
       const found = await ask("diagnostics");
       const runs = shownRuns();
-      const signature = JSON.stringify([found, runs]);
+      const signature = JSON.stringify([found, runs, [...app.read]]);
       if (signature === this.drawn) return;
       this.drawn = signature;
       const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
       fill(this.body, parts.length ? parts : empty("No problems found", "The selected runs have no diagnostics: rewards vary, completions end, log-probs agree."));
+      drawn();
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));
     }
@@ -29,11 +38,8 @@ export class Diagnostics {
     const dot = el("i", { class: "dot" });
     dot.style.setProperty("--key", runColour(run));
     return el("section", {},
-      el("h2", {}, isNamed && dot, isNamed ? `${run}: ` : "", plural(diagnostics.length, "diagnostic")),
-      el("ul", { class: "diagnostics" }, diagnostics.slice(-500).reverse().map((diagnostic) => el("li", {},
-        el("header", {}, el("b", {}, visible(diagnostic.name).replaceAll("_", " ")),
-          diagnostic.step !== null && el("a", { href: address("rollouts", { run, step: diagnostic.step }) }, `step ${diagnostic.step}`)),
-        el("p", {}, visible(diagnostic.text))))));
+      el("h2", {}, isNamed && dot, isNamed ? `${visible(run)}: ` : "", plural(diagnostics.length, "diagnostic")),
+      diagnosticList(run, diagnostics.slice(-500), () => this.start()));
   }
 
   update() {
@@ -45,4 +51,37 @@ export class Diagnostics {
   }
 
   close() {}
+}
+
+/** A list of a run's diagnostics; `changed()` is called when one is marked as read. */
+export function diagnosticList(run, diagnostics, changed) {
+  return el("ul", { class: "diagnostics" }, bySeverity(diagnostics).map((diagnostic) => item(run, diagnostic, changed)));
+}
+
+function item(run, diagnostic, changed) {
+  const isRead = app.read.has(`${app.runs[run]?.path}\n${diagnostic.name}`);
+  const mark = el("button", { type: "button", class: "quiet", "aria-pressed": String(isRead), on: { click: () => {
+    markRead(run, diagnostic.name, !isRead);
+    dispatchEvent(new CustomEvent("groupax-read"));
+    changed();
+  } } }, isRead ? "Mark as unread" : "Mark as read");
+  return el("li", { class: `${diagnostic.severity}${isRead ? " read" : ""}` },
+    el("header", {}, el("span", { class: `severity ${diagnostic.severity}` }, diagnostic.severity),
+      el("b", {}, visible(diagnostic.name).replaceAll("_", " ")),
+      diagnostic.step !== null && diagnostic.step > 0 && el("a", { href: address("rollouts", { run, step: diagnostic.step, sort: "highest" }) }, `step ${diagnostic.step}`),
+      mark),
+    body(visible(diagnostic.text)));
+}
+
+/** The text; of a traceback the last frame and the error first, and the whole of it folded. */
+function body(text) {
+  const start = text.indexOf(TRACEBACK);
+  if (start < 0) return el("p", {}, text);
+  const lines = text.slice(start).trimEnd().split("\n");
+  const frame = lines.findLastIndex((line) => line.trimStart().startsWith("File "));
+  return [
+    el("p", {}, text.slice(0, start).trimEnd()),
+    el("pre", { class: "text trace" }, lines.slice(Math.max(frame, 1)).join("\n")),
+    el("details", {}, el("summary", {}, "Whole traceback"), el("pre", { class: "text trace" }, lines.join("\n"))),
+  ];
 }

@@ -80,7 +80,7 @@ export class Chat {
 
   call(call, turn, number) {
     const milliseconds = call.seconds * 1000;
-    return el("section", { class: call.is_error ? "call failed-call" : "call", "aria-label": `Call of ${visible(call.name)}` },
+    return el("div", { class: call.is_error ? "call failed-call" : "call", role: "group", "aria-label": `Call of ${visible(call.name)}` },
       el("header", {}, el("code", { class: "call-name" }, visible(call.name)),
         call.is_error && el("span", { class: "badge warn" }, "error"),
         el("span", { class: "facts" }, `${shown(milliseconds, milliseconds < 10 ? 2 : 3)} ms`)),

@@ -108,7 +108,7 @@ export class Group {
         endBadge(row.finish_reason, Boolean(chat))),
       el("dl", { class: "rewards" }, Object.entries(row.rewards).map(([name, value]) => {
         const bar = el("i", { class: value !== null && value < 0 ? "bar below" : "bar" });
-        bar.style.setProperty("--part", String(Math.min(Math.abs(value ?? 0), 1)));
+        bar.style.setProperty("--part", String(Math.abs(value ?? 0) / this.scaleOf(name)));
         return [el("dt", {}, visible(name)), el("dd", {}, el("span", {}, shown(value)), bar)];
       })),
       body,
@@ -116,6 +116,13 @@ export class Group {
         el("dl", {}, extra.map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))]))),
     );
     return { root, body, row, chat };
+  }
+
+  /** The largest size of a reward in this group, at least 1 where rewards are fractions of 1. */
+  scaleOf(name) {
+    const sizes = this.group.rows.map((row) => Math.abs(row.rewards[name] ?? 0));
+    const most = Math.max(...sizes);
+    return most > 0.1 && most <= 1 ? 1 : most || 1;
   }
 
   async shade() {
@@ -128,6 +135,7 @@ export class Group {
       const found = await ask("tokens", { ...where, channel });
       if (this.where !== where || this.channel !== channel) return;
       if (found.fault) this.legend.append(el("small", { class: "hint" }, visible(found.fault)));
+      this.largest = kind === "push" ? Math.max(0, ...Object.values(found.rows).flatMap((row) => row.values.map((value) => Math.abs(value ?? 0)))) : null;
       for (const [sample, row] of Object.entries(found.rows)) this.shadeCard(Number(sample), row, kind, found.fault);
     } catch (error) {
       this.legend.append(el("small", { class: "hint", role: "alert" }, visible(error.message)));
@@ -172,7 +180,7 @@ export class Group {
     return el("pre", {
       class: "text", data: { sample: String(sample) }, tabindex: "0", role: "group",
       "aria-label": `Tokens of completion ${sample}; arrow keys read them`, on: { keydown: (event) => this.walk(event, sample) },
-    }, shadedTokens(row, kind, start, end));
+    }, shadedTokens(row, kind, start, end, this.largest));
   }
 
   readToken(event) {

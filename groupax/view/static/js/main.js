@@ -2,16 +2,25 @@
 
 import { ask } from "./api.js";
 import { Curves } from "./curves.js";
-import { el, failure, fill, shown, visible } from "./dom.js";
-import { Evaluations } from "./evaluations.js";
 import { Diagnostics } from "./diagnostics.js";
+import { el, failure, fill } from "./dom.js";
+import { Distributions } from "./distributions.js";
+import { Evaluations } from "./evaluations.js";
+import { Overview } from "./overview.js";
 import { Prompts } from "./prompts.js";
+import { RunsTable } from "./runs_table.js";
 import { Rollouts } from "./rollouts.js";
 import { Settings } from "./settings.js";
-import { address, app, go, place, runColour, shownRuns, toggleRun } from "./state.js";
+import { Sidebar } from "./sidebar.js";
+import { Timeline } from "./timeline.js";
+import { address, app, go, place, takeRuns, unread } from "./state.js";
 
 const VIEWS = {
+  overview: ["Overview", Overview],
+  runs: ["Runs", RunsTable],
   curves: ["Curves", Curves],
+  distributions: ["Distributions", Distributions],
+  time: ["Time", Timeline],
   rollouts: ["Rollouts", Rollouts],
   prompts: ["Prompts", Prompts],
   evaluations: ["Evaluations", Evaluations],
@@ -19,85 +28,59 @@ const VIEWS = {
   diagnostics: ["Diagnostics", Diagnostics],
 };
 const KEYS = [
-  ["1 – 6", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
+  ["1 – 9, 0", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
   ["Shift+Enter", "in the search of rollouts: search all steps"], ["Esc", "clear search and filter, leave a field"], ["t", "light or dark"], ["?", "these keys"],
 ];
 const QUICK_MS = 1000;
 const SLOW_MS = 5000;
 
 const main = document.getElementById("main");
-const side = document.getElementById("side");
+const sidebar = new Sidebar(document.getElementById("side"), (names) => view?.page.update(names));
 const connection = document.getElementById("connection");
 let view = null;
 
 function show() {
   const { view: name, parameters } = place();
-  const known = name in VIEWS ? name : "curves";
   if (!Object.keys(app.runs).length) return; // the server has not responded yet
-  drawTabs(known);
-  if (view?.name === known && view.page.moved) {
+  const wanted = known(name);
+  drawTabs(wanted);
+  if (view?.name === wanted && view.page.moved) {
     view.page.moved(parameters);
     return;
   }
   view?.page.close();
   main.replaceChildren();
-  document.title = `${VIEWS[known][0]} · groupax view`;
-  const page = new VIEWS[known][1](main);
-  view = { name: known, page };
+  document.title = `${VIEWS[wanted][0]} · groupax view`;
+  const page = new VIEWS[wanted][1](main);
+  view = { name: wanted, page };
   page.start(parameters);
 }
 
-/** Tabs and runs are made once and then changed in place: a click may be under way. */
-const tabs = Object.entries(VIEWS).map(([name, [title]], index) =>
-  el("a", { href: address(name), title: `${title} (${index + 1})` }, title));
+/** Tabs are made once and then changed in place: a click may be under way. */
+const names = Object.keys(VIEWS);
+const tabs = names.map((name, index) => el("a", { href: address(name), title: `${VIEWS[name][0]} (${(index + 1) % 10})` }, VIEWS[name][0]));
 const count = el("span", { class: "count" });
-tabs[Object.keys(VIEWS).indexOf("diagnostics")].append(count);
-fill(document.getElementById("tabs"), tabs);
+tabs[names.indexOf("diagnostics")].append(count);
+// On a phone the views are a select box.
+const choice = el("select", { class: "view-choice", "aria-label": "View", on: { change: () => go(choice.value) } },
+  names.map((name) => el("option", { value: name }, VIEWS[name][0])));
+fill(document.getElementById("tabs"), tabs, choice);
 
 function drawTabs(current) {
-  const numDiagnostics = Object.values(app.runs).reduce((sum, run) => sum + run.num_diagnostics, 0);
-  count.textContent = String(numDiagnostics);
-  count.hidden = !numDiagnostics;
-  Object.keys(VIEWS).forEach((name, index) => {
+  const severities = Object.keys(app.runs).flatMap((name) => unread(name).map(([, severity]) => severity));
+  const numShown = severities.filter((severity) => severity !== "note").length;
+  count.textContent = String(numShown);
+  count.className = `count ${severities.includes("error") ? "error" : ""}`;
+  count.hidden = !numShown;
+  choice.value = current;
+  names.forEach((name, index) => {
     if (name === current) tabs[index].setAttribute("aria-current", "page");
     else tabs[index].removeAttribute("aria-current");
   });
 }
 
-const cards = new Map(); // by run name
-
-function runCard(name) {
-  const box = el("input", { type: "checkbox", name: `run-${name}`, on: { change: () => {
-    toggleRun(name);
-    drawRuns();
-    view?.page.update([name]);
-  } } });
-  const [status, facts, fault, bad] = [el("span"), el("div", { class: "facts" }), el("p", { class: "fault" }), el("p", { class: "fault" })];
-  const label = el("label", { title: app.runs[name].path }, box, el("span", { class: "name" }, visible(name)), status);
-  return { item: el("li", {}, label, facts, fault, bad), box, status, facts, fault, bad };
-}
-
-function drawRuns() {
-  const chosen = new Set(shownRuns());
-  const names = Object.keys(app.runs);
-  if (names.join("\n") !== [...cards.keys()].join("\n")) {
-    cards.clear();
-    for (const name of names) cards.set(name, runCard(name));
-    fill(side, el("h2", {}, "Runs"), el("ul", { class: "runs" }, [...cards.values()].map((card) => card.item)));
-  }
-  for (const [name, run] of Object.entries(app.runs)) {
-    const { item, box, status, facts, fault, bad } = cards.get(name);
-    box.checked = chosen.has(name);
-    item.className = chosen.has(name) ? "" : "off";
-    item.style.setProperty("--key", runColour(name));
-    status.className = `status ${run.status}`;
-    status.textContent = run.status;
-    const about = ["reward", "loss"].find((name) => name in run.latest);
-    const latest = about ? ` · ${about} ${shown(run.latest[about], 3)}` : "";
-    facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${latest}`;
-    fault.textContent = visible(run.fault);
-    bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
-  }
+function known(name) {
+  return name in VIEWS ? name : "overview";
 }
 
 /** Whether a view of one run has lost it, or shows another one until the run came that the address names. */
@@ -113,14 +96,14 @@ async function poll() {
   try {
     if (!document.hidden || !Object.keys(app.runs).length) {
       const runs = await ask("runs");
-      const names = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
-      const changed = names.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
+      const all = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
+      const changed = all.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
       const isTold = JSON.stringify(Object.values(runs).map((run) => run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.status));
-      app.runs = runs;
+      takeRuns(runs);
       if (Object.values(runs).some((run) => run.status !== "done")) wait = QUICK_MS;
       if (changed.length || isTold) {
-        drawRuns();
-        drawTabs(place().view in VIEWS ? place().view : "curves");
+        sidebar.draw();
+        drawTabs(known(place().view));
       }
       if (!view || showsAnother()) show();
       else if (changed.length) await view.page.update(changed);
@@ -146,7 +129,7 @@ function switchTheme() {
 }
 
 function themed() {
-  drawRuns();
+  sidebar.draw();
   view?.page.themed?.();
 }
 
@@ -169,8 +152,8 @@ addEventListener("keydown", (event) => {
     event.preventDefault();
     return;
   }
-  const names = Object.keys(VIEWS);
-  if (event.key >= "1" && event.key <= String(names.length)) go(names[Number(event.key) - 1]);
+  const number = (Number(event.key || NaN) + 9) % 10; // 1 to 9, then 0
+  if (/^[0-9]$/.test(event.key) && number < names.length) go(names[number]);
   else if (event.key === "t") switchTheme();
   else if (event.key === "?") showKeys();
 });
@@ -178,4 +161,6 @@ document.getElementById("theme").addEventListener("click", switchTheme);
 document.getElementById("help").addEventListener("click", showKeys);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed);
 addEventListener("hashchange", show);
+addEventListener("groupax-runs", () => sidebar.draw());
+addEventListener("groupax-read", () => drawTabs(known(place().view)));
 poll();

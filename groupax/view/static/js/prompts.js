@@ -2,18 +2,26 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { debounced, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
+import { Comparison } from "./compare.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
 import { address, colour, oneRun } from "./state.js";
+
+const ORDERS = { frequent: "most frequent", unsolved: "lowest best reward", gained: "largest gain", lost: "largest loss" };
 
 export class Prompts {
   constructor(root) {
     this.root = root;
     this.search = el("input", { type: "search", name: "search", placeholder: "Find a prompt  ( / )", "aria-label": "Find a prompt", on: { input: debounced(() => this.read(), 200) } });
     this.runChoice = new RunChoice("prompts");
+    this.order = "frequent";
+    this.orders = select("Order", Object.entries(ORDERS), this.order, (order) => {
+      this.order = order;
+      this.read();
+    }, "order");
     this.progress = el("p", { class: "summary", role: "status" });
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runChoice.element, this.search), this.progress, this.body);
+    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runChoice.element, this.orders, this.search), this.progress, this.body);
   }
 
   async start(parameters) {
@@ -31,13 +39,15 @@ export class Prompts {
   async read() {
     clearTimeout(this.timer);
     const { parameters } = this;
+    this.orders.hidden = this.search.hidden = Boolean(parameters.key);
     try {
       const { key } = parameters;
-      const found = await ask(key ? "prompt" : "prompts", { run: this.run, key, q: key ? null : this.search.value.trim() });
+      const found = await ask(key ? "prompt" : "prompts", { run: this.run, key, q: key ? null : this.search.value.trim(), order: key ? null : this.order });
       if (this.closed || this.parameters !== parameters) return;
       this.tell(found.progress);
       if (key) this.showPrompt(found);
       else this.showPrompts(found.prompts);
+      drawn();
       if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 700);
     } catch (error) {
       if (!this.closed && this.parameters === parameters) fill(this.body, failure(error, () => this.read()));
@@ -62,13 +72,14 @@ export class Prompts {
       return;
     }
     fill(this.body, el("table", { class: "data" },
-      el("thead", {}, el("tr", {}, ["Prompt", "Seen", "Mean reward first", "last", "change"].map((text) => el("th", { scope: "col" }, text)))),
+      el("thead", {}, el("tr", {}, ["Prompt", "Seen", "Mean reward first", "last", "change", "Best ever"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, prompts.map((prompt) => {
         const change = prompt.count < 2 || prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
         return el("tr", {},
           el("td", {}, el("a", { href: address("prompts", { run: this.run, key: prompt.key }) }, visible(prompt.text) || "(empty)")),
           el("td", { class: "number" }, shown(prompt.count)), el("td", { class: "number" }, shown(prompt.first, 3)), el("td", { class: "number" }, shown(prompt.last, 3)),
-          el("td", { class: `number ${change > 0 ? "up" : change < 0 ? "down" : ""}` }, change === null ? "–" : `${change > 0 ? "+" : ""}${shown(change, 3)}`));
+          el("td", { class: `number ${change > 0 ? "up" : change < 0 ? "down" : ""}` }, change === null ? "–" : `${change > 0 ? "+" : ""}${shown(change, 3)}`),
+          el("td", { class: "number" }, shown(prompt.best, 3)));
       }))));
   }
 
@@ -81,19 +92,23 @@ export class Prompts {
     const lines = [["best", "high", 2], ["mean", "mean", 0], ["worst", "low", 3]].map(([label, field, index]) => ({ label, colour: colour(index), x: found.step, y: found[field] }));
     if (!this.chart || !this.body.contains(this.chart.card)) {
       this.chart?.close();
-      this.chart = new Chart("Reward of this prompt", { wide: true });
-      this.table = el("div");
+      this.chart = new Chart("Reward of this prompt", { wide: true, height: 150 });
+      this.table = el("details", { class: "more" });
       this.head = el("div");
-      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.chart.card, this.table);
+      this.comparison = new Comparison();
+      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.comparison.root, this.chart.card, this.table);
     }
     fill(this.head, el("pre", { class: "text prompt-text" }, visible(found.text)));
     this.chart.show(lines);
+    this.comparison.show(this.run, { ...found, key: this.parameters.key });
+    const isOpen = this.table.open;
     const rows = found.step.map((step, index) => ({ step, index })).slice(-200).reverse();
-    fill(this.table, el("table", { class: "data" },
+    fill(this.table, el("summary", {}, "Rewards at every step"), el("table", { class: "data" },
       el("thead", {}, el("tr", {}, ["Step", "Completions", "Worst", "Mean", "Best", "Truncated"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, rows.map(({ step, index }) => el("tr", {},
         el("td", {}, el("a", { href: address("rollouts", { run: this.run, step, prompt: found.prompt_index[index] }) }, `step ${step}`)),
         [found.size, found.low, found.mean, found.high, found.truncated].map((column) => el("td", { class: "number" }, shown(column[index], 3))))))));
+    this.table.open = isOpen;
   }
 
   themed() {

@@ -1,10 +1,11 @@
 // The rollouts of a step: a list of groups, one of which is open.
 
 import { ask } from "./api.js";
-import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
-import { address, go, oneRun } from "./state.js";
+import { SearchAll } from "./search_all.js";
+import { go, oneRun } from "./state.js";
 
 const FILTERS = {
   all: ["all groups", () => true],
@@ -21,17 +22,22 @@ const ORDERS = {
   longest: ["longest", (a, b) => b.mean_tokens - a.mean_tokens],
 };
 
+const NUM_LISTED = 200; // groups that are added to the list at a time
+
 export class Rollouts {
   constructor(root) {
     this.root = root;
     this.filter = "all";
-    this.sort = "order";
+    this.sort = "spread";
     this.query = "";
     this.showsHits = false; // whether hits of a search in all steps replace the group
     this.steps = [];
-    this.list = el("ol", { class: "groups", role: "listbox", "aria-label": "Groups of this step", tabindex: "0" });
+    this.list = el("ol", { class: "groups", role: "listbox", "aria-label": "Groups of this step", tabindex: "0", on: {
+      scroll: () => { if (this.list.scrollTop + this.list.clientHeight > this.list.scrollHeight - 400) this.addItems(); },
+    } });
     this.detail = el("div", { class: "detail" });
     this.group = new Group(this.detail);
+    this.searchAll = new SearchAll((link) => this.follow(link));
     this.summary = el("p", { class: "summary", role: "status" });
     this.tools = el("div", { class: "toolbar" });
     this.body = el("div", { class: "browser" }, el("div", { class: "list" }, this.summary, this.list), this.detail);
@@ -78,6 +84,10 @@ export class Rollouts {
   /** The address has changed. */
   async moved(parameters) {
     this.leaveSearch();
+    if (parameters.sort in ORDERS && parameters.sort !== this.sort) {
+      this.tools.querySelector('[name="sort"]').value = parameters.sort;
+      this.setList({ sort: parameters.sort });
+    }
     this.parameters = parameters;
     this.run = oneRun(parameters);
     if (this.run === null) return;
@@ -123,6 +133,7 @@ export class Rollouts {
     this.body.hidden = false;
     this.layOutList();
     document.documentElement.dataset.step = String(step);
+    drawn();
   }
 
   setList(change) {
@@ -142,20 +153,28 @@ export class Rollouts {
     const { groups, matching } = this.found;
     const hits = matching && new Set(matching);
     const totals = groups.flatMap((group) => group.totals).filter((total) => total !== null);
-    const low = Math.min(...totals);
-    const high = Math.max(...totals);
+    const low = totals.reduce((least, total) => Math.min(least, total), Infinity);
+    const high = totals.reduce((most, total) => Math.max(most, total), -Infinity);
     this.shown = groups
       .filter((group) => FILTERS[this.filter][1](group) && (!hits || hits.has(group.prompt_index)))
       .sort(ORDERS[this.sort][1]);
     const of = this.shown.length === groups.length ? plural(groups.length, "group") : `${this.shown.length} of ${plural(groups.length, "group")}`;
     this.summary.textContent = `${of}, ${plural(this.found.num_rows, "completion")}`;
-    fill(this.list, this.shown.map((group) => this.item(group, low, high)));
+    this.range = [low, high];
+    this.list.replaceChildren();
+    this.addItems();
     if (this.showsHits) return;
     if (this.shown.length) this.open();
     else {
       this.group.leave();
       fill(this.detail, empty("No matching group", "No group of this step matches the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
     }
+  }
+
+  /** Adds the next groups to the list: those of a large step come as the list is scrolled. */
+  addItems(number = NUM_LISTED) {
+    const first = this.list.children.length;
+    this.list.append(...this.shown.slice(first, first + number).map((group) => this.item(group, ...this.range)));
   }
 
   item(group, low, high) {
@@ -178,6 +197,8 @@ export class Rollouts {
     const wanted = "prompt" in this.parameters ? Number(this.parameters.prompt) : null;
     const chosen = this.shown.find((group) => group.prompt_index === wanted) ?? this.shown[0];
     if (!chosen) return;
+    const place = this.shown.indexOf(chosen);
+    if (place >= this.list.children.length) this.addItems(place + NUM_LISTED - this.list.children.length);
     for (const item of this.list.children) item.setAttribute("aria-selected", String(item.dataset.prompt === String(chosen.prompt_index)));
     this.list.setAttribute("aria-activedescendant", `group-${chosen.prompt_index}`);
     this.list.querySelector('[aria-selected="true"]')?.scrollIntoView({ block: "nearest" });
@@ -215,13 +236,9 @@ export class Rollouts {
     this.readStep().catch((error) => this.fail(error));
   }
 
-  /** Search all steps, newest first, as long as there is something to search and little was found. */
+  /** Searches all steps, by the text of the search field and further conditions. */
   async everywhere() {
     const query = this.search.value.trim();
-    if (!query) {
-      this.search.focus();
-      return;
-    }
     this.stopSearch();
     this.showsHits = true;
     this.group.leave();
@@ -229,33 +246,8 @@ export class Rollouts {
       this.query = query;
       this.readStep().catch((error) => this.fail(error));
     }
-    const stopping = new AbortController();
-    this.searching = stopping;
-    const hits = el("ol", { class: "hits" });
-    const status = el("p", { role: "status" });
-    const stop = el("button", { type: "button", on: { click: () => this.stopSearch() } }, "Stop");
-    fill(this.detail, el("section", { class: "found" }, el("h2", {}, `“${this.query}” in all steps`), status, stop, hits));
-    let before = null;
-    let numSearched = 0;
-    try {
-      do {
-        const answer = await ask("search", { run: this.run, q: this.query, before }, stopping.signal);
-        numSearched += answer.num_searched;
-        hits.append(...answer.hits.map((hit) => this.hit(hit)));
-        status.textContent = `${plural(hits.children.length, "completion")} in ${plural(numSearched, "step")} of ${this.steps.length} searched`;
-        before = answer.next_before;
-      } while (before !== null && hits.children.length < 200);
-      if (before === null) status.textContent += hits.children.length ? ". Search complete." : ". No completion contains this text.";
-      else status.textContent += ". There may be more hits: refine the search.";
-    } catch (error) {
-      if (error.name !== "AbortError") status.textContent = error.message;
-    }
-    stop.remove();
-  }
-
-  hit(hit) {
-    return el("li", {}, el("a", { href: address("rollouts", { run: this.run, step: hit.step, prompt: hit.prompt_index }), on: { click: (event) => this.follow(event.currentTarget) } }, `step ${hit.step}, prompt ${hit.prompt_index}, #${hit.sample_index}`),
-      el("span", { class: "mean" }, shown(hit.total, 3)), el("div", { class: "preview" }, visible(hit.excerpt)));
+    fill(this.detail, this.searchAll.root);
+    this.searchAll.start(this.run, query, this.steps.length);
   }
 
   /** The search ends with the hit that is opened; one whose group was open before changes no address. */
@@ -273,8 +265,7 @@ export class Rollouts {
   }
 
   stopSearch() {
-    this.searching?.abort();
-    this.searching = null;
+    this.searchAll.stop();
   }
 
   async update(changed) {

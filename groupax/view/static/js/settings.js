@@ -1,7 +1,7 @@
 // The settings of the runs, and their differences.
 
 import { ask } from "./api.js";
-import { debounced, el, empty, failure, fill, plural, visible } from "./dom.js";
+import { debounced, drawn, el, empty, failure, fill, plural, visible } from "./dom.js";
 import { shownRuns } from "./state.js";
 
 export class Settings {
@@ -22,6 +22,7 @@ export class Settings {
       this.summary = summary;
       this.found = found;
       this.draw();
+      drawn();
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));
     }
@@ -45,10 +46,10 @@ export class Settings {
     const summary = runs.length < 2 ? `${plural(names.length, "setting")} of ${runs[0]}; choose two runs to compare` : `${plural(numDiffering, "setting")} of ${names.length} ${numDiffering === 1 ? "differs" : "differ"} between ${plural(runs.length, "run")}`;
     fill(this.body, faults, el("p", { class: "summary", role: "status" }, summary),
       shown.length
-        ? el("div", { class: "scroll" }, el("table", { class: "data settings" },
+        ? el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of settings" }, el("table", { class: "data settings" },
           el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Setting"), runs.map((run) => el("th", { scope: "col" }, run)))),
           el("tbody", {}, shown.map((name) => el("tr", { class: runs.length > 1 && differs(name) ? "differs" : "" }, el("th", { scope: "row" }, visible(name)),
-            texts.get(name).map((text) => el("td", {}, text === null ? el("i", {}, "not set") : visible(text.slice(0, 2000)))))))))
+            texts.get(name).map((text, index) => el("td", { data: { run: runs[index] } }, text === null ? el("i", {}, "not set") : visible(text.slice(0, 2000)))))))))
         : empty("No differences", query ? `No setting has “${query}” in its name.` : "These runs have the same settings."));
   }
 

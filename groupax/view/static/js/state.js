@@ -1,28 +1,73 @@
-// The state that all views share: the runs, the selection, and the current view.
+// The state that all views share: the runs, the selection, their colours, and the current view.
 
 export const app = {
   runs: {}, // name -> state, as the server reports it
-  hidden: new Set(JSON.parse(localStorage.getItem("groupax-hidden") ?? "[]")),
+  hidden: new Set(stored("hidden", [])),
+  read: new Set(stored("read", [])), // diagnostics that were marked as read
+  colours: new Map(stored("colours", [])), // path of a run -> number of its colour
 };
 
-const NUM_COLOURS = 8;
+const NUM_COLOURS = 12;
+const NUM_REMEMBERED = 500;
+
+/** Returns a setting of the page that this browser remembers. */
+export function stored(name, missing) {
+  try {
+    return JSON.parse(localStorage.getItem(`groupax-${name}`)) ?? missing;
+  } catch {
+    return missing;
+  }
+}
+
+export function store(name, value) {
+  localStorage.setItem(`groupax-${name}`, JSON.stringify(value));
+}
 
 /** Returns the names of the selected runs. */
 export function shownRuns() {
-  const names = Object.keys(app.runs);
-  const chosen = names.filter((name) => !app.hidden.has(name));
-  return chosen.length ? chosen : names;
+  return Object.keys(app.runs).filter((name) => !app.hidden.has(name));
 }
 
 export function toggleRun(name) {
   if (app.hidden.has(name)) app.hidden.delete(name);
   else app.hidden.add(name);
-  localStorage.setItem("groupax-hidden", JSON.stringify([...app.hidden]));
+  store("hidden", [...app.hidden]);
 }
 
-/** Returns the colour of a run, which is the same in every view. */
+/** Selects these runs and no others. */
+export function chooseRuns(names) {
+  const chosen = new Set(names);
+  for (const name of Object.keys(app.runs)) {
+    if (chosen.has(name)) app.hidden.delete(name);
+    else app.hidden.add(name);
+  }
+  store("hidden", [...app.hidden]);
+}
+
+/** Takes the runs from the server's answer, and gives each new one the colour that fewest others have. */
+export function takeRuns(runs) {
+  app.runs = runs;
+  const paths = Object.values(runs).map((run) => run.path);
+  const fresh = paths.filter((path) => !app.colours.has(path));
+  if (!fresh.length) return;
+  const counts = new Array(NUM_COLOURS).fill(0);
+  for (const path of paths) if (app.colours.has(path)) counts[app.colours.get(path) % NUM_COLOURS] += 1;
+  for (const path of fresh) {
+    const number = counts.indexOf(Math.min(...counts));
+    app.colours.set(path, number + NUM_COLOURS * counts[number]);
+    counts[number] += 1;
+  }
+  store("colours", [...app.colours].slice(-NUM_REMEMBERED));
+}
+
+/** Returns the colour of a run: the same in every view, whatever other runs come and go. */
 export function runColour(name) {
-  return colour(Object.keys(app.runs).indexOf(name));
+  return colour(app.colours.get(app.runs[name]?.path) ?? 0);
+}
+
+/** Returns the dash of a run's line, which tells apart runs of the same colour. */
+export function runDash(name) {
+  return Math.floor((app.colours.get(app.runs[name]?.path) ?? 0) / NUM_COLOURS);
 }
 
 export function colour(index) {
@@ -36,7 +81,8 @@ export function cssVariable(name) {
 /** Parses the location hash into `{ view, parameters }`. */
 export function place() {
   const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
-  return { view: view || "curves", parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
+  const first = Object.keys(app.runs).length > 1 ? "runs" : "overview";
+  return { view: view || first, parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
 }
 
 export function address(view, parameters = {}) {
@@ -58,5 +104,18 @@ export function go(view, parameters, replace = false) {
 
 /** Returns the run for a view of a single run: the named one, else the first selected one. */
 export function oneRun(parameters) {
-  return parameters.run in app.runs ? parameters.run : (shownRuns()[0] ?? null);
+  return parameters.run in app.runs ? parameters.run : (shownRuns()[0] ?? Object.keys(app.runs)[0] ?? null);
+}
+
+/** Returns the diagnostics of a run that were not marked as read, as pairs of name and severity. */
+export function unread(name) {
+  const { path, diagnostics } = app.runs[name];
+  return Object.entries(diagnostics).filter(([diagnostic]) => !app.read.has(`${path}\n${diagnostic}`));
+}
+
+export function markRead(name, diagnostic, isRead) {
+  const key = `${app.runs[name].path}\n${diagnostic}`;
+  if (isRead) app.read.add(key);
+  else app.read.delete(key);
+  store("read", [...app.read].slice(-2000));
 }

@@ -8,13 +8,14 @@ const KINDS = {
   logp: { name: "surprise, −log p", scale: (value) => -value / 4, ends: ["0: certain", "4 nats or more"], ramp: "warm" },
   entropy: { name: "entropy", scale: (value) => value / 3, ends: ["0: one choice", "3 nats or more"], ramp: "cool" },
   ratio: { name: "ratio", scale: (value) => Math.log(value) / 0.4, ends: ["≤ 0.67", "1", "≥ 1.5"], ramp: "both" },
+  push: { name: "advantage × ratio", scale: (value, most) => value / (most || 1), ends: ["pushed down", "0", "pushed up"], ramp: "both" },
   value: { name: "value", scale: (value, most) => value / (most || 1), ends: ["0", "greatest"], ramp: "cool" },
 };
 
 /** Returns the tokens of a completion from `start` to `end` as text with a background per token. */
-export function shadedTokens(row, kind, start, end) {
+export function shadedTokens(row, kind, start, end, largest = null) {
   const { scale, ramp } = KINDS[kind];
-  const most = Math.max(...row.values.filter((value) => value !== null).map(Math.abs), 0);
+  const most = largest ?? Math.max(...row.values.filter((value) => value !== null).map(Math.abs), 0);
   const spans = row.texts.slice(start, end).map((text, offset) => {
     const index = start + offset;
     if (row.sampled && !row.sampled[index]) return el("span", { class: "tok outside", data: { token: String(index) } }, visible(text) || "·");

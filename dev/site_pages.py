@@ -1,0 +1,175 @@
+"""Pages of the documentation's site that are generated from the code: settings, public names, commands, diagnostics.
+
+mkdocs calls `on_files` and `on_page_markdown` (see `mkdocs.yml`).
+"""
+
+import ast
+import contextlib
+import inspect
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any, get_args
+
+import groupax
+from groupax.cli.main import COMMANDS, USAGE
+from groupax.config import GRPOConfig, SFTConfig
+from groupax.runs import diagnostics
+from groupax.runs.severity import Severity, severity_of
+from groupax.settings.documentation import descriptions, parts, title
+
+SETTINGS = "reference/settings.md"
+DIAGNOSTICS_MARK = "<!-- the list of diagnostics -->"
+OTHER_MODULES = ("groupax.events", "groupax.runs.trackers.tracker")  # public, but not at the top of the package
+SEVERITIES = get_args(Severity)
+RESUMES = {
+    "free": "A resumed run may change it.",
+    "explicit": "A resumed run may change it where `resume` names the checkpoint.",
+    "fixed": "A resumed run keeps it.",
+    "fixed_zero": "A resumed run may change it between values that are not 0.",
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the generated pages to those of the folder."""
+    from mkdocs.structure.files import File
+
+    for path, text in generated_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replaces the mark of the diagnostics with their list."""
+    return (
+        markdown.replace(DIAGNOSTICS_MARK, "\n".join(diagnostics_list())) if DIAGNOSTICS_MARK in markdown else markdown
+    )
+
+
+def generated_pages() -> dict[str, str]:
+    """Returns the generated pages as Markdown, by path."""
+    return {
+        SETTINGS: "\n".join(settings_page(GRPOConfig, "Settings", "groupax train")),
+        "reference/sft_settings.md": "\n".join(
+            settings_page(SFTConfig, "Settings of supervised fine-tuning", "groupax sft")
+        ),
+        "reference/python.md": "\n".join(python_page()),
+        "reference/command_line.md": "\n".join(command_page()),
+    }
+
+
+def settings_page(record: type, heading: str, command: str) -> Iterator[str]:
+    """Yields the lines of the page about the settings of a config."""
+    yield f"# {heading}"
+    yield ""
+    yield (
+        f"The fields of `{record.__name__}`. Each is an argument in Python, an option of `{command}` and a key of a "
+        "`--config` file."
+    )
+    texts, declared = descriptions(record), {each.name: each for each in fields(record)}
+    shown: set[str] = set()
+    for part in parts(record):
+        names = [each.name for each in fields(part) if each.name in declared and each.name not in shown]
+        if not names:
+            continue
+        shown |= set(names)
+        yield from ("", f"## {title(part).replace('_', ' ').capitalize()}", "", _linked(part.__doc__ or "", ""))
+        for name in names:
+            yield from (
+                "",
+                f"### `{name}` {{ #{name} }}",
+                "",
+                _facts(declared[name]),
+                "",
+                _linked(texts[name], "", declared),
+            )
+
+
+def python_page() -> Iterator[str]:
+    """Yields the lines of the page about the public names."""
+    yield from ("# Python", "", "The names that `groupax` exports, then modules whose names are public too.")
+    for name in sorted(groupax.__all__, key=str.lower):
+        module = groupax._HOME[name]
+        yield from ("", f"::: {module}.{name}")
+        if name.endswith("Config"):
+            yield from ("    options:", "      members: false", "      show_signature: false")
+    for module in OTHER_MODULES:
+        yield from ("", f"::: {module}", "    options:", "      show_root_full_path: true")
+
+
+def command_page() -> Iterator[str]:
+    """Yields the lines of the page about the commands: what their `--help` prints."""
+    yield from ("# Command line", "", "```text", USAGE.rstrip(), "```")
+    for name in COMMANDS:
+        yield from ("", f"## {name}", "", "```text", _help_of(name), "```")
+
+
+def diagnostics_list() -> Iterator[str]:
+    """Yields a section per diagnostic, with its texts and with `...` for what depends on the run."""
+    found: dict[str, list[str]] = {}
+    for name, text in _diagnosed(ast.parse(inspect.getsource(diagnostics))):
+        found.setdefault(name, []).append(text)
+    for name, texts in sorted(found.items(), key=lambda each: SEVERITIES.index(severity_of(each[0]))):
+        yield from (f"### {name}", "", f"*{severity_of(name).capitalize()}*", "")
+        for text in texts:
+            yield from (f"> {_linked(text)}", "")
+
+
+def _diagnosed(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yields names and texts: of `found[name] = text` and of the entries of dicts that are returned."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            key = node.targets[0].slice
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, _template(node.value)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant | ast.JoinedStr):
+                    yield str(key.value), _template(value)
+
+
+def _template(node: ast.expr) -> str:
+    """Returns a text with the values of the module's constants, and `...` for other values."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    assert isinstance(node, ast.JoinedStr), ast.dump(node)
+    return "".join(_template(each) if isinstance(each, ast.Constant) else _value(each) for each in node.values)
+
+
+def _value(node: ast.expr) -> str:
+    assert isinstance(node, ast.FormattedValue)
+    if not isinstance(node.value, ast.Name) or not hasattr(diagnostics, node.value.id):
+        return "..."
+    spec = node.format_spec.values[0].value if isinstance(node.format_spec, ast.JoinedStr) else ""  # type: ignore
+    return format(getattr(diagnostics, node.value.id), spec)
+
+
+def _linked(text: str, path: str = SETTINGS, known: Iterable[str] | None = None) -> str:
+    """Returns Markdown in which the names of settings lead to their descriptions on a page."""
+    declared = [each.name for each in fields(GRPOConfig)] if known is None else known
+    names = sorted((name for name in declared if "_" in name), key=len, reverse=True)
+    text = " ".join(text.split()).replace("<", "&lt;")
+    return re.sub(rf"(?<![\w`/.])({'|'.join(names)})(?![\w`/])", rf"[`\1`]({path}#\1)", text)
+
+
+def _facts(field: Any) -> str:
+    """Returns the type, the default and the range of a setting, and how it may change when a run is resumed."""
+    kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+    kind = re.sub(r"\b(?:typing|collections\.abc)\.", "", kind)
+    default = field.default if field.default is not MISSING else field.default_factory()
+    range_ = f", {allowed}" if (allowed := field.metadata.get("range")) else ""
+    return f"`{kind}`, default `{default!r}`{range_}. {RESUMES[field.metadata.get('resume', 'explicit')]}"
+
+
+def _help_of(command: str) -> str:
+    out = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            COMMANDS[command](["--help"])
+    finally:
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).rstrip()

@@ -1,0 +1,119 @@
+"""The help of commands with many settings: the options of the command and the settings that matter most."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from groupax.settings.documentation import descriptions, first_sentence
+
+# What most runs set, by topic; `--help all` and the reference in the documentation have the other settings.
+COMMON = {
+    "Run": ("output_dir", "num_train_epochs", "max_steps"),
+    "Rollouts": ("prompts_per_step", "num_generations", "max_completion_length", "temperature"),
+    "Learning": ("batch_size", "max_length", "learning_rate", "beta", "lora_r"),
+    "Evaluation and logging": ("eval_steps", "report_to"),
+}
+METAVARS = {"reward_funcs": "FUNCTION", "report_to": "TRACKER", "eval_dataset": "SOURCE", "dataset": "SOURCE"}
+INDENT = 26
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command as its help shows it.
+
+    Attributes:
+        name: The name, without dashes.
+        kind: Its type.
+        value: Its default.
+        text: What it does, in one line.
+    """
+
+    name: str
+    kind: Any
+    value: Any
+    text: str
+
+
+def common_options(command: Any) -> dict[str, list[Option]]:
+    """Returns the options of a command by topic: those of its own, then the settings of `COMMON` that it has.
+
+    Args:
+        command: The command with the defaults to show, a dataclass whose field `args` has the settings.
+    """
+    own = [option for option in options(command) if option.name != "args"]
+    settings = {option.name: option for option in options(command.args)}
+    topics = {
+        topic: [settings[name] for name in names if name in settings and name not in {each.name for each in own}]
+        for topic, names in COMMON.items()
+    }
+    return {"Task": own} | {topic: found for topic, found in topics.items() if found}
+
+
+def brief_help(command: Any, name: str) -> str:
+    """Returns the help of a command whose field `args` has too many settings for one screen.
+
+    Args:
+        command: The command with its defaults.
+        name: Name of the command, e.g. "train".
+    """
+    width = min(shutil.get_terminal_size().columns, 110)
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
+    lines = [
+        f"usage: groupax {name} [options]",
+        "",
+        *textwrap.wrap(" ".join((type(command).__doc__ or "").split()), width),
+    ]
+    for topic, found in common_options(command).items():
+        lines += ["", f"{bold}{topic}{plain}"]
+        lines += [line for option in found for line in _lines(option, width)]
+    more = (
+        f"groupax {name.partition(' ')[0]} --help all describes all {len(fields(command.args))} settings. Each is an "
+        "option of the command line and a key of a --config file."
+    )
+    lines += ["", *textwrap.wrap(more, width)]
+    return "\n".join(lines) + "\n"
+
+
+def options(record: Any) -> Iterator[Option]:
+    """Yields the fields of a dataclass, such as a command or a record of settings, as options."""
+    texts, hints = descriptions(type(record)), get_type_hints(type(record))
+    for each in fields(record):
+        yield Option(each.name, hints[each.name], getattr(record, each.name), texts.get(each.name, ""))
+
+
+def _lines(option: Option, width: int) -> Iterable[str]:
+    flag = f"  --{option.name} {_metavar(option.name, option.kind)}".rstrip()
+    default = f" (default {shown})" if (shown := _default(option.value)) else ""
+    text = textwrap.wrap(first_sentence(option.text) + default, max(width - INDENT, 24))
+    if len(flag) > INDENT - 2:
+        return [flag, *(" " * INDENT + line for line in text)]
+    return [flag.ljust(INDENT) + text[0], *(" " * INDENT + line for line in text[1:])]
+
+
+def _metavar(name: str, kind: Any) -> str:
+    kinds = [each for each in get_args(kind) if each is not type(None)] if type(None) in get_args(kind) else [kind]
+    first = kinds[0]
+    if first is bool:
+        return ""
+    if get_origin(first) is tuple:
+        return f"{_metavar(name if name in METAVARS else name.removesuffix('s'), get_args(first)[0])} ..."
+    if get_origin(first) is Literal:
+        return "{" + ",".join(map(str, get_args(first))) + "}"
+    return {int: "N", float: "X", Path: "PATH"}.get(first, METAVARS.get(name, name.rpartition("_")[2].upper()))
+
+
+def _default(value: Any) -> str:
+    if value is None or value == () or isinstance(value, bool):
+        return ""
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

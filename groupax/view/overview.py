@@ -1,0 +1,211 @@
+"""The summary of one run: what it is, how far it is, and what training has changed."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from groupax.config import config_class
+from groupax.runs.report.contents import repeating_command
+from groupax.view.runs import Run
+
+RECENT_STEPS = 30  # whose median time the remaining time is estimated from
+COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate
+NUM_STEPS = re.compile(r"(\d[\d,]*), each")
+TRAINING = "training prompts"  # the set of changes that are not held out
+MAX_CHANGES = 12  # estimates of a set
+
+
+def overview(run: Run) -> dict[str, Any]:
+    """Returns the summary of a run.
+
+    Returns:
+        facts: Texts by label: model, data, rewards, command, hardware, versions.
+        progress: `step`, `num_steps`, `elapsed_s`, `remaining_s`, `tokens`, `started_at`; None where unknown.
+        changes: Estimates before and after training, with their intervals (see `_changes`).
+    """
+    config, command = _or_empty(run.config), _or_empty(run.command)
+    process = _last_process(run.record("run.json"))
+    return {
+        "facts": _facts(run, config, command, process),
+        "progress": _progress(run, config, process),
+        "changes": list(_changes(run)),
+    }
+
+
+def table_row(run: Run) -> dict[str, Any]:
+    """Returns the summary of a run as a row of a table of runs; None for what is not known."""
+    config = _or_empty(run.config)
+    process = _last_process(run.record("run.json"))
+    name = next((each for each in ("reward", "loss") if each in run.metric_names()), "reward")
+    values = run.series(name)[1]
+    values = values[~np.isnan(values)]
+    progress = _progress(run, config, process)
+    held_out = next((change for change in _changes(run) if change["set"] != TRAINING), None)
+    return {
+        "metric": name,
+        "last": float(values[-1]) if values.size else None,
+        "best": float(values.max() if name == "reward" else values.min()) if values.size else None,
+        "held_out": held_out,
+        **progress,
+    }
+
+
+def _facts(
+    run: Run, config: Mapping[str, Any], command: Mapping[str, Any], process: Mapping[str, Any]
+) -> dict[str, str]:
+    known = _mapping(process.get("run"))
+    versions = _mapping(process.get("versions"))
+    mesh = ", ".join(f"{axis} {size}" for axis, size in _mapping(process.get("mesh")).items() if size != 1)
+    processor = f"{process.get('processor')}, {process.get('cores')} cores" if process.get("processor") else None
+    software = [f"Python {process['python']}"] if process.get("python") else []
+    found = {
+        "recipe": command.get("recipe"),
+        "model": known.get("model") or command.get("model"),
+        "parameters": known.get("parameters"),
+        "data": command.get("dataset") or known.get("dataset"),
+        "prompts": known.get("prompts"),
+        "examples": known.get("examples"),
+        "rewards": _weighted(known.get("rewards"), config.get("reward_weights")),
+        **{name: value for name, value in known.items() if name not in SHOWN_FACTS},
+        "steps": known.get("steps"),
+        "command": _command(command, config),
+        "devices": known.get("devices"),
+        "mesh": mesh,
+        "processor": processor,
+        "software": ", ".join([*software, *(f"{name} {version}" for name, version in versions.items())]),
+        "folder": str(run.path),
+    }
+    return {label: str(text) for label, text in found.items() if text}
+
+
+SHOWN_FACTS = ("model", "parameters", "dataset", "prompts", "examples", "rewards", "steps", "devices")
+
+
+def _command(command: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    if not command:
+        return ""
+    defaults = json.loads(json.dumps(config_class(config)().to_dict()))
+    settings = {name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)}
+    try:
+        return repeating_command(command, settings)
+    except (AttributeError, KeyError, TypeError, ValueError):  # of another version
+        return ""
+
+
+def _weighted(rewards: Any, weights: Any) -> str:
+    """Returns the names of the reward functions, with their weights unless all are 1."""
+    names = str(rewards).split(", ") if rewards else []
+    if not isinstance(weights, list) or len(weights) != len(names) or set(weights) == {1.0}:
+        return ", ".join(names)
+    return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
+
+
+def _progress(run: Run, config: Mapping[str, Any], process: Mapping[str, Any]) -> dict[str, Any]:
+    steps, step_s = run.series("step_time")
+    gaps = np.diff(steps, prepend=0.0)
+    step = float(steps[-1]) if len(steps) else None
+    num_steps = num_steps_of(config, process)
+    tokens = run.series("num_tokens")[1]
+    remaining_s = None
+    if step is not None and num_steps is not None and run.state()["status"] != "done":
+        remaining_s = _median_step_s(run, steps, step_s) * max(num_steps - step, 0)
+    return {
+        "step": step,
+        "num_steps": num_steps,
+        "elapsed_s": float(np.nansum(gaps * step_s)) if len(steps) else None,
+        "remaining_s": remaining_s,
+        "tokens": float(tokens[-1]) if len(tokens) else None,
+        "started_at": process.get("started_at"),
+    }
+
+
+def num_steps_of(config: Mapping[str, Any], process: Mapping[str, Any]) -> int | None:
+    """Returns the number of optimizer steps that the run will have; None if it is not known."""
+    steps = config.get("max_steps")
+    if isinstance(steps, int) and steps > 0:
+        return steps
+    match = NUM_STEPS.match(str(_mapping(process.get("run")).get("steps", "")))
+    return int(match[1].replace(",", "")) if match else None
+
+
+def _median_step_s(run: Run, steps: np.ndarray, step_s: np.ndarray) -> float:
+    """Returns the median time of the last steps, without those that compiled."""
+    compile_steps, compile_s = run.series("time/compile_s")
+    compiling = np.zeros(len(steps), bool)
+    _, own, others = np.intersect1d(steps, compile_steps, return_indices=True)
+    compiling[own] = compile_s[others] > COMPILING_FRAC * step_s[own]
+    recent = step_s[~compiling][-RECENT_STEPS:]
+    recent = recent[~np.isnan(recent)]
+    return float(np.median(recent)) if recent.size else math.nan
+
+
+def _changes(run: Run) -> Iterator[dict[str, Any]]:
+    """Yields one record per estimate: `set`, `name`, `before` and `after` with intervals, `difference`, `p_value`.
+
+    The evaluations before and after training come first, then those during training, else the training rewards.
+    """
+    found = False
+    for name, each in _mapping(_mapping(run.record("result.json")).get("sets")).items():
+        each = _mapping(each)
+        differences = _mapping(_mapping(each.get("comparison")).get("differences"))
+        for estimate, pair in list(differences.items())[:MAX_CHANGES]:
+            pair = _mapping(pair)
+            found = True
+            yield {
+                "set": name,
+                "name": estimate,
+                "before": _interval(_mapping(each.get("before")).get(estimate), pair.get("before")),
+                "after": _interval(_mapping(each.get("after")).get(estimate), pair.get("after")),
+                "difference": _interval(pair.get("difference"), None),
+                "p_value": pair.get("p_value"),
+                "when": ["before training", "after training"],
+            }
+    if not found:
+        yield from _logged_changes(run)
+
+
+def _logged_changes(run: Run) -> Iterator[dict[str, Any]]:
+    names = run.metric_names()
+    evaluated = [name for name in names if name.startswith("eval_") and f"{name}_low" in names]
+    evaluated += [name for name in names if re.fullmatch(r"eval_(.*_)?loss", name)]
+    for name in (evaluated or [each for each in ("reward", "pass@1", "loss") if each in names][:2])[:MAX_CHANGES]:
+        steps, values = run.series(name)
+        bounds = [run.series(f"{name}_{end}")[1] for end in ("low", "high")]
+        pairs = []
+        for place in (0, -1):
+            low, high = (float(bound[place]) if len(bound) == len(values) else None for bound in bounds)
+            pairs.append({"value": float(values[place]), "low": low, "high": high})
+        yield {
+            "set": "" if name in evaluated else TRAINING,
+            "name": name.removeprefix("eval_"),
+            "before": pairs[0],
+            "after": pairs[1],
+            "difference": {"value": pairs[1]["value"] - pairs[0]["value"], "low": None, "high": None},
+            "p_value": None,
+            "when": [f"step {steps[0]:.0f}", f"step {steps[-1]:.0f}"],
+        }
+
+
+def _interval(estimate: Any, value: Any) -> dict[str, Any]:
+    estimate = _mapping(estimate)
+    return {"value": estimate.get("value", value), "low": estimate.get("low"), "high": estimate.get("high")}
+
+
+def _last_process(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    processes = record.get("processes")
+    return _mapping(processes[-1]) if isinstance(processes, Sequence) and processes else {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _or_empty(read: Any) -> Mapping[str, Any]:
+    try:
+        return read()
+    except ValueError:
+        return {}

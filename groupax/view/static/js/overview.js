@@ -1,0 +1,206 @@
+// One run at a glance: what it is, how far it is, what has changed, and what is wrong.
+
+import { ask } from "./api.js";
+import { Chart } from "./charts.js";
+import { diagnosticList } from "./diagnostics.js";
+import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
+import { RunChoice } from "./runs.js";
+import { address, app, oneRun, runColour } from "./state.js";
+
+// Of each row the first metrics that the run has.
+const CURVES = [
+  ["Reward", ["reward"], ["loss"]],
+  ["pass@1", ["pass@1"], ["grad_norm"]],
+  ["Entropy", ["entropy"], ["learning_rate"]],
+  ["Completion length", ["completions/mean_length"], ["step_time"]],
+];
+const POINTS = 400;
+
+export class Overview {
+  constructor(root) {
+    this.root = root;
+    this.runChoice = new RunChoice("overview");
+    this.body = el("div", { class: "overview" });
+    this.charts = new Map();
+    fill(root, el("h1", { class: "sr" }, "Overview"), el("div", { class: "toolbar choice-of-run" }, this.runChoice.element), this.body);
+  }
+
+  async start(parameters) {
+    await this.moved(parameters);
+  }
+
+  async moved(parameters) {
+    const run = oneRun(parameters);
+    if (run === null) return;
+    if (run !== this.run) {
+      this.closeCharts();
+      this.parts = null;
+    }
+    Object.assign(this, { parameters, run });
+    this.runChoice.element.parentElement.hidden = Object.keys(app.runs).length < 2;
+    this.runChoice.show(run);
+    await this.read();
+  }
+
+  async read() {
+    const { run } = this;
+    try {
+      const [found, diagnostics, names] = await Promise.all([ask("overview", { run }), ask("diagnostics", { run }), ask("names", { run })]);
+      if (this.run !== run || this.closed) return;
+      this.draw(found, diagnostics[run] ?? []);
+      await this.drawCurves(names);
+      drawn();
+    } catch (error) {
+      if (this.run === run && !this.closed) fill(this.body, failure(error, () => this.read()));
+    }
+  }
+
+  /** Parts are made once; while the run goes on only what they contain changes. */
+  draw({ facts, progress, changes }, diagnostics) {
+    if (!this.parts) {
+      this.parts = Object.fromEntries(["head", "changes", "findings", "curves", "facts"].map((name) => [name, el("section", { class: `overview-${name}` })]));
+      const { head, changes: changed, findings, curves, facts: about } = this.parts;
+      curves.classList.add("grid");
+      fill(this.body, head, changed, findings, curves, about);
+      this.drawn = {};
+    }
+    this.fillPart("head", [progress, app.runs[this.run].status, facts.model, facts.recipe], () => head(this.run, facts, progress));
+    this.fillPart("changes", [changes], () => changes.length > 0 && [el("h2", {}, "Before and after"), el("ul", { class: "changes" }, changes.map(change))]);
+    this.fillPart("findings", [diagnostics, [...app.read]], () => [
+      el("h2", {}, "Diagnostics"),
+      diagnostics.length ? diagnosticList(this.run, diagnostics, () => this.read()) : el("p", { class: "all-well" }, "No problems found: rewards vary, completions end, log-probs agree."),
+    ]);
+    this.fillPart("facts", [facts], () => [el("h2", {}, "This run"), factList(facts)]);
+  }
+
+  /** Draws a part again only if what it shows has changed: someone may be selecting its text. */
+  fillPart(name, values, contents) {
+    const signature = JSON.stringify(values);
+    if (this.drawn[name] === signature) return;
+    this.drawn[name] = signature;
+    fill(this.parts[name], contents());
+  }
+
+  async drawCurves(names) {
+    const { run } = this;
+    const chosen = CURVES.map(([title, ...options]) => {
+      const found = options.find(([name]) => names.includes(name));
+      return found && [found === options[0] ? title : found[0], found[0]];
+    }).filter(Boolean);
+    if (!chosen.length) {
+      fill(this.parts.curves, empty("No metrics yet", "This page updates when the run has finished its first step."));
+      return;
+    }
+    const found = await ask("series", { run, name: chosen.map(([, name]) => name), points: POINTS });
+    if (this.run !== run || this.closed) return;
+    for (const [title, name] of chosen) {
+      if (!this.charts.has(title)) this.charts.set(title, new Chart(title, { names: [name], height: 130 }));
+    }
+    const cards = chosen.map(([title]) => this.charts.get(title).card);
+    if (cards.some((card) => !this.parts.curves.contains(card))) fill(this.parts.curves, cards);
+    for (const [title, name] of chosen) {
+      const line = found[run]?.[name];
+      if (line) this.charts.get(title).show([{ ...line, label: run, colour: runColour(run) }]);
+    }
+  }
+
+  closeCharts() {
+    for (const chart of this.charts.values()) chart.close();
+    this.charts = new Map();
+  }
+
+  themed() {
+    for (const chart of this.charts.values()) chart.lines = [];
+    this.read();
+  }
+
+  async update(changed) {
+    this.runChoice.show(this.run);
+    if (changed.includes(this.run)) await this.read();
+  }
+
+  key() {
+    return false;
+  }
+
+  close() {
+    this.closed = true;
+    this.closeCharts();
+  }
+}
+
+function head(run, facts, progress) {
+  const { step, num_steps: total, elapsed_s: elapsed, remaining_s: remaining, tokens } = progress;
+  const { status } = app.runs[run];
+  const part = total && step !== null ? Math.min(step / total, 1) : null;
+  const bar = part !== null && el("div", { class: "progress", role: "progressbar", "aria-label": "Steps", "aria-valuemin": "0", "aria-valuemax": String(total), "aria-valuenow": String(step) }, el("i"));
+  if (bar) bar.firstChild.style.setProperty("--part", String(part));
+  const about = [
+    step === null ? "no step yet" : total ? `step ${shown(step)} of ${shown(total)}` : `step ${shown(step)}`,
+    elapsed !== null && `${duration(elapsed)} of training`,
+    remaining !== null && status !== "done" && (status === "live" ? `about ${duration(remaining)} left` : `${duration(remaining)} were left`),
+    tokens !== null && `${compact(tokens)} tokens`,
+  ].filter(Boolean);
+  return [
+    el("div", { class: "run-title" }, el("h2", {}, visible(run)), el("span", { class: `status ${status}` }, status)),
+    el("p", { class: "subject" }, [facts.recipe && `Recipe ${facts.recipe}`, facts.model && `model ${shortName(facts.model)}`, facts.rewards && `rewards ${facts.rewards}`].filter(Boolean).map((text, index) => [index > 0 && " · ", visible(text)])),
+    bar,
+    el("p", { class: "facts" }, about.join(" · ")),
+  ];
+}
+
+/** Names a model by the last two parts of its path. */
+function shortName(model) {
+  return model.startsWith("/") ? model.split("/").filter(Boolean).slice(-2).join("/") : model;
+}
+
+function change(each) {
+  const { before, after, difference, when, set, name } = each;
+  const isClear = difference.low !== null && (difference.low > 0 || difference.high < 0);
+  return el("li", {},
+    el("h3", { title: name }, visible(name.replace(/^rewards\/(.+)\/mean$/, "$1")), set && el("small", {}, visible(set))),
+    el("p", { class: "from-to" }, el("span", {}, fixed(before.value)), el("i", { "aria-label": "to" }, "→"), el("b", {}, fixed(after.value))),
+    difference.low !== null && el("p", { class: "facts" }, el("span", { class: isClear ? (difference.value > 0 ? "up" : "down") : "" }, `${signed(difference.value)} `), `[${signed(difference.low)}, ${signed(difference.high)}]`),
+    difference.low === null && after.low !== null && el("p", { class: "facts" }, `95 % [${fixed(after.low)}, ${fixed(after.high)}]`),
+    el("p", { class: "facts" }, `${visible(when[0])} → ${visible(when[1])}`));
+}
+
+function factList(facts) {
+  return el("dl", { class: "about" }, Object.entries(facts).map(([label, text]) => [
+    el("dt", {}, visible(label)),
+    el("dd", { title: label === "model" ? text : null }, label === "command" ? command(text) : visible(label === "model" ? shortName(text) : text)),
+  ]));
+}
+
+function command(text) {
+  const copy = el("button", { type: "button", class: "quiet", on: { click: async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      copy.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(code); // no permission: select it, to be copied by hand
+    }
+  } } }, "Copy");
+  const code = el("code", {}, visible(text));
+  return el("div", { class: "command" }, code, copy);
+}
+
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "an unknown time";
+  if (seconds < 90) return `${shown(seconds, 2)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 172_800) return `${shown(seconds / 3600, 2)} h`;
+  return `${shown(seconds / 86_400, 2)} days`;
+}
+
+export function compact(number) {
+  return number.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+}
+
+function fixed(value) {
+  return value === null || value === undefined ? "–" : Math.abs(value) < 10 && !Number.isInteger(value) ? value.toFixed(3) : shown(value);
+}
+
+function signed(value) {
+  return value === null || value === undefined ? "–" : `${value > 0 ? "+" : ""}${fixed(value)}`;
+}

@@ -1,0 +1,101 @@
+// The search in all steps of a run: conditions, hits page by page, and their export.
+
+import { ask } from "./api.js";
+import { el, fill, plural, shown, visible } from "./dom.js";
+import { address } from "./state.js";
+
+const NUM_HITS = 100; // until further ones are asked for
+const RANGES = [["reward", "Reward"], ["length", "Tokens"], ["advantage", "Advantage"]];
+
+export class SearchAll {
+  /** @param {(link: HTMLAnchorElement) => void} followed is called with the link of a hit that is opened. */
+  constructor(followed) {
+    this.followed = followed;
+    this.conditions = { regex: "", end: "" };
+    this.hits = el("ol", { class: "hits" });
+    this.status = el("p", { role: "status" });
+    this.actions = el("div", { class: "joined" });
+    this.root = el("section", { class: "found" });
+  }
+
+  /** @param {string} run @param {string} query @param {number} numSteps that the run has logged */
+  start(run, query, numSteps) {
+    Object.assign(this, { run, query, numSteps });
+    fill(this.root, el("h2", {}, query ? `“${visible(query)}” in all steps` : "Rollouts of all steps"), this.form(), this.status, this.actions, this.hits);
+    this.again();
+  }
+
+  form() {
+    const changed = (name) => (event) => {
+      this.conditions[name] = event.target.type === "checkbox" ? (event.target.checked ? "1" : "") : event.target.value;
+      this.again();
+    };
+    const number = (name, label) => el("input", { type: "number", step: "any", name, value: this.conditions[name] ?? "", "aria-label": label, placeholder: label.split(" ").pop(), on: { change: changed(name) } });
+    const ends = el("select", { name: "end", on: { change: changed("end") } }, [["", "either"], ["complete", "complete"], ["truncated", "truncated"]].map(([value, text]) => el("option", { value }, text)));
+    ends.value = this.conditions.end;
+    return el("div", { class: "toolbar conditions" },
+      el("label", { class: "field" }, el("input", { type: "checkbox", name: "regex", checked: this.conditions.regex === "1", on: { change: changed("regex") } }), el("span", {}, "Regular expression")),
+      RANGES.map(([name, label]) => el("span", { class: "field", role: "group", "aria-label": label }, el("span", {}, label), number(`min_${name}`, `${label}, at least`), el("span", {}, "to"), number(`max_${name}`, `${label}, at most`))),
+      el("label", { class: "field" }, el("span", {}, "End"), ends));
+  }
+
+  question() {
+    return { run: this.run, q: this.query, ...this.conditions };
+  }
+
+  again() {
+    this.before = null;
+    this.numSearched = 0;
+    this.isEnd = false;
+    this.hits.replaceChildren();
+    this.more(NUM_HITS);
+  }
+
+  /** Searches further, newest steps first, until there are so many more hits. */
+  async more(number) {
+    this.stop();
+    const stopping = new AbortController();
+    this.searching = stopping;
+    fill(this.actions, el("button", { type: "button", on: { click: () => this.stop() } }, "Stop"));
+    const wanted = this.hits.children.length + number;
+    try {
+      do {
+        const answer = await ask("search", { ...this.question(), before: this.before }, stopping.signal);
+        this.numSearched += answer.num_searched;
+        this.hits.append(...answer.hits.map((hit) => this.hit(hit)));
+        this.before = answer.next_before;
+        this.isEnd = this.before === null;
+        this.tell();
+      } while (!this.isEnd && this.hits.children.length < wanted);
+    } catch (error) {
+      if (this.searching !== stopping && this.searching !== null) return; // another search has begun
+      if (error.name === "AbortError") this.tell();
+      else this.status.textContent = error.message;
+    }
+    this.layOutActions();
+  }
+
+  tell() {
+    const numHits = this.hits.children.length;
+    const end = !this.isEnd ? "." : numHits ? ". Search complete." : ". No completion matches.";
+    this.status.textContent = `${plural(numHits, "completion")} in ${plural(this.numSearched, "step")} of ${this.numSteps} searched${end}`;
+  }
+
+  layOutActions() {
+    const known = Object.entries(this.question()).filter(([, value]) => value !== "" && value !== undefined);
+    fill(this.actions,
+      !this.isEnd && this.numSearched > 0 && el("button", { type: "button", on: { click: () => this.more(NUM_HITS) } }, "Search further"),
+      this.hits.children.length > 0 && el("a", { class: "button", href: `/api/export?${new URLSearchParams(known)}`, download: "rollouts.jsonl", title: "All matching completions of all steps, with full texts" }, "Export as JSON Lines"));
+  }
+
+  hit(hit) {
+    const where = address("rollouts", { run: this.run, step: hit.step, prompt: hit.prompt_index });
+    return el("li", {}, el("a", { href: where, on: { click: (event) => this.followed(event.currentTarget) } }, `step ${hit.step}, prompt ${hit.prompt_index}, #${hit.sample_index}`),
+      el("span", { class: "mean" }, shown(hit.total, 3)), el("span", { class: "facts" }, ` ${plural(hit.num_tokens, "token")}`), el("div", { class: "preview" }, visible(hit.excerpt)));
+  }
+
+  stop() {
+    this.searching?.abort();
+    this.searching = null;
+  }
+}

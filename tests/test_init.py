@@ -1,0 +1,106 @@
+"""The help of commands with many settings, and the file of settings that `groupax init` writes."""
+
+from dataclasses import fields
+
+import pytest
+import yaml
+
+from groupax.cli.init import Init, run_yaml
+from groupax.cli.main import main
+from groupax.cli.train import train_defaults
+from groupax.config import GRPOConfig, SFTConfig
+from groupax.recipes import load_recipe
+from groupax.settings.brief_help import COMMON, brief_help
+from groupax.settings.documentation import descriptions, first_sentence
+
+
+def help_of(capsys, *argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(list(argv))
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_setting_has_a_description_on_one_line():
+    for record in (GRPOConfig, SFTConfig):
+        texts = descriptions(record)
+        assert [each.name for each in fields(record) if len(texts.get(each.name, "")) < 15] == []
+        assert [text for text in texts.values() if "\n" in text or not text.endswith((".", ")"))] == []
+
+
+def test_descriptions_of_inherited_settings_are_those_of_the_last_declaration():
+    assert "runs" not in descriptions(GRPOConfig)["learning_rate"]
+    assert descriptions(SFTConfig)["learning_rate"].startswith("Peak learning rate. Adapters")
+
+
+def test_a_first_sentence_ends_where_another_begins():
+    assert first_sentence("Texts, e.g. Yes or no. More.") == "Texts, e.g. Yes or no"
+    assert first_sentence("Rank of 0.5 units") == "Rank of 0.5 units"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_help_of_train_has_the_twenty_settings_that_matter_and_fits_the_terminal(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = help_of(capsys, "train", "--help")
+    assert text.count("\n  --") == 20
+    assert max(map(len, text.splitlines())) <= max(width, 50)
+    assert "\033" not in text
+    settings = {each.name for each in fields(GRPOConfig)} | {each.name for each in fields(SFTConfig)}
+    assert {name for names in COMMON.values() for name in names} <= settings
+
+
+def test_the_help_has_the_defaults_of_the_recipe(capsys):
+    assert "(default 0.04)" in help_of(capsys, "train", "--recipe", "gsm8k", "--help")
+
+
+def test_the_help_of_all_settings_breaks_lines_only_where_they_end(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_of(capsys, "train", "--help", "all")
+    for each in fields(GRPOConfig):
+        assert f"--{each.name}" in text
+    assert "A recipe turns its rows into prompts." in " ".join(text.replace("│", " ").split())
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    index = lines.index("--dataset {None}|STR")
+    assert len(lines[index + 1]) > 80
+
+
+def test_a_narrow_terminal_shows_bold_topics_only_on_a_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert "\033[1mRun\033[0m" in brief_help(train_defaults([]), "train")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in brief_help(train_defaults([]), "train")
+
+
+def test_train_reads_the_file_that_init_writes(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    assert main(["init", str(path)]) == 0
+    assert f"groupax train --config {path}" in capsys.readouterr().out
+    defaults = train_defaults(["--config", str(path)])
+    assert defaults.args == GRPOConfig()
+    assert defaults.model == "Qwen/Qwen3-0.6B"
+    assert defaults.reward_funcs == ("my_rewards:reward",)
+    assert main(["init", str(path)]) == 2
+    assert "exists; name another file" in capsys.readouterr().err
+
+
+def test_init_keeps_what_a_recipe_changes(tmp_path):
+    (tmp_path / "run.yaml").write_text(run_yaml(Init(recipe="gsm8k", model="some/model")))
+    defaults = train_defaults(["--config", str(tmp_path / "run.yaml")])
+    assert defaults.args == GRPOConfig.from_mapping(load_recipe("gsm8k").config)
+    assert (defaults.model, defaults.recipe, defaults.reward_funcs) == ("some/model", "gsm8k", None)
+
+
+def test_every_setting_can_be_uncommented(tmp_path):
+    lines = run_yaml(Init(all=True)).splitlines()
+    names = {each.name for each in fields(GRPOConfig)}
+    active = [line.removeprefix("# ") for line in lines if line.removeprefix("# ").partition(":")[0] in names]
+    written = yaml.safe_load("\n".join(active))
+    assert set(written) == names
+    assert GRPOConfig.from_mapping(written | {"report_to": []}) == GRPOConfig()
+
+
+def test_values_of_flags_cannot_end_their_line(tmp_path):
+    text = run_yaml(Init(model="a\nbeta: 9 # \u2028", dataset="x: {", reward_funcs=("a]", "#")))
+    read = yaml.safe_load(text)
+    assert (read["model"], read["dataset"], read["reward_funcs"]) == ("a\nbeta: 9 # \u2028", "x: {", ["a]", "#"])
+    assert read["beta"] == 0.0

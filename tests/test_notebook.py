@@ -1,0 +1,145 @@
+"""What notebooks show of runs, results and settings, and the notebooks of examples/."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, SFTConfig, TrainResult
+from groupax.evaluation.evaluate import Evaluation, SetEvaluation
+from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
+from groupax.metrics.estimates import Estimate
+from groupax.runs.progress.named import progress_named
+from groupax.runs.progress.notebook import Notebook
+from groupax.runs.progress.rich import Rich
+from groupax.settings.sampling import SamplingParams
+from groupax.sft import SFTResult
+from groupax.terminal.notebook import curve_html, in_notebook, table_html
+from groupax.types import Rollout
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
+
+
+def a_rollout(reward, advantage):
+    one, zero = np.array([1]), np.zeros(1)
+    scored = {"rewards": {EVIL: reward}, "advantage": advantage}
+    return Rollout(0, 0, {"prompt": EVIL}, one, one, zero, zero, "stop", 0, EVIL, **scored)
+
+
+def no_markup(html):
+    return "<script" not in html and "\x1b" not in html and "\u202e" not in html
+
+
+def test_a_table_escapes_texts_and_shows_control_characters():
+    html = table_html([(EVIL, 1)], [EVIL], EVIL)
+    assert no_markup(html)
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;␛[2J\\u202e") == 3
+
+
+def test_a_curve_has_a_gap_where_a_value_is_not_finite_and_few_points():
+    html = curve_html([1.0, math.nan, 2.0, 3.0], EVIL)
+    assert no_markup(html)
+    assert html.count("<polyline") == 2
+    assert "nan" not in html
+    assert "from 1 to 3, at last 3" in html
+    assert curve_html([math.nan], "reward") == curve_html([], "reward") == ""
+    assert "<polyline" in curve_html([5.0], "reward")
+    assert curve_html([float(x) for x in range(10_000)], "reward").count(",") < 2_500
+
+
+def test_a_cell_shows_facts_phase_curve_samples_and_messages():
+    cell = Notebook()
+    cell(RunDescribed(2, {"model": EVIL}))
+    cell(PhaseStarted("sampling", 8))
+    cell(PhaseAdvanced(3))
+    assert "sampling 3/8 …" in cell.html()
+    assert "<svg" not in cell.html()
+    cell(RolloutScored(1, [[a_rollout(1.0, 0.7), a_rollout(None, -0.7)]], {}))
+    cell(StepEnded(1, {"reward": 0.25, "step_time": 1.0}))
+    cell(StepEnded(2, {"reward": 0.5, "step_time": 1.0}))
+    html = cell.html()
+    assert no_markup(html)
+    assert "step 2/2  ·  reward 0.5" in html
+    assert "<svg" in html
+    assert "+0.70" in html
+    assert "-0.70" in html
+
+
+def test_messages_outside_of_a_cell_are_printed(capsys):
+    Notebook()(Message(EVIL, warning=True))
+    assert capsys.readouterr().out == "warning: <script>alert(1)</script>␛[2J\\u202e\n"
+
+
+def test_outside_of_notebooks_rich_is_the_terminal_s():
+    assert not in_notebook()
+    assert isinstance(progress_named("rich"), Rich)
+
+
+def test_settings_show_what_differs_from_their_defaults():
+    html = GRPOConfig(run_name=EVIL, learning_rate=0.125)._repr_html_()
+    shown, _, rest = html.partition("<details>")
+    assert no_markup(html)
+    assert "0.125" in shown
+    assert "1e-06" in shown
+    assert "num_generations" not in shown
+    assert "num_generations" in rest
+    assert "SFTConfig" in SFTConfig()._repr_html_()
+
+
+def test_results_show_their_main_figures():
+    metrics = {"reward": 0.5, "loss": 0.25, "kl": None}
+    html = TrainResult(3, 61.0, 123.4, metrics)._repr_html_()
+    assert "1:01" in html
+    assert "123" in html
+    assert "0.25" in html.partition("<details>")[2]
+    assert "0.25" in SFTResult(3, 61.0, {"loss": 0.25})._repr_html_().partition("<details>")[0]
+
+
+def test_evaluations_show_estimates_with_intervals():
+    estimates = {"pass@1": Estimate(0.5, 0.25, 0.75, "wilson", 10)}
+    one = SetEvaluation([], estimates, {}, SamplingParams(), None, {})
+    html = Evaluation({EVIL: one, "b": one})._repr_html_()
+    assert no_markup(html)
+    assert html.count("0.2500 to 0.7500") == 2
+    assert "pass@1" in one._repr_html_()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_kept_without_outputs(path):
+    cells = json.loads(path.read_text())["cells"]
+    assert cells[0]["cell_type"] == "markdown"
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+            compile("".join(cell["source"]), path.name, "exec")
+
+
+# What makes a notebook small: its texts, and what stands for them in a test.
+SMALLER = {
+    "first_reward": {"max_steps=60": "max_steps=1", "range(1000)": "range(24)", "800]": "16]", "rows[800:": "rows[16:"},
+    "tools": {"max_steps=50": "max_steps=1", "1024": "20", "-100": "-4", "prompts_per_step=8": "prompts_per_step=2"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("first_reward", marks=pytest.mark.heavy), pytest.param("tools", marks=pytest.mark.long)]
+)
+def test_a_notebook_runs_and_changes_its_cell_in_place(name, tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="the parity extra has nbclient and ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
+    for cell in notebook.cells:
+        for text, smaller in SMALLER[name].items():
+            cell.source = cell.source.replace(text, smaller)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    training = next(cell for cell in notebook.cells if "trainer.train()" in cell.source)
+    html = [output.data["text/html"] for output in training.outputs if "data" in output]
+    assert len(html) == 2  # the run, in one cell however often it changed, and its result
+    assert "<svg" in html[0]
+    assert "step 1/1" in html[0]
+    assert "all metrics of the last step" in html[1]
+    assert (tmp_path / "runs" / name / "model" / "config.json").is_file()
