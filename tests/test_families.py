@@ -15,7 +15,7 @@ from groupax.models.config import DynamicRope, Experts, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
-from groupax.models.families import FAMILIES, read_config
+from groupax.models.families import FAMILIES, NEAREST, read_config
 from groupax.models.families.text_part import text_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
@@ -429,6 +429,13 @@ def test_a_routers_correction_stays_in_float32_and_is_not_trained():
         assert [x.dtype for x in jax.tree.leaves(cast)] == [jnp.bfloat16, jnp.float32]
     slope = jax.grad(lambda correction: jnp.sum(route(config.experts, jnp.ones((2, 6)), correction)[0]))
     np.testing.assert_array_equal(slope(jnp.arange(6.0)), 0.0)
+
+
+@pytest.mark.parametrize(("model_type", "nearest"), NEAREST.items())
+def test_a_family_that_is_not_supported_is_refused_with_the_nearest(model_type, nearest):
+    assert nearest in FAMILIES
+    with pytest.raises(ValueError, match=rf"'{model_type}' is not supported \(nearest is {nearest}\); supported are"):
+        read_config({**BASE, "model_type": model_type})
 
 
 # -- text parts of models that see images

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 # Names in checkpoints; a tied model has only the embedding.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The bias that is added to the experts' scores for their choice, which is kept in float32 and not trained.
-ROUTER_CORRECTION = "router_correction"
+ROUTER_CORRECTION, CORRECTION_NAME = "router_correction", "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
         "expert_down": Spec((E, D, F), out, f"{prefix}.{experts.down_name}.weight"),
     }
     if experts.has_correction:
-        name = f"{prefix}.{experts.router_name}.e_score_correction_bias"
+        name = f"{prefix}.{experts.router_name}.{CORRECTION_NAME}"
         specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)
     if F := experts.shared_ffn_size:
         name = f"{prefix}.mlp.shared_experts"

@@ -55,6 +55,21 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "smollm3": smollm3.read_config,
 }
 
+# The family that is most like one that is not supported: of the same makers, or else of the same kind.
+NEAREST = {
+    "deepseek_v2": "deepseek_v3",
+    "glm4_moe_lite": "glm4_moe",
+    "gpt_oss": "qwen3_moe",
+    "lfm2": "qwen3",
+    "llama4": "llama",
+    "llama4_text": "llama",
+    "nemotron_h": "qwen3_moe",
+    "qwen3_5": "qwen3",
+    "qwen3_5_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_moe",
+    "qwen3_vl": "qwen3",
+}
+
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Returns the architecture that a parsed `config.json` describes, of a model that also sees images its text part.
@@ -68,5 +83,13 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted([*FAMILIES, *TEXT_PARTS]))
-        raise ValueError(f"model_type {short_repr(model_type)} is not supported; supported are {supported}")
+        raise ValueError(
+            f"model_type {short_repr(model_type)} is not supported{_nearest(model_type)}; supported are {supported}"
+        )
     return FAMILIES[model_type](validate_config(hf))
+
+
+def _nearest(model_type: Any) -> str:
+    """Returns the supported family that is nearest to one that is not, for an error, or an empty text."""
+    found = NEAREST.get(model_type) if isinstance(model_type, str) else None
+    return "" if found is None else f" (nearest is {found})"
