@@ -89,7 +89,8 @@ class Turn:
 class Branch:
     """A further stream of tokens of an episode, whose prompt is not the stream of its rollout.
 
-    The fields are those of `Rollout`. A token that an earlier stream of the episode counts is not counted again.
+    The fields are those of `Rollout`, and the messages of its prompt. A token that an earlier stream of the episode
+    counts is not counted again.
     """
 
     prompt_ids: np.ndarray
@@ -97,6 +98,10 @@ class Branch:
     policy_logps: np.ndarray
     sampler_logps: np.ndarray
     mask: np.ndarray
+    turns: tuple[Turn, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt: tuple[Mapping[str, Any], ...] | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +135,7 @@ class Rollout:
         environment: The environment itself, until the episode is scored; None without one.
         branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
             conversations. They have the rollout's advantage.
+        adapter: Name of the adapter that sampled it, in a run that trains several; None for the policy, or the base.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -155,6 +161,7 @@ class Rollout:
     environment_reward: float | None = None
     environment: Any = None
     branches: tuple[Branch, ...] = ()
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -247,6 +254,7 @@ class Row:
         policy_version: Number of optimizer steps that the sampling policy had seen.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
+        adapter: Name of the adapter that it trains, in a run that trains several.
     """
 
     group: int
@@ -262,3 +270,4 @@ class Row:
     policy_version: int = 0
     is_failure: bool = False
     is_branch: bool = False
+    adapter: str | None = None

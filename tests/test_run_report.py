@@ -10,6 +10,7 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.cli.main import main
+from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
@@ -258,3 +259,32 @@ def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
 def test_a_run_begun_from_python_has_no_command(report):
     assert "none: the run was started from Python" in report[1]
     assert "| reward functions | count\\_a |" in report[1]
+
+
+def test_held_out_prompts_are_counted_by_how_their_answers_changed(run, tmp_path):
+    def item(key, solved, reward):
+        completion = Completion("x", 1, "stop", {}, reward, solved)
+        return Item(key, 0, f"prompt {key}", {}, [completion], False)
+
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "evaluations")
+    solved = {"a": (False, True), "b": (True, False), "c": (True, True), "d": (False, False), "e": (False, True)}
+    for when, index in (("before", 0), ("after", 1)):
+        write_items(
+            copy / "evaluations" / f"{when}.eval.jsonl", [item(key, both[index], 0.5) for key, both in solved.items()]
+        )
+        write_items(copy / "evaluations" / f"{when}.more.jsonl", [item("f", None, -float(index)), item("g", None, 0.0)])
+    assert read_run(copy).changes == {"eval": (2, 1, 2), "more": (0, 1, 1)}
+    page, markdown = (path.read_text(encoding="utf-8") for path in write_run_report(copy))
+    assert "| eval | 2 | 1 | 2 |" in markdown
+    assert "<td>more</td><td>0</td><td>1</td><td>1</td>" in page
+    (copy / "evaluations" / "after.eval.jsonl").write_text("damaged")
+    assert read_run(copy).changes == {"more": (0, 1, 1)}
+
+
+def test_diagnostics_come_errors_first(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    lines = [{"step": step, "name": name, "text": "t"} for step, name in ((1, "padding_waste"), (2, "kl_runaway"))]
+    (copy / "diagnostics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = write_run_report(copy)[1].read_text(encoding="utf-8")
+    assert text.index("**kl\\_runaway**, error, step 2") < text.index("**padding\\_waste**, note, step 1")

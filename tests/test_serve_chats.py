@@ -165,6 +165,10 @@ def test_special_tokens_that_are_no_marks_are_left_out():
     assert reader_of(tokenizer, tools=[LOOKUP]).text([], ids) == (CALLS, None)
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "lookup", "arguments": "{}"}}]}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "3"}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -184,6 +188,10 @@ def test_special_tokens_that_are_no_marks_are_left_out():
         ({"messages": [*USER, {"role": "tool", "tool_call_id": "a"}]}, "messages.1.content is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "JSON"),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls must be a list of calls"),
+        ({"messages": [*USER, RESULT]}, "1, a tool's, is the result of the call 'a'; there is no call"),
+        ({"messages": [*USER, CALLED, RESULT]}, r"the calls before it have the ids \['b'\]"),
+        ({"messages": [*USER, CALLED, {"role": "tool", "content": "3"}]}, "messages.2, a tool's, has no tool_call_id"),
+        ({"messages": [RESULT, {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": "a"}]}]}, "no call before"),
     ],
 )  # fmt: skip
 def test_chats_that_make_no_sense_are_refused(fields, message):

@@ -18,6 +18,9 @@ DEEP = json.loads('{"a":' * 200 + "1" + "}" * 200)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
+
+
 def tool(**fields):
     return {**TOOL, "function": {**TOOL["function"], **fields}}
 
@@ -62,6 +65,12 @@ HOSTILE = {
         {"input": "a", "max_output_tokens": -1},
         {"input": "a", "previous_response_id": "../../etc/passwd"},
         {"input": "a", "text": {"format": {"type": "json_schema", "schema": 3}}},
+        {"input": "a", "include": "message.output_text.logprobs"},
+        {"input": "a", "include": [{}]},
+        {"input": "a", "include": ["file_search\x1b[31m"]},
+        {"input": "a", "top_logprobs": True},
+        {"input": "a", "top_logprobs": 21},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},
     ],
     "/v1/messages": [
         {},
@@ -71,6 +80,7 @@ HOSTILE = {
         {"messages": USER, "max_tokens": 4, "tools": [{"name": 1}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 4},
         {"messages": [{"role": "root", "content": "a"}], "max_tokens": 4},
+        {"messages": [{"role": "user", "content": [RESULT]}], "max_tokens": 4},
     ],
     "/v1/messages/count_tokens": [{}, {"messages": 1}],
     "/tokenize": [{}, {"prompt": 1}, {"messages": {}}, []],
@@ -78,6 +88,8 @@ HOSTILE = {
     "/pause?mode=" + "x" * 5000: [{}],
     "/pause?mode=keep&clear=1": [{}],
     "/pause?mode=%1b%5b31m": [{}],
+    "/pause": [{"mode": "keep"}, {}],
+    "/pause?mode=keep&clear_cache=false": [{}],
 }
 
 

@@ -435,5 +435,57 @@ def test_a_server_is_ready_when_it_is_warm(engines, compiled):
         while num_left:
             num_left -= told.get(timeout=60).finish_reason is not None
         assert compiled == []
+        loop.programs["tiny"].close()  # three completions never get four slots, and share two
+        loop.submit("tiny", [np.array([5, 6], np.int32)], SamplingParams(n=3, max_tokens=16), told.put)
+        num_left = 3
+        while num_left:
+            num_left -= told.get(timeout=60).finish_reason is not None
+    finally:
+        loop.close()
+
+
+@pytest.mark.heavy
+def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
+    from groupax import init_model
+
+    from .conftest import TINY
+
+    model = init_model({**TINY, "max_position_embeddings": 1024}, seed=0)
+    loop = EngineLoop({"tiny": engine_for(model, 1)}).start()
+    try:
+        loop.warm_up([1], 16)
+        num_before, told, num_at_first = loop.programs["tiny"].num_compiled, queue.Queue(), []
+        params = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
+
+        def tell(growth):
+            num_at_first.append(loop.programs["tiny"].num_compiled)
+            told.put(growth)
+
+        compiled.clear()
+        loop.submit("tiny", [np.array([5, 6], np.int32)], params, tell)
+        growths = [told.get(timeout=60)]
+        while growths[-1].finish_reason is None:
+            growths.append(told.get(timeout=60))
+        assert num_at_first[0] < loop.programs["tiny"].num_compiled
+        assert num_at_first[-1] > num_before
+        assert not [seconds for name, seconds in compiled if name == "engine"]
+        [[expected]] = engine_for(model, 1).generate([np.array([5, 6])], params)
+        assert [token for growth in growths for token in growth.tokens] == expected.tokens
+    finally:
+        loop.close()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("numbers", [[2], [1, 2], [6], [1, 1, 1]])
+def test_requests_run_in_the_slots_that_are_compiled(tiny_model, numbers):
+    loop = EngineLoop({"tiny": engine_for(tiny_model, 1)}).start()
+    try:
+        loop.warm_up([1, 4], 16)
+        loop.programs["tiny"].close()
+        told, num_left, prompt = queue.Queue(), sum(numbers), np.array([5, 6], np.int32)
+        for number in numbers:
+            loop.submit("tiny", [prompt], SamplingParams(n=number, max_tokens=16, ignore_eos=True), told.put)
+        while num_left:
+            num_left -= told.get(timeout=60).finish_reason is not None
     finally:
         loop.close()

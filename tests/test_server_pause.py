@@ -123,9 +123,20 @@ def test_a_server_is_paused_with_a_key_only(loop):
 
 @pytest.mark.parametrize(
     ("query", "message"),
-    [({"mode": "stop\n"}, "mode must be one of keep, wait, abort"), ({"mod": "x"}, "unknown query")],
+    [
+        ({"mode": "stop\n"}, "mode must be one of keep, wait, abort"),
+        ({"mod": "x"}, "unknown query"),
+        ({"mode": "keep", "clear_cache": "true"}, "clear_cache is not supported: a kept request continues"),
+        ({"wait_for_inflight_requests": "true"}, "set mode=wait"),
+    ],
 )
 def test_unknown_modes_are_refused(query, message):
     with pytest.raises(ApiError, match=message):
-        pause_mode(query)
-    assert pause_mode({}) == "abort"
+        pause_mode(query, {})
+    assert pause_mode({}, {"content-length": "0"}) == "abort"
+
+
+@pytest.mark.parametrize("headers", [{"content-length": "16"}, {"transfer-encoding": "chunked"}])
+def test_a_mode_in_the_body_is_refused(headers):
+    with pytest.raises(ApiError, match="its mode is in the query"):
+        pause_mode({"mode": "keep"}, headers)

@@ -115,6 +115,8 @@ STRICT = {
     "function": {"name": "feed", "parameters": Pet.model_json_schema(), "strict": True, "description": "Feeds a pet."},
 }
 
+OBJECT = {"type": "object"}
+
 
 @pytest.mark.heavy
 def test_arguments_of_strict_tools_are_valid():
@@ -135,6 +137,15 @@ def test_arguments_of_strict_tools_are_valid():
                     assert answer.finish_reason == "tool_calls"
                     for call in answer.message.tool_calls:
                         Pet.model_validate_json(call.function.arguments)
+            loose = {"name": "walk", "parameters": {**OBJECT, "properties": {"steps": {"type": "integer"}}}}
+            odd = {"name": "sleep", "parameters": {**OBJECT, "not": {}}}  # cannot be translated
+            for function in (loose, odd):
+                [called] = create(
+                    **{**chat, "tools": [{"type": "function", "function": function}]}, tool_choice="required", seed=2
+                ).choices
+                [one, *_] = called.message.tool_calls
+                assert one.function.name == function["name"]
+                assert set(json.loads(one.function.arguments)) <= {"steps"} or function is odd
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
             answers = create(**chat, n=8, seed=1, response_format=form).choices
             for answer in answers:

@@ -14,8 +14,12 @@ import pyarrow.parquet
 
 import groupax.view
 from groupax import Step, tool
+from groupax.episodes.as_json import DTYPES, branches_as_json, branches_from_json
+from groupax.episodes.branches import SampledTurn
+from groupax.episodes.program_rollout import rollout_of
 from groupax.episodes.rules import make_rules
 from groupax.evaluation.items import make_items, read_items
+from groupax.metrics.episodes import episode_metrics
 from groupax.runs.folder import RunFolder
 from groupax.runs.progress.rich import sample_panel
 from groupax.settings.episodes import EpisodeSettings
@@ -123,6 +127,40 @@ def test_the_page_has_words_for_every_end():
     source = (Path(groupax.view.__file__).parent / "static" / "js" / "episode.js").read_text()
     words = source[source.index("const ENDS") : source.index("};")]
     assert set(re.findall(r"^  (\w+):", words, re.MULTILINE)) == set(get_args(FinishReason))
+
+
+def test_the_streams_of_a_program_are_chats_of_their_own(tmp_path):
+    def turn(prompt, tokens, said, *asked):
+        logps = [-1.0] * len(tokens)
+        messages = (*({"role": "user", "content": text} for text in asked), {"role": "assistant", "content": said})
+        return SampledTurn(np.asarray(prompt, np.int32), tokens, logps, logps, said, None, messages)
+
+    first = turn([1], [2], "a", "go")
+    again = turn([1, 2, 3], [4], "b", "go", "more")
+    turns = [
+        replace(first, messages=first.messages),
+        replace(again, messages=(*first.messages, {"role": "user", "content": "more"}, again.messages[-1])),
+        turn([9], [8, 8], "c", HOSTILE),
+    ]
+    rollout = rollout_of(turns, (0, 0), {"prompt": "?"}, np.zeros(1, np.int32), "done", 0.5, 0)
+    [branch] = rollout.branches
+    [back] = branches_from_json(branches_as_json(rollout.branches))
+    assert (back.turns, back.messages, back.prompt) == (branch.turns, branch.messages, branch.prompt)
+    assert all(np.array_equal(getattr(back, name), getattr(branch, name)) for name in DTYPES)
+    metrics = episode_metrics([rollout])
+    names = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
+    assert [metrics[name] for name in names] == [3.0, 2.0, 1.5]
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    run.write_rollouts(1, [replace(rollout, rewards={"r": 1.0}, advantage=0.0)])
+    run.write_metrics({"step": 1.0, "reward": 0.5})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        [row] = ask(port, "group", run="run", step=1, prompt=0)["rows"]
+    assert [part["text"] for part in row["episode"]] == ["a", "more", "b"]
+    [stream] = row["streams"]
+    assert (stream["num_turns"], stream["num_tokens"]) == (1, 2)
+    assert [(part["role"], part["text"]) for part in stream["parts"]] == [("user, prompt", HOSTILE), ("assistant", "c")]
 
 
 def untimed(chat):

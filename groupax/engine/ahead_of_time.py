@@ -91,7 +91,8 @@ class Tracer:
         kv_dtype: Dtype of keys and values.
         chunk_steps: Number of tokens of a chunk.
         has_prefixes: Whether the keys and values of finished sequences are stored and reused.
-        has_limits: Whether chunks have a limit of their steps at run time.
+        is_served: Whether the programs are a server's: chunks have a limit of their steps at run time, and prompts are
+            computed in short pieces.
         has_adapters: Whether the weights have several adapters, of which each slot chooses one.
     """
 
@@ -101,7 +102,7 @@ class Tracer:
     kv_dtype: Any
     chunk_steps: int
     has_prefixes: bool = False
-    has_limits: bool = False
+    is_served: bool = False
     has_adapters: bool = False
 
     @cached_property
@@ -136,7 +137,7 @@ class Tracer:
         constraints = None if tables is None else self._constraints(shape, tables)
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
-        return decode_chunk.trace(self.params, cache, slots, constraints, limit if self.has_limits else None, **static)
+        return decode_chunk.trace(self.params, cache, slots, constraints, limit if self.is_served else None, **static)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
@@ -145,8 +146,9 @@ class Tracer:
         source, is_new = self._rows(shape.num_prompt_slots), self._rows(shape.num_slots, dtype=bool)
         given = prompts, starts, self._rows(1), source, is_new, slots
         known = self._known(num_prompts, shape.num_prompt_columns) if has_known else None
+        static = {**self._static, "short_pieces": self.is_served}
         adapters = self._rows(num_prompts) if self.has_adapters else None
-        return admit.trace(self.params, self.cache(shape), slots, *given, known, adapters, **self._static)
+        return admit.trace(self.params, self.cache(shape), slots, *given, known, adapters, **static)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
         changes_slots = before.num_slots != after.num_slots or before.share != after.share

@@ -49,10 +49,13 @@ class Batch:
     Attributes:
         scheduler: Assigns sequences to slots.
         cache, slots: The arrays on the devices.
+        short_pieces: Whether prompts are computed in short pieces (see `prefill.admit`).
 
     Raises:
         ValueError: The plan does not allow two of the longest sequences.
     """
+
+    short_pieces = False
 
     def __init__(self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int) -> None:
         self.core, self.plan, self.patience = core, plan, patience
@@ -62,7 +65,7 @@ class Batch:
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
-        shape = plan.first_shape(self.demand, num_data_shards(self.mesh))
+        shape = self._first_shape(sequences)
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
@@ -101,6 +104,8 @@ class Batch:
                 break
             if self._is_prepared(larger):
                 shape = larger
+        else:
+            return shape if larger == shape else self._instead_of(larger) or shape
         return shape
 
     def allows(self, sequences: Iterable[Sequence]) -> bool:
@@ -249,6 +254,14 @@ class Batch:
     def _constraints(self, size: TableSize | None) -> Constraints | None:
         return None if size is None else self._tables.of(self.scheduler.slots, size)
 
+    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:  # noqa: ARG002
+        """Returns the shape to start with."""
+        return self.plan.first_shape(self.demand, num_data_shards(self.mesh))
+
+    def _instead_of(self, shape: CacheShape) -> CacheShape | None:  # noqa: ARG002
+        """Returns a shape with more slots to change to while this one is not prepared; None for none."""
+        return None
+
     def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
         """Returns whether to change to this shape now, where the change may wait."""
         return True
@@ -257,7 +270,7 @@ class Batch:
         return admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
 
     def _may_have(self, num_slots: int) -> bool:
-        return num_slots <= power_of_two(self.plan.max_slots, self.scheduler.num_shards)
+        return num_slots <= power_of_two(self.plan.max_slots, num_data_shards(self.mesh))
 
     # -- changes of the arrays
 
@@ -337,6 +350,7 @@ class Batch:
             config=self.core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
+            short_pieces=self.short_pieces,
         )
 
     def _row_of(self, prompt_slot: int, index: int) -> int:

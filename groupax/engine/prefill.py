@@ -4,6 +4,7 @@ It runs on each device of the data axes separately, without communication. A slo
 it is the first token that decoding feeds, so that the first sampled token takes the same path as all others.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, pspec_of
-from groupax.engine.plan import piece_size
+from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.engine.slots import Slots
 from groupax.models.adapter_stack import select_adapters
 from groupax.models.attention import attend_masked, within_window
@@ -44,7 +45,7 @@ class Known:
     v: list[Float[Array, "P K S H"]]
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "by_block"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("config", "mesh", "by_block", "short_pieces"), donate_argnames=("cache", "slots"))
 def admit(
     params: Params,
     cache: Cache,
@@ -61,6 +62,7 @@ def admit(
     config: ModelConfig,
     mesh: Mesh,
     by_block: bool = False,
+    short_pieces: bool = False,
 ) -> tuple[Cache, Slots]:
     """Computes each prompt once and stores it where the slots that continue it read it.
 
@@ -77,13 +79,16 @@ def admit(
         adapters: Index of each prompt's adapter, -1 for the base; None without several adapters.
         config, mesh: Static.
         by_block: Static: whether prompts are computed one by one, by blocks of columns (see `Plan.by_block`).
+        short_pieces: Static: whether CPUs compute prompts one by one, in pieces of few columns, which pays where most
+            prompts are much shorter than there are columns.
     """
     layout = layout_of(config, mesh)
 
     def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
         prompts, starts, num_prompts, source, is_new, admitted, known, adapters = given
         rows = prompts, starts, num_prompts[0], adapters
-        keys, values = _prefill(config, params, *rows, cache.k[0], known, layout, by_block)
+        size = _piece_size(config, prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
+        keys, values = _prefill(config, params, *rows, cache.k[0], known, layout, size, by_block)
         cache = _stored(cache, prompts, starts, source, keys, values)
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
@@ -121,6 +126,19 @@ def _stored(
     )
 
 
+def _piece_size(
+    config: ModelConfig, shape: tuple[int, ...], num_kv_heads: int, by_block: bool, short_pieces: bool
+) -> tuple[int, int]:
+    """Returns the numbers of prompts and of their columns that are computed at once, of prompts [P, S]."""
+    (num_prompts, num_columns), platform = shape, traced_platform()
+    if by_block:
+        return 1, min(num_columns, BLOCK)
+    if short_pieces and platform == "cpu":
+        return 1, math.gcd(num_columns, PIECE_COLUMNS)
+    num_heads = config.num_heads // config.num_kv_heads * num_kv_heads
+    return piece_size(num_prompts, num_columns, num_heads, platform)
+
+
 def _prefill(
     config: ModelConfig,
     params: Params,
@@ -131,17 +149,17 @@ def _prefill(
     like: Float[Array, "B K H T"],
     known: Known | None,
     layout: Layout,
+    size: tuple[int, int],
     by_block: bool,
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the prompts' keys and values, per layer, in pieces: some prompts, some columns from the first unknown
-    one on.
+    """Computes the prompts' keys and values, per layer, in pieces of `size`: some prompts, some columns from the first
+    unknown one on.
 
     Returns:
         The keys and values of the device's heads, in the dtype of `like`.
     """
     (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
-    num, M = piece_size(P, S, config.num_heads // config.num_kv_heads * K, traced_platform())
-    num, M = (1, min(S, BLOCK)) if by_block else (num, M)
+    num, M = size
     if known is None:
         keys = [jnp.zeros((P, K, H, S), dtype) for _ in range(config.num_layers)]
         values = [jnp.zeros((P, K, S, H), dtype) for _ in range(config.num_layers)]

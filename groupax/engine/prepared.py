@@ -1,13 +1,14 @@
 """Batches that change only to shapes whose programs are compiled, and the programs that requests need.
 
-A request that needs another shape waits until all programs are compiled that it and the running sequences may need;
-these continue meanwhile. Therefore shapes are few here, in larger steps than elsewhere.
+A request that needs another shape waits until the programs are compiled that it and the running sequences soon need;
+these continue meanwhile. What they need only when completions have become longer is compiled while they grow. Shapes
+are few here, in larger steps than elsewhere.
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import count, permutations
 from typing import get_args
 
 import jax
@@ -19,7 +20,7 @@ from groupax.engine.batch import Batch
 from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.pace import Pace
-from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps
+from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps, power_of_two
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
@@ -29,6 +30,7 @@ from groupax.settings.sampling import SamplingKind, sampling_kind
 
 PROMPT_COLUMNS, PROMPT_STEP = 256, 4
 COLUMNS_STEP = 2
+NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
 
 
 class PreparedBatch(Batch):
@@ -43,6 +45,8 @@ class PreparedBatch(Batch):
         declined: The last shape that was not compiled when the batch would have changed to it; None for none.
     """
 
+    short_pieces = True
+
     def __init__(
         self,
         programs: Programs,
@@ -54,33 +58,49 @@ class PreparedBatch(Batch):
     ) -> None:
         self.programs, self.pace = programs, pace
         self.declined: CacheShape | None = None
+        self._seen: tuple[CacheShape, Demand] | None = None  # for which missing programs were last looked for
         super().__init__(core, plan, sequences, patience)
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""
         return server_demand(self.core, self.plan, sequences)
 
+    def admit(self, params: Params) -> None:
+        """Lets waiting sequences enter free slots, as many prompts as the pace allows before the next chunk."""
+        begun_s = time.perf_counter()
+        if admission := self.scheduler.admit(self.pace.num_prompts(self.shape, self._max_prompts())):
+            self._admit(params, admission)
+            jax.block_until_ready(self.slots)
+            self.pace.add_admission(int(admission.num_prompts.max()), time.perf_counter() - begun_s)
+
     def decode(self, params: Params) -> list[tuple[Sequence, int]]:
         """Decodes another chunk, whose length the pace chooses (see `Batch.decode`)."""
-        waited_s = time.perf_counter()
-        jax.block_until_ready(self.slots)
         begun_s = time.perf_counter()
         grown = super().decode(params)
         num_steps = max((len(sequence.tokens) - num_before for sequence, num_before in grown), default=0)
-        self.pace.add_chunk(num_steps, time.perf_counter() - begun_s, begun_s - waited_s)
+        self.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
         return grown
 
     def programs_with(self, sequences: Iterable[Sequence]) -> list[Program]:
-        """Returns the programs that are needed until the last sequence has finished if these join."""
+        """Returns the programs that are soon needed if these join."""
         sequences = list(sequences)
         return list(self._programs_of(self.shape_with(sequences), sequences))
 
     def missing_programs(self) -> list[Program]:
-        """Returns the programs that the last declined shape lacks, and forgets the shape."""
-        declined, self.declined = self.declined, None
-        return [] if declined is None else self.programs.missing(self._programs_of(declined))
+        """Returns what the last declined shape lacks, and once for each shape what is needed for longer completions.
 
-    def _programs_of(self, shape: CacheShape, others: Iterable[Sequence] = ()) -> Iterator[Program]:
+        The declined shape is forgotten.
+        """
+        declined, self.declined = self.declined, None
+        missing = [] if declined is None else self.programs.missing(self._programs_of(declined))
+        if self._seen != (self.shape, self.demand):
+            self._seen = self.shape, self.demand
+            missing += self.programs.missing(self._programs_of(self.shape, num_shapes=None))
+        return missing
+
+    def _programs_of(
+        self, shape: CacheShape, others: Iterable[Sequence] = (), num_shapes: int | None = NEAR_SHAPES
+    ) -> Iterator[Program]:
         """Yields the programs that change to a shape and continue in it, together with other sequences."""
         sequences = [*self.scheduler.running, *self.scheduler.queued, *others]
         if shape != self.shape:
@@ -88,7 +108,15 @@ class PreparedBatch(Batch):
         sampling, tables = sampling_kind(each.params for each in sequences), None
         if any(each.automaton is not None for each in sequences):
             tables = self._table_size_with(sequences, self.table_size)
-        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, tables)
+        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, tables, num_shapes)
+
+    def _change_to(self, shape: CacheShape) -> None:
+        """Changes to another shape, once its programs are compiled."""
+        missing = self.programs.missing(self._programs_of(shape, num_shapes=1))
+        if missing:
+            self.programs.request(missing, first=True)
+            self.programs.wait(missing)
+        super()._change_to(shape)
 
     def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
         """Returns what the sequences need, or what includes it where only that is compiled."""
@@ -102,7 +130,16 @@ class PreparedBatch(Batch):
 
     def _limit(self) -> jax.Array:
         """Returns the number of steps of the next chunk."""
-        return to_device(np.array(self.pace.num_steps, np.int32), NamedSharding(self.mesh, jax.P()))
+        return to_device(np.array(self.pace.num_steps(self.shape), np.int32), NamedSharding(self.mesh, jax.P()))
+
+    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:
+        return first_shape(self.core, self.plan, self.programs, sequences)
+
+    def _instead_of(self, shape: CacheShape) -> CacheShape | None:
+        for larger in larger_shapes(self.plan, shape, num_data_shards(self.mesh)):
+            if not self.programs.missing(self._programs_of(larger)):
+                return larger
+        return None
 
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):
@@ -120,18 +157,44 @@ def server_demand(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) -
     return rounded if plan.allows(plan.smallest_shape(rounded)) else replace(demand, group_sizes=rounded.group_sizes)
 
 
-def first_programs(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) -> list[Program]:
-    """Returns the programs that a new batch of these sequences needs until the last of them has finished."""
+def first_shape(core: EngineCore, plan: Plan, programs: Programs, sequences: Iterable[Sequence]) -> CacheShape:
+    """Returns the shape in which a new batch of these sequences starts.
+
+    It has a slot for each sequence. If that is not compiled, but another number of slots is, the batch starts with that
+    one, preferably with more.
+    """
+    sequences, num_shards = list(sequences), num_data_shards(core.mesh)
+    first = plan.first_shape(server_demand(core, plan, sequences), num_shards)
+    fewer = (replace(first, num_slots=first.num_slots >> halved) for halved in range(1, first.num_slots.bit_length()))
+    for shape in (first, *larger_shapes(plan, first, num_shards), *fewer):
+        if not programs.missing(first_programs(core, plan, shape, sequences)):
+            return shape
+    return first
+
+
+def larger_shapes(plan: Plan, shape: CacheShape, num_shards: int) -> Iterator[CacheShape]:
+    """Yields the allowed shapes with twice as many slots, four times as many and so on."""
+    most = power_of_two(plan.max_slots, num_shards)
+    while 2 * shape.num_slots <= most and plan.allows(shape := replace(shape, num_slots=2 * shape.num_slots)):
+        yield shape
+
+
+def first_programs(core: EngineCore, plan: Plan, shape: CacheShape, sequences: Iterable[Sequence]) -> list[Program]:
+    """Returns the programs that a new batch of these sequences soon needs, which starts in a shape."""
     sequences = list(sequences)
     demand, sampling = server_demand(core, plan, sequences), sampling_kind(each.params for each in sequences)
-    shape = plan.first_shape(demand, num_data_shards(core.mesh))
     automata = automata_of(sequences)
     tables = TableSize().including(automata) if automata else None
-    return [Create(shape), *future_programs(shape, demand, sampling, plan, tables)]
+    return [Create(shape), *future_programs(shape, demand, sampling, plan, tables, NEAR_SHAPES)]
 
 
 def future_programs(
-    shape: CacheShape, demand: Demand, sampling: SamplingKind, plan: Plan, tables: TableSize | None = None
+    shape: CacheShape,
+    demand: Demand,
+    sampling: SamplingKind,
+    plan: Plan,
+    tables: TableSize | None = None,
+    num_shapes: int | None = None,
 ) -> Iterator[Program]:
     """Yields the programs that a batch calls while its completions grow and others join it.
 
@@ -141,9 +204,12 @@ def future_programs(
         sampling: Kind of sampling of its sequences.
         plan: Limits of the cache; beyond, sequences are preempted.
         tables: Size of the tables of their constraints; None without any.
+        num_shapes: Number of shapes, this one included, until whose end programs are yielded; None for all.
     """
     before = None
-    while before is None or plan.allows(shape):
+    for _ in count() if num_shapes is None else range(num_shapes):
+        if before is not None and not plan.allows(shape):
+            break
         if before is not None:
             yield Change(before, shape)
         yield Decode(shape, sampling, tables)

@@ -56,13 +56,19 @@ class Programs:
         self._look_at_weights()
         return [program for program in dict.fromkeys(needed) if program not in self._compiled]
 
-    def request(self, programs: Iterable[Program]) -> None:
-        """Has programs compiled that `missing` has returned, in the order of their requests."""
+    def request(self, programs: Iterable[Program], first: bool = False) -> None:
+        """Has programs compiled that `missing` has returned, in the order of their requests.
+
+        Args:
+            programs: The programs.
+            first: Whether they are compiled before all that have been requested.
+        """
         with self._changed:
             if self._closed:
                 return
-            waiting = {*self._requested, *self._compiling, *self._compiled}
-            self._requested.extend(program for program in dict.fromkeys(programs) if program not in waiting)
+            done = {*self._compiling, *self._compiled}
+            added, before = [each for each in programs if each not in done], list(self._requested)
+            self._requested = deque(dict.fromkeys([*added, *before] if first else [*before, *added]))
             if self._requested:
                 for thread in self._threads:
                     if thread.ident is None:
@@ -105,7 +111,7 @@ class Programs:
                 engine.kv_dtype,
                 engine.chunk_steps,
                 has_prefixes=bool(engine.prefixes.max_bytes),
-                has_limits=True,
+                is_served=True,
                 has_adapters=bool(engine.adapters),
             )
             compiled = self._all_compiled.setdefault((structure, kinds), set())

@@ -13,7 +13,7 @@ from groupax.engine.core import EngineCore
 from groupax.engine.pace import Pace
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
-from groupax.engine.prepared import PreparedBatch, first_programs, server_demand, usual_programs
+from groupax.engine.prepared import PreparedBatch, first_programs, first_shape, server_demand, usual_programs
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
@@ -186,7 +186,7 @@ class Session:
         self._pending = deque(sequences for sequences in self._pending if sequences)
 
     def _start(self) -> bool:
-        """Hands requests to the batch, in order, as long as it could hold them; returns whether it received any."""
+        """Hands requests to the batch, in order, while it could hold them; returns whether it may need more slots."""
         has_more = False
         held: list[list[Sequence]] = []
         while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
@@ -195,6 +195,7 @@ class Session:
                 held.append(sequences)
             elif self._batch is None:
                 self._batch = self._new_batch(sequences)
+                has_more = self.programs is not None  # which may have fewer slots than sequences
             else:
                 self._batch.submit(sequences)
                 has_more = True
@@ -215,7 +216,8 @@ class Session:
         if isinstance(self._batch, PreparedBatch):
             needed = self._batch.programs_with(sequences)
         else:
-            needed = first_programs(self.engine, self._plan, sequences)
+            shape = first_shape(self.engine, self._plan, self.programs, sequences)
+            needed = first_programs(self.engine, self._plan, shape, sequences)
         missing = self.programs.missing(needed)
         if missing:
             self._held.add(kind)

@@ -15,6 +15,7 @@ DTYPES: dict[str, type] = {  # of the arrays of a branch
     "sampler_logps": np.float32,
     "mask": bool,
 }
+MESSAGES = ("messages", "prompt")  # of a branch
 
 
 def turns_as_json(turns: Sequence[Turn]) -> str:
@@ -42,7 +43,13 @@ def messages_from_json(text: str | None) -> tuple[Mapping[str, Any], ...] | None
 
 def branches_as_json(branches: Sequence[Branch]) -> str | None:
     """Returns further streams of an episode as one text, in which numbers keep all their bits; None without any."""
-    plain = [{name: array.tolist() for name, array in vars(branch).items()} for branch in branches]
+    plain = [
+        {name: getattr(branch, name).tolist() for name in DTYPES}
+        | {"turns": turns_as_json(branch.turns)}
+        | {name: messages_as_json(getattr(branch, name)) for name in MESSAGES}
+        | ({} if branch.adapter is None else {"adapter": branch.adapter})
+        for branch in branches
+    ]
     return json.dumps(plain) if plain else None
 
 
@@ -50,7 +57,14 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
     """Returns the streams that `branches_as_json` has written."""
     plain = [] if text is None else json.loads(text)
     return tuple(
-        Branch(**{name: np.asarray(values, DTYPES[name]) for name, values in branch.items()}) for branch in plain
+        Branch(
+            **{name: np.asarray(branch[name], kind) for name, kind in DTYPES.items()},
+            turns=turns_from_json(branch.get("turns", "[]")),
+            messages=messages_from_json(branch.get("messages")),
+            prompt=messages_from_json(branch.get("prompt")),
+            adapter=branch.get("adapter"),
+        )
+        for branch in plain
     )
 
 

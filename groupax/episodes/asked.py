@@ -19,6 +19,7 @@ class Asked:
         tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
         parallel: Whether a turn may have several calls.
         regex, json_schema: Constraint of the turn; None for none.
+        adapter: Name of the adapter that answers, in a run that trains several; None for the policy, or the base.
     """
 
     prompt: Any
@@ -31,6 +32,7 @@ class Asked:
     parallel: bool = True
     regex: str | None = None
     json_schema: str | None = None
+    adapter: str | None = None
 
     @property
     def is_chat(self) -> bool:

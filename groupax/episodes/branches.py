@@ -29,6 +29,7 @@ class SampledTurn:
         mask: Which of its tokens count in the loss; None for all.
         messages: Messages of the request, and the assistant's message; empty for a prompt that is a text.
         number: Number of its request in the episode.
+        adapter: Name of the adapter that sampled it (see `Rollout`).
     """
 
     prompt_ids: np.ndarray
@@ -39,6 +40,7 @@ class SampledTurn:
     mask: np.ndarray | None = None
     messages: tuple[Any, ...] = ()
     number: int = 0
+    adapter: str | None = None
 
     @property
     def stream(self) -> np.ndarray:
@@ -73,7 +75,14 @@ def streams_of(turns: Sequence[SampledTurn]) -> list[Stream]:
     parents = parents_of(turns)
     inner = set(parents) - {None}
     paths = [_path(turns, parents, leaf) for leaf in range(len(turns)) if leaf not in inner]
-    paths.sort(key=lambda path: (-len(path), -sum(len(turn.tokens) for turn in path), path[-1].stream.tobytes()))
+    paths.sort(
+        key=lambda path: (
+            -len(path),
+            -sum(len(turn.tokens) for turn in path),
+            path[-1].stream.tobytes(),
+            path[0].adapter or "",
+        )
+    )
     counted: set[int] = set()
     streams = [_stream(path, counted) for path in paths]
     return [each for each in streams if each.branch.mask.any()] or streams[:1]
@@ -86,7 +95,11 @@ def parents_of(turns: Sequence[SampledTurn]) -> list[int | None]:
     parents: list[int | None] = []
     for index, turn in enumerate(turns):
         prompt = turn.prompt_ids
-        shorter = (other for other in by_length if other != index and len(streams[other]) <= len(prompt))
+        shorter = (
+            other
+            for other in by_length
+            if other != index and len(streams[other]) <= len(prompt) and turns[other].adapter == turn.adapter
+        )
         parents.append(
             next((each for each in shorter if np.array_equal(streams[each], prompt[: len(streams[each])])), None)
         )
@@ -117,4 +130,4 @@ def _stream(path: tuple[SampledTurn, ...], counted: set[int]) -> Stream:
         counted.add(id(turn))
     zero = np.float32(0.0)
     logps = np.where(mask, policy_logps, zero), np.where(mask, sampler_logps, zero)
-    return Stream(Branch(path[0].prompt_ids, ids, *logps, mask), path, tuple(spans))
+    return Stream(Branch(path[0].prompt_ids, ids, *logps, mask, adapter=path[0].adapter), path, tuple(spans))

@@ -252,6 +252,7 @@ class Episode:
             messages=tuple(self.messages) if is_conversation else None,
             environment_reward=self.reward,
             environment=self.instance,
+            adapter=self.first.adapter,
         )
 
 

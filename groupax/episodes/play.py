@@ -202,6 +202,7 @@ class Table:
         for number, first in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             seat = seats[number] if seats else None
             example = examples[first.prompt_index - first_prompt]
+            first.adapter = self.rules.adapter_of(example)
             self._sample(self._new_episode(first, example, kind, seat, failures or {}), first)
 
     def start_apart(
@@ -217,7 +218,7 @@ class Table:
         params = self._first_params(kind)
         group = self._sampler.sequences([prompts[0]], params, self.step, prompt_index)
         for first, example, prompt, seat in zip(group, examples, prompts, seats, strict=True):
-            first.prompt = prompt
+            first.prompt, first.adapter = prompt, self.rules.adapter_of(example)
             self._sample_alone(self._new_episode(first, example, kind, seat, failures), params.max_tokens)
 
     def _new_episode(
@@ -252,6 +253,7 @@ class Table:
         [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
         # its tokens have other positions than those of earlier turns, and therefore other random numbers
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
+        sequence.adapter = episode.first.adapter
         self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:

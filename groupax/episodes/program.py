@@ -23,6 +23,7 @@ from groupax.parallel.sockets import is_loopback
 from groupax.tools.threads import Outcome
 
 MODEL = "policy"  # name of the model for programs
+BASE = "base"  # name of the base of several adapters, which is not trained
 EVERYWHERE = ("0.0.0.0", "::", "")  # hosts that are no address to connect to
 Event = dict[str, Any]
 
@@ -34,7 +35,8 @@ class Endpoint:
     Attributes:
         url: Address of the session; requests to it belong to one episode.
         api_key: Key that clients send; on the loopback any is accepted, since the address is secret.
-        model: Name of the model; any is accepted.
+        model: Name of the model; any is accepted, unless the run trains several adapters: then it is the first of them,
+            and requests name the one that answers.
         is_over: Returns whether the episode has ended, so that nobody waits for the program any more.
     """
 

@@ -24,7 +24,6 @@ class ProgramEpisode:
         example: Dataset row with the prompt.
         program: The program.
         num_retries: Number of times that it may begin again.
-        transcript: Its conversations.
         session: The run, in the process that runs it; None in others, and while all is answered from the record.
         turns: Turns that were sampled.
         events: Events that wait for answers.
@@ -45,7 +44,8 @@ class ProgramEpisode:
         self, first: Completion, example: Mapping[str, Any], program: ProgramClass, templates: Templates, retries: int
     ) -> None:
         self.first, self.example, self.program, self.num_retries = first, example, program, retries
-        self.transcript = Transcript(templates)
+        self._templates = templates
+        self._transcripts: dict[str | None, Transcript] = {}
         self.session: Session | None = None
         self.turns: list[SampledTurn] = []
         self.events: list[Event] = []
@@ -66,9 +66,15 @@ class ProgramEpisode:
         """Indices of its prompt and of its sample."""
         return self.first.prompt_index, self.first.sample_index
 
-    def key(self, prompt: np.ndarray) -> np.ndarray:
+    def transcript(self, adapter: str | None) -> Transcript:
+        """Returns the conversations with an adapter, or with the policy."""
+        if adapter not in self._transcripts:
+            self._transcripts[adapter] = Transcript(self._templates)
+        return self._transcripts[adapter]
+
+    def key(self, prompt: np.ndarray, adapter: str | None = None) -> np.ndarray:
         """Returns the randomness of the next turn after a prompt, which does not depend on what else was asked."""
-        digest = prompt.tobytes()
+        digest = prompt.tobytes() + (b"" if adapter is None else adapter.encode())
         content = [np.asarray(self.first.key, np.uint32).tobytes(), digest, str(self.counts[digest]).encode()]
         self.counts[digest] += 1
         hashed = hashlib.blake2b(b"".join(content), digest_size=8).digest()

@@ -6,7 +6,7 @@ request count its messages and tools, the number of turns, and what ends them.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from starlette.routing import Route
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.stop_strings import text_before_stop
 from groupax.episodes.asked import Asked
-from groupax.episodes.program import MODEL, Answer, Session
+from groupax.episodes.program import BASE, MODEL, Answer, Session
 from groupax.episodes.transcript import Templates
 from groupax.serve.api_key import check_key
 from groupax.serve.body import json_body
@@ -95,11 +95,12 @@ class _Handlers:
     async def models(self, http: HttpRequest) -> Response:
         """Handles /v1/models."""
         try:
-            self._reached(http)
+            adapters = self._reached(http).templates.adapters
         except ApiError as fault:
             return JSONResponse(fault.body, fault.status, fault.headers)
-        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupax"}
-        return JSONResponse({"object": "list", "data": [card]})
+        names = (*adapters, BASE) if adapters else (MODEL,)
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "groupax"} for name in names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def respond(self, protocol: Protocol, http: HttpRequest) -> Response:
         """Handles a request for turns."""
@@ -111,7 +112,7 @@ class _Handlers:
         try:
             incoming = await run_in_threadpool(protocol.parse, await json_body(http, MAX_BODY_BYTES))
             request = incoming.request
-            asked = await run_in_threadpool(_asked, incoming, templates.tokenizer)
+            asked = await run_in_threadpool(_asked, incoming, templates)
             reader = await run_in_threadpool(templates.reader, asked) if asked.is_chat else None
             is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
             answer = await self._answer(session, asked, is_retry, http)
@@ -123,7 +124,8 @@ class _Handlers:
             session.refusal = fault.message  # with which an episode without turns is explained
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
         prompt = answer.prompt_ids.tolist()
-        exchange = Exchange(request, incoming.wire, request.model or MODEL, [prompt], [], templates.token_texts, reader)
+        name = request.model or next(iter(templates.adapters), MODEL)
+        exchange = Exchange(request, incoming.wire, name, [prompt], [], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, templates.tokenizer, request, answer)
         writer = protocol.writer(exchange)
         if request.stream:
@@ -206,7 +208,23 @@ def _completed(turn: WholeTurn) -> Completion:
     return completion
 
 
-def _asked(incoming: Incoming, tokenizer: Any) -> Asked:
+def _adapter_of(model: str | None, adapters: Sequence[str]) -> str | None:
+    """Returns the adapter that a request's model names; None for the base, and in a run that trains one policy.
+
+    Raises:
+        ApiError: It names none of several.
+    """
+    if not adapters or model == BASE:
+        return None
+    if model is None:
+        return adapters[0]
+    if model not in adapters:
+        message = f"there is no model {model!r}; this run has {', '.join(adapters)} and {BASE}"
+        raise ApiError(404, message, "model", "model_not_found")
+    return model
+
+
+def _asked(incoming: Incoming, templates: Templates) -> Asked:
     """Returns what a request asks.
 
     Raises:
@@ -219,12 +237,13 @@ def _asked(incoming: Incoming, tokenizer: Any) -> Asked:
         raise ApiError(400, f"a turn has at least one token, got max_tokens {request.max_tokens}", "max_tokens")
     given: dict[str, Any] = {"n": request.n, "max_tokens": request.max_tokens, "stop": request.stop}
     given |= {"regex": request.regex, "json_schema": request.json_schema}
+    given |= {"adapter": _adapter_of(request.model, templates.adapters)}
     if isinstance(request, ChatRequest):
         if request.continue_final_message or not request.add_generation_prompt:
             raise ApiError(400, "a session answers with whole messages only", "continue_final_message")
         given |= {
             "tools": request.callable_tools,
-            "template_kwargs": template_kwargs(request, tokenizer, incoming.hints),
+            "template_kwargs": template_kwargs(request, templates.tokenizer, incoming.hints),
         }
         given |= {"tool_choice": request.tool_choice if request.callable_tools else "auto"}
         given |= {"parallel": request.parallel_tool_calls}

@@ -199,7 +199,7 @@ class ProgramTable:
             self._refuse(episode, number, "max_turns", message)
             return
         try:
-            prompt = episode.transcript.prompt(asked)
+            prompt = episode.transcript(asked.adapter).prompt(asked)
             if not len(prompt):
                 raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
         except ValueError as error:
@@ -220,7 +220,7 @@ class ProgramTable:
                 if self._rules.constraint_fault is not None:
                     raise ValueError(self._rules.constraint_fault)
                 params = replace(params, regex=asked.regex, json_schema=asked.json_schema)
-            sequences = [self._new_sequence(episode, prompt, params) for _ in range(asked.n)]
+            sequences = [self._new_sequence(episode, prompt, params, asked.adapter) for _ in range(asked.n)]
         except ValueError as error:  # e.g. a token that is not in the vocabulary
             self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_request", str(error))))
             return
@@ -234,9 +234,12 @@ class ProgramTable:
         self._requests |= {id(sequence): request for sequence in sequences}
         self._to_submit += sequences
 
-    def _new_sequence(self, episode: ProgramEpisode, prompt: np.ndarray, params: SamplingParams) -> Completion:
+    def _new_sequence(
+        self, episode: ProgramEpisode, prompt: np.ndarray, params: SamplingParams, adapter: str | None
+    ) -> Completion:
         [sequence] = self._sampler.sequences([prompt], params, self._step, next(self._numbers))
-        sequence.sample_index, sequence.key = episode.first.sample_index, episode.key(prompt)
+        sequence.sample_index, sequence.key = episode.first.sample_index, episode.key(prompt, adapter)
+        sequence.adapter = adapter
         return sequence
 
     @property
@@ -261,9 +264,10 @@ class ProgramTable:
         if episode not in self._playing:
             return
         for sequence in sequences:
-            text, messages = episode.transcript.add(request.asked, sequence.prompt, sequence.tokens)
-            logps = sequence.policy_logps, sequence.sampler_logps
-            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, request.number)
+            adapter, logps = request.asked.adapter, (sequence.policy_logps, sequence.sampler_logps)
+            text, messages = episode.transcript(adapter).add(request.asked, sequence.prompt, sequence.tokens)
+            about = text, None, messages, request.number, adapter
+            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, *about)
             episode.turns.append(turn)
             if sequence.finish_reason == "length" and len(sequence.tokens) != request.asked.max_tokens:
                 is_turn_limit = len(sequence.tokens) == self._rules.settings.max_turn_tokens

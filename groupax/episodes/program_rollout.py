@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from groupax.episodes.as_json import DTYPES
 from groupax.episodes.branches import SampledTurn, Stream, streams_of
-from groupax.types import CallRecord, FinishReason, Rollout
+from groupax.types import Branch, CallRecord, FinishReason, Rollout, Turn
+
+Messages = tuple[Mapping[str, Any], ...]
 
 
 def rollout_of(
@@ -38,31 +41,44 @@ def rollout_of(
         # a token that counts nowhere, since a rollout has at least one
         turns = [SampledTurn(prompt_ids, [int(prompt_ids[-1]) if len(prompt_ids) else 0], [0.0], [0.0])]
     first, *others = streams_of(turns)
-    spans = [
-        replace(span, calls=_calls(turn, after))
-        for span, turn, after in zip(first.spans, first.path, (*first.path[1:], None), strict=True)
-    ]
+    spans = _spans(first)
     if reward is not None:
         spans[-1] = replace(spans[-1], reward=float(reward))
-    messages = first.path[-1].messages
-    num_read = len(first.path[0].messages) - 1
+    read, messages = _messages(first)
     return Rollout(
         prompt_index=index[0],
         sample_index=index[1],
-        example={**example, "prompt": list(messages[:num_read])} if messages else example,
+        example=example if read is None else {**example, "prompt": list(read)},
         finish_reason=finish_reason,
         policy_version=policy_version,
         text="",
         turns=tuple(spans),
-        messages=messages[num_read:] if messages else None,
+        messages=messages,
         environment_reward=reward,
-        branches=tuple(each.branch for each in others) if has_branches else (),
-        **_tokens(first),
+        branches=tuple(map(_branch, others)) if has_branches else (),
+        adapter=first.branch.adapter,
+        **{name: getattr(first.branch, name) for name in DTYPES},
     )
 
 
-def _tokens(stream: Stream) -> dict[str, Any]:
-    return vars(stream.branch)
+def _branch(stream: Stream) -> Branch:
+    read, messages = _messages(stream)
+    return replace(stream.branch, turns=tuple(_spans(stream)), messages=messages, prompt=read)
+
+
+def _messages(stream: Stream) -> tuple[Messages | None, Messages | None]:
+    """Returns what the model has read first, and the messages after that; None twice for a prompt that is a text."""
+    messages = stream.path[-1].messages
+    num_read = len(stream.path[0].messages) - 1
+    return (messages[:num_read], messages[num_read:]) if messages else (None, None)
+
+
+def _spans(stream: Stream) -> list[Turn]:
+    """Returns the turns of a stream with their calls."""
+    return [
+        replace(span, calls=_calls(turn, after))
+        for span, turn, after in zip(stream.spans, stream.path, (*stream.path[1:], None), strict=True)
+    ]
 
 
 def _calls(turn: SampledTurn, after: SampledTurn | None) -> tuple[CallRecord, ...]:

@@ -11,7 +11,7 @@ import threading
 import time
 from functools import partial
 
-from groupax.episodes.program import Endpoint, Listening, Session
+from groupax.episodes.program import MODEL, Endpoint, Listening, Session
 from groupax.episodes.transcript import Templates
 from groupax.errors import RunError
 from groupax.parallel import processes
@@ -85,7 +85,8 @@ class ProgramServer:
 
         name, key = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if self.listening.is_open else None
         self._sessions[name] = OpenSession(session, templates, key)
-        return Endpoint(f"{self._url}/{name}", key or "groupax", is_over=lambda: session.has_ended)
+        model = next(iter(templates.adapters), MODEL)
+        return Endpoint(f"{self._url}/{name}", key or "groupax", model, is_over=lambda: session.has_ended)
 
     def remove(self, session: Session) -> None:
         """Forgets a session, whose address is not found any more."""

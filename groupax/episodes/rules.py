@@ -12,7 +12,7 @@ from groupax.episodes.program import ProgramClass
 from groupax.parallel import processes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
-from groupax.terminal.printable import one_line
+from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.formats.choose import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from
 from groupax.types import Prompt
@@ -67,6 +67,7 @@ class Rules:
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
         rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
         templates: The `transcript.Templates` of programs; None without programs.
+        adapters: Names of the adapters that the run trains; empty for a run that trains one or none.
         constraint_fault: Why programs may not constrain their turns; None if they may.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
@@ -78,6 +79,7 @@ class Rules:
     max_prompt_tokens: int | None = None
     rollout_func: RolloutFunction | None = None
     templates: Any = None
+    adapters: tuple[str, ...] = ()
     constraint_fault: str | None = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
@@ -126,6 +128,22 @@ class Rules:
                 f"{nearest(name, self.kinds)}; it has {', '.join(self.kinds)}"
             )
         return self.kinds[name]
+
+    def adapter_of(self, example: Mapping[str, Any]) -> str | None:
+        """Returns the adapter that answers the prompt of a dataset row; None where programs choose, or without several.
+
+        Raises:
+            ValueError: The row's column `adapter` names none of them.
+        """
+        if not self.adapters or self.templates is not None:
+            return None
+        name = example.get("adapter")
+        if name not in self.adapters:
+            raise ValueError(
+                f"the dataset's column adapter has {short_repr(name)}, which is no adapter of the run"
+                f"{nearest(str(name), self.adapters)}; it trains {', '.join(self.adapters)}"
+            )
+        return name
 
 
 SINGLE_TURNS = Rules()

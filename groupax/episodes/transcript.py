@@ -44,11 +44,15 @@ class Templates:
         tokenizer: Tokenizer of the model.
         template_kwargs: Arguments of the run for the chat template.
         eos_ids: Tokens that end a turn.
+
+    Attributes:
+        adapters: Names of the adapters that requests may name as their model; empty where one policy answers all.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], eos_ids: Sequence[int] = ()) -> None:
         self.tokenizer, self.template_kwargs, self._eos_ids = tokenizer, template_kwargs, eos_ids
         self.token_texts = TokenTexts(tokenizer)
+        self.adapters: tuple[str, ...] = ()
         self._formats = TurnFormats(tokenizer)
         self._bridge = lru_cache(maxsize=KINDS)(self._new_bridge)
 

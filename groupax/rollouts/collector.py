@@ -38,7 +38,7 @@ from groupax.rollouts.rows import masked_ends, row_of, row_of_branch
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
-from groupax.training.learner import Learner
+from groupax.training.adapters import PolicyLearner
 from groupax.types import Metrics, Rollout, Row, TrainerState
 
 
@@ -68,7 +68,7 @@ class Collector:
         prompts: PromptSet,
         tokenizer: Any,
         engine: PolicySampler,
-        learner: Learner,
+        learner: PolicyLearner,
         runner: RewardRunner,
         reward_weights: np.ndarray,
         correctness_reward: str | None,
@@ -238,6 +238,17 @@ class Collector:
         if self.correctness_reward:
             rewards = np.array([[row.rewards[self.correctness_reward] for row in group] for group in groups], float)
             metrics |= solved_metrics(rewards)
+        return metrics | self._metrics_by_adapter(groups)
+
+    def _metrics_by_adapter(self, groups: Sequence[Group]) -> Metrics:
+        """Returns the reward of each adapter that has answered prompts; nothing where programs ask several."""
+        names, metrics = [reward.name for reward in self.runner.rewards], {}
+        for adapter in self.rules.adapters:
+            own = [group for group in groups if group[0].adapter == adapter]
+            if own and self.rules.templates is None:
+                rewards = reward_matrix(names, [row for group in own for row in group if not row.is_failure])
+                of_own = reward_metrics(names, rewards, self._advantages(own))
+                metrics[f"adapters/{adapter}/reward"] = of_own["reward"]
         return metrics
 
     def _advantages(self, groups: Sequence[Group], penalty: np.ndarray | None = None) -> Advantages:

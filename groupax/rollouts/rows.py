@@ -35,6 +35,7 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
         is_failure=rollout.is_failure,
+        adapter=rollout.adapter,
     )
 
 
@@ -57,6 +58,7 @@ def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row
         rollout_logp=branch.policy_logps,
         sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
         is_branch=True,
+        adapter=branch.adapter,
     )
 
 

@@ -140,6 +140,34 @@ def check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
         )
 
 
+def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig | None) -> None:
+    """Checks that a run can train the adapters that its settings name.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not args.adapters:
+        return
+    if lora is None:
+        raise ValueError(
+            f"adapters ({', '.join(args.adapters)}) are new LoRA adapters: set lora_r, e.g. to 16, or peft_config"
+        )
+    if lora.bias != "none" or lora.modules_to_save:
+        raise ValueError(
+            "adapters that are trained together have low-rank changes alone; leave lora_bias at 'none' and "
+            "lora_modules_to_save empty"
+        )
+    if isinstance(model, Model) and model.adapter is not None:
+        raise ValueError(f"adapters ({', '.join(args.adapters)}) are new, and the model has one already; give its base")
+    if processes.num_processes() > 1:
+        raise ValueError(f"adapters need a run of one process, and there are {processes.num_processes()}")
+    if args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum":
+        raise ValueError(
+            "scale_rewards='batch' and multi_objective_aggregation='normalize_then_sum' divide the advantages of all "
+            "adapters by one standard deviation; leave both out with adapters"
+        )
+
+
 def tokenizer_for(args: RunConfig, model: Model, given: Any) -> Any:
     """Returns the given tokenizer, or the one in the model's folder.
 
@@ -175,6 +203,8 @@ def rules_for(
     """
     settings = args.part(EpisodeSettings)
     if rollout_func is not None:
+        if args.adapters:
+            raise ValueError("rollout_func samples with one policy; train several adapters without it")
         if tools or environments is not None:
             raise ValueError("rollout_func samples whole rollouts, so tools and environments have no effect; drop one")
         if rollout_func.is_recorded and args.rollout_correction == "none":
@@ -195,9 +225,10 @@ def rules_for(
             "turn_credit='returns' gives turns the rewards that come after them, and the reward of a program comes at "
             "its end; leave turn_credit as it is"
         )
-    if rules.templates is not None and args.rollout_correction == "none":
-        return replace(rules, constraint_fault=UNCORRECTED_CONSTRAINT)
-    return rules
+    if rules.templates is not None:
+        rules.templates.adapters = args.adapters
+    fault = UNCORRECTED_CONSTRAINT if rules.templates is not None and args.rollout_correction == "none" else None
+    return replace(rules, constraint_fault=fault, adapters=args.adapters)
 
 
 def prompts_for(
@@ -227,6 +258,9 @@ def prompts_for(
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
     kwargs, schemas = args.chat_template_kwargs, rules.schemas_of(examples)
+    if rules.adapters:
+        for index in range(len(examples)):
+            rules.adapter_of(examples[index])
     given = examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas
     prompts = encode_examples(*given, may_be_empty=rules.has_environments)
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
@@ -287,6 +321,7 @@ def engine_for(
         expected=expected,
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
+        adapters=args.adapters,
     )
     if constraint is not None:  # an error is found before the first rollout
         engine.automata.get(*constraint, min(args.max_completion_length, eval_params(args).max_tokens))

@@ -135,6 +135,8 @@ def rollout_table(
         columns["branches"] = column(pa.string(), lambda row: branches_as_json(row.branches))
     if any(row.turn_advantages is not None for row in rollouts):
         columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
+    if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
+        columns["adapter"] = column(pa.string(), lambda row: row.adapter)
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
 

@@ -31,6 +31,7 @@ from groupax.rollouts.pipeline import Pipeline, Policy
 from groupax.rollouts.schedule import UpdateSchedule, update_schedule
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import (
+    check_adapters,
     check_objective,
     check_processes,
     engine_for,
@@ -86,6 +87,7 @@ class RolloutRun(Run[GRPOConfig]):
         check_processes(args)
         check_objective(args)
         lora = lora_for(args, peft_config)
+        check_adapters(args, model, lora)
         train_examples, eval_examples = self._load_data(train_dataset, eval_dataset)
         own = environment_rewards(environments)
         is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
@@ -263,8 +265,10 @@ class RolloutRun(Run[GRPOConfig]):
     def _facts(self) -> dict[str, str]:
         data = self.prompts, self.eval_prompts, self.rewards
         chosen = self.learner.execution.checkpointing
-        counts = self.num_steps, self.schedule.rows_per_step
-        return run_facts(self.args, self._model, *data, *counts, chosen, self.rules.names)
+        counts, names = (self.num_steps, self.schedule.rows_per_step), self.rules.names
+        if self.args.adapters:
+            names = {"adapters": ", ".join(self.args.adapters), **names}
+        return run_facts(self.args, self._model, *data, *counts, chosen, names)
 
     def _report_setup(self, log: RunLog) -> None:
         sets = {"train_dataset": self.prompts} | {

@@ -1,11 +1,11 @@
 """A run: its model and parts, its loop's surroundings, and what is written of it."""
 
-import functools
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +28,7 @@ from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.adapters import adapter_models, result_folders, save_adapters
 from groupax.runs.build import check_adapter, model_for
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, process_of
@@ -44,6 +45,7 @@ from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
+from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner, LearnerSettings, Update
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
@@ -74,7 +76,7 @@ class Run(Generic[ConfigT]):
     """
 
     tokenizer: Any
-    learner: Learner
+    learner: PolicyLearner
     num_steps: int
     dataset_name: str
     DIVERGED = "Lower learning_rate, or look at these batches"  # advice
@@ -157,8 +159,14 @@ class Run(Generic[ConfigT]):
         if self._model.config.num_labels:
             raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
 
+    @property
+    def _adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters that are trained together; empty for a run that trains one policy."""
+        return self.args.adapters if isinstance(self.args, GRPOConfig) else ()
+
     def _make_learner(self, settings: LearnerSettings, longest: tuple[int, int]) -> None:
-        self.learner = Learner(self._model, settings, self.num_steps, longest)
+        given, names = (settings, self.num_steps, longest), self._adapter_names
+        self.learner = AdapterLearners(self._model, names, *given) if names else Learner(self._model, *given)
         if self._model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self._model.adapter, frozen=self.learner.frozen)  # frees those loaded in another dtype
             self._model = replace(self._model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
@@ -167,7 +175,7 @@ class Run(Generic[ConfigT]):
 
     def _train(self) -> RunLog:
         """Runs the loop between the start and the end of the run; returns its log."""
-        memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else dict
+        memory = partial(memory_in_use, self._model.mesh) if self.args.track_memory else dict
         given = self.args, self.run_folder, self.num_steps, self.events, self.listeners
         log = RunLog(*given, memory, self._diagnose)
         try:
@@ -266,15 +274,13 @@ class Run(Generic[ConfigT]):
         saver = RunSaver(self.args, *parts, self.checkpoints_in, self.checkpoint_files)
         model_folder = self.run_folder.path / "model"
         metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
-        processes.run_on_primary(
-            lambda: metrics.exists() or check_destination(model_folder, source_folders(self._model))
-        )
+        processes.run_on_primary(lambda: metrics.exists() or self._check_destination(model_folder))
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
             self._report_complete_run()
-        processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
+        processes.run_on_primary(lambda: self._check_destination(model_folder))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         self.emit(RunStarted(self.cursor.step, self.num_steps))
@@ -282,6 +288,10 @@ class Run(Generic[ConfigT]):
             self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))
         self._report_setup(log)
         return saver
+
+    def _check_destination(self, folder: Path) -> None:
+        for each in result_folders(folder, self._adapter_names):
+            check_destination(each, source_folders(self._model))
 
     def _report_complete_run(self) -> None:
         if self.cursor.step >= self.num_steps:
@@ -330,15 +340,30 @@ class Run(Generic[ConfigT]):
 
     @property
     def model(self) -> Model:
-        """The present policy."""
+        """The present policy.
+
+        Raises:
+            ValueError: the run trains several adapters (see `adapters`).
+        """
+        if self._adapter_names:
+            raise ValueError(
+                f"this run has a policy for each of its adapters: use adapters[{self._adapter_names[0]!r}]"
+            )
         adapter = self._model.adapter and replace(self._model.adapter, trained=self.learner.state.params)
         return replace(self._model, params=self.learner.policy, adapter=adapter)
+
+    @property
+    def adapters(self) -> dict[str, Model]:
+        """The present policies of a run that trains several adapters, by their names; empty for other runs."""
+        if not self._adapter_names:
+            return {}
+        return adapter_models(self._model, self.learner.state.params)
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Saves the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
 
-        If an adapter is trained, only the adapter is saved, in PEFT's format. All processes must call this; the primary
-        one writes.
+        If an adapter is trained, only the adapter is saved, in PEFT's format; each of several ones in a folder of its
+        name. All processes must call this; the primary one writes.
         """
         params = self.learner.state.params
         params = to_host_on_primary(params) if processes.num_processes() > 1 else params
@@ -347,6 +372,8 @@ class Run(Generic[ConfigT]):
         )
 
     def _write_model(self, params: Params, folder: Path) -> Path:
+        if self._adapter_names:
+            return save_adapters(self._model, params, folder, self.tokenizer, self._card())
         if self._model.adapter is not None:
             adapter = replace(self._model.adapter, trained=params)
             return save_adapter(replace(self._model, adapter=adapter), folder, self.tokenizer, self._card())
@@ -359,13 +386,19 @@ class Run(Generic[ConfigT]):
         Args:
             repo_id: "owner/name".
             private: Whether a new repository is private.
+
+        Raises:
+            ValueError: the run trains several adapters, each of which is pushed by itself (`groupax push`).
         """
+        if self._adapter_names:
+            raise ValueError("push each adapter by itself: groupax push RUN/model/NAME OWNER/REPOSITORY")
         folder = self.save_model()
         return processes.run_on_primary(lambda: push_folder(folder, repo_id, private))
 
     def write_card(self) -> None:
         """Rewrites the card of the run's `model/` with the evaluations since it was saved."""
-        processes.run_on_primary(lambda: replace_card(self.run_folder.path / "model", self._card()))
+        for folder in result_folders(self.run_folder.path / "model", self._adapter_names):
+            processes.run_on_primary(partial(replace_card, folder, self._card()))
 
     def print_trainable_parameters(self) -> None:
         """Prints the number of trained parameters in PEFT's format."""

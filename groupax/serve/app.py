@@ -246,7 +246,7 @@ class Server:
         """Handles POST /pause?mode=keep|wait|abort: returns when the engines have stopped."""
         self._check_may_pause()
         try:
-            await asyncio.wrap_future(self.loop.pause(pause_mode(http.query_params)))
+            await asyncio.wrap_future(self.loop.pause(pause_mode(http.query_params, http.headers)))
         except ClosedError as error:
             raise stopping() from error
         return JSONResponse({"status": "paused"})

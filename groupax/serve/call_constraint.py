@@ -1,5 +1,6 @@
 """Constraints of turns that may call tools: arguments that are valid for strict tools, and calls or a document."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ def turn_regex(request: ChatRequest, params: SamplingParams, frame: CallFrame | 
     """
     tools = request.callable_tools
     is_constrained = params.constraint is not None
-    if not tools or not (is_constrained or any(map(is_strict, tools))):
+    if not tools or not (is_constrained or begun or any(map(is_strict, tools))):
         return None
     if frame is None:
         if is_constrained:
@@ -64,12 +65,22 @@ def _rest(frame: CallFrame, tool: Mapping[str, Any], begun: str) -> str:
     """Returns the expression of a call without its beginning."""
     start = frame.before + tool["function"]["name"] + frame.between
     assert start.startswith(begun), "the prompt begins the call as the template writes it"
-    return re.escape(start[len(begun) :]) + _arguments(tool) + re.escape(frame.after)
+    return re.escape(start[len(begun) :]) + _arguments(tool, follows=True) + re.escape(frame.after)
 
 
-def _arguments(tool: Mapping[str, Any]) -> str:
-    schema = tool["function"]["parameters"] if is_strict(tool) else ANY_ARGUMENTS
-    return regex_of_schema(json.dumps(schema))
+def _arguments(tool: Mapping[str, Any], follows: bool = False) -> str:
+    """Returns the expression of a call's arguments: of strict tools by their schemas, else any object.
+
+    Args:
+        tool: The tool.
+        follows: Whether arguments of others follow their schemas too, where these can be translated.
+    """
+    if is_strict(tool):
+        return regex_of_schema(json.dumps(tool["function"]["parameters"]))
+    if follows:
+        with contextlib.suppress(ValueError):
+            return regex_of_schema(json.dumps({**ANY_ARGUMENTS, **(tool["function"].get("parameters") or {})}))
+    return regex_of_schema(json.dumps(ANY_ARGUMENTS))
 
 
 def _without(mark: str) -> str:

@@ -68,10 +68,28 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
                 raise ApiError(400, f"messages.{number}.content is missing", "messages")
             fields["content"] = ""
         messages.append(fields)
+    _check_results(messages)
     try:
         return check_messages(messages, "messages", may_be_empty=True)
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from error
+
+
+def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that each result of a tool belongs to an earlier call.
+
+    Raises:
+        ApiError: It has the id of no call, or there is no call before it.
+    """
+    ids: list[Any] = []
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls") if message["role"] == "assistant" else None
+        ids += [call.get("id") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        found = message.get("tool_call_id")
+        if message["role"] == "tool" and found not in ids:
+            known = f"the calls before it have the ids {short(ids)}" if ids else "there is no call before it"
+            name = "has no tool_call_id" if found is None else f"is the result of the call {short(found)}"
+            raise ApiError(400, f"messages.{number}, a tool's, {name}; {known}", "messages")
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:

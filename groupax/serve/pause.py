@@ -7,6 +7,12 @@ from typing import Literal, get_args
 from groupax.serve.errors import ApiError
 
 PauseMode = Literal["keep", "wait", "abort"]
+# Fields of vLLM's pauses that are refused, with the reason.
+REFUSED = {
+    "clear_cache": "clear_cache is not supported: a kept request continues with the keys and values that it has, and "
+    "the prefix cache is cleared when the weights change; leave it out",
+    "wait_for_inflight_requests": "wait_for_inflight_requests is not supported; set mode=wait",
+}
 
 
 class Pause:
@@ -45,15 +51,19 @@ class Pause:
             future.set_result(None)
 
 
-def pause_mode(query: Mapping[str, str]) -> PauseMode:
+def pause_mode(query: Mapping[str, str], headers: Mapping[str, str]) -> PauseMode:
     """Returns the mode in the query of a request to pause; "abort" by default, as in vLLM.
 
     Raises:
-        ApiError: there is no such mode, or the query has other fields.
+        ApiError: there is no such mode, the query has other fields, or the request has a body, in which a mode would
+            have no effect.
     """
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        raise ApiError(400, "a pause has no body; its mode is in the query, as in /pause?mode=keep", param="mode")
     unknown = sorted(query.keys() - {"mode"})
     if unknown:
-        raise ApiError(400, f"unknown query field {unknown[0][:80]!a}; a pause has only mode", param="mode")
+        message = f"unknown query field {unknown[0][:80]!a}; a pause has only mode"
+        raise ApiError(400, REFUSED.get(unknown[0], message), param=unknown[0] if unknown[0] in REFUSED else "mode")
     for mode in get_args(PauseMode):
         if query.get("mode", "abort") == mode:
             return mode

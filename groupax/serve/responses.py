@@ -6,6 +6,7 @@ import uuid
 from typing import Any
 
 from groupax.serve.exchange import Completion, Exchange, NewTokens
+from groupax.serve.token_logprobs import logprob_entries, token_name
 from groupax.serve.turns import Call, Turn
 
 
@@ -120,7 +121,8 @@ class ResponseBuilder:
         details: dict[str, Any] = {"logprobs": None, "weight_versions": runs}
         if self.request.logprobs is not None:
             if self.request.is_chat:
-                details["logprobs"] = self._chat_logprobs(completion)
+                entries = logprob_entries(self._exchange, completion)
+                details["logprobs"] = {"content": entries, "refusal": None}
             else:
                 details["logprobs"] = self._logprobs(completion, index // self.n, is_whole)
         if self.request.return_token_ids:
@@ -187,20 +189,8 @@ class ResponseBuilder:
             tops.append(top)
         return tops
 
-    def _chat_logprobs(self, completion: Completion) -> dict[str, Any]:
-        content = []
-        alternatives = completion.alternatives if self.request.logprobs else [[] for _ in completion.tokens]
-        for token, logp, others in zip(completion.tokens, completion.policy_logps, alternatives, strict=True):
-            entry = self._entry(token, logp)
-            content.append({**entry, "top_logprobs": [self._entry(other, value) for other, value in others]})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logp: float) -> dict[str, Any]:
-        text = self.token_texts.text(token)
-        return {"token": self._name(token), "logprob": logp, "bytes": None if "\ufffd" in text else [*text.encode()]}
-
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.token_texts.text(token)
+        return token_name(self._exchange, token)
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class Learner:
         self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float, dropout_rate: float
     ) -> tuple[GradAccumulator, list[Any]]:
         """Returns each device's sums over the micro-batches, and log-probs and entropies of each micro-batch."""
-        trained = self._trained() if self.frozen else self.policy
+        trained = self.trained() if self.frozen else self.policy
         objective = self.settings.objective
         accumulator = zero_grads(trained, config=self.config, settings=objective, mesh=self.mesh)
         scored = []
@@ -350,10 +350,10 @@ class Learner:
         return [replace(row, policy_mask=entropy >= threshold) for row, entropy in zip(rows, entropies, strict=True)]
 
     def _policy(self) -> Params:
-        return apply_adapter(self.frozen, self._trained())
+        return apply_adapter(self.frozen, self.trained())
 
-    def _trained(self) -> Params:
-        """Returns the trained weights in compute dtype: the masters themselves where they have it."""
+    def trained(self) -> Params:
+        """Returns the trained weights in compute dtype: the masters themselves where they have it, until an update."""
         return self.state.params if self.dtype == jnp.float32 else cast_params(self.state.params, dtype=self.dtype)
 
     def _exclusive(self) -> AbstractContextManager[None]:

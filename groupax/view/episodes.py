@@ -40,6 +40,30 @@ def parts_of(turns: Any, messages: Any, advantages: Any = None) -> list[dict[str
     return list(_parts(own, _mappings(messages))) if own else None
 
 
+def streams_of(step: Step, row: int) -> list[dict[str, Any]]:
+    """Returns the further streams of tokens of an episode: the numbers of their turns and of tokens that count, parts.
+
+    The parts are those of `episode_of`, after the messages that the model has read first.
+    """
+    if "branches" not in step.table.column_names:
+        return []
+    return [_stream(branch) for branch in _mappings(_parsed(step.text("branches", row)[0]))]
+
+
+def _stream(branch: Mapping[str, Any]) -> dict[str, Any]:
+    turns, messages, prompt = (_parsed(_text(branch.get(name))) for name in ("turns", "messages", "prompt"))
+    mask = branch.get("mask")
+    read = [
+        {"role": f"{message.get('role')}, prompt", **_cut(_text(message.get("content")), TURN_CHARACTERS)}
+        for message in _mappings(prompt)
+    ]
+    return {
+        "num_turns": len(_mappings(turns)),
+        "num_tokens": sum(map(bool, mask)) if isinstance(mask, list) else 0,
+        "parts": [*read, *(parts_of(turns, messages) or ())],
+    }
+
+
 def full_result(step: Step, row: int, turn: int, call: int | None) -> str:
     """Returns the full result of a call, or without `call` the full text of a turn.
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from groupax.view.arrow import value_as_text
-from groupax.view.episodes import episode_of, full_result
+from groupax.view.episodes import episode_of, full_result, streams_of
 from groupax.view.rollouts import Step
 from groupax.view.runs import NotFoundError
 from groupax.view.texts import PREVIEW_CHARACTERS, SHOWN_CHARACTERS, messages, prompt_key, shown_prompt, truncate
@@ -98,6 +98,7 @@ def _row(step: Step, row: int) -> dict[str, Any]:
         "advantage": step.advantage[row],
         "rewards": {name: column[row] for name, column in step.rewards.items()},
         "episode": episode_of(step, row),
+        "streams": streams_of(step, row),
         "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
         "extra": {
             name.removeprefix(EXTRA): truncate(value_as_text(step.table.column(name)[row]))

@@ -14,7 +14,7 @@ from groupax.config import GRPOConfig
 from groupax.engine.sampler import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.settings.sampling import SamplingParams
-from groupax.training.learner import Learner
+from groupax.training.adapters import PolicyLearner
 from groupax.types import Row
 
 LIBRARIES = ("transformers.", "peft.")  # whose own methods are no overrides
@@ -49,7 +49,7 @@ class ModelSampler:
         self,
         generate: Callable[..., Any],
         engine: PolicySampler,
-        learner: Learner,
+        learner: PolicyLearner,
         settings: GRPOConfig,
         pad_id: int,
     ) -> None:

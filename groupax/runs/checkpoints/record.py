@@ -36,6 +36,7 @@ from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
+from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
 from groupax.training.state import TrainState
@@ -52,7 +53,7 @@ FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches
 
 def state_of(
     cursor: Cursor,
-    learner: Learner,
+    learner: PolicyLearner,
     experience: Experience | None,
     policies: Mapping[int, Policy],
     identity: Identity,
@@ -63,13 +64,7 @@ def state_of(
         "format": FORMAT,
         "step": cursor.step,
         "cursor": asdict(cursor),
-        "learner": {
-            "num_updates": learner.num_updates,
-            "entropy": asdict(learner.entropy),
-            "shapes": [asdict(shape) for shape in learner.shapes],
-            "shapes_of": _shape_limits(learner),
-            "checkpointing": learner.execution.checkpointing,
-        },
+        "learner": _progress_of(learner),
         "rollout": None
         if experience is None
         else {
@@ -92,13 +87,26 @@ def state_of(
     }
 
 
+def _progress_of(learner: PolicyLearner) -> dict[str, Any]:
+    """Returns what a learner has adapted, apart from its arrays."""
+    if isinstance(learner, AdapterLearners):
+        return {"adapters": {name: _progress_of(each) for name, each in learner.each.items()}}
+    return {
+        "num_updates": learner.num_updates,
+        "entropy": asdict(learner.entropy),
+        "shapes": [asdict(shape) for shape in learner.shapes],
+        "shapes_of": _shape_limits(learner),
+        "checkpointing": learner.execution.checkpointing,
+    }
+
+
 def stored_dtype(model: Model) -> str:
     """Returns the dtype of the weights in a model's files."""
     return model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32"
 
 
 def start_writing(
-    learner: Learner, policies: Mapping[int, Policy], with_optimizer: bool
+    learner: PolicyLearner, policies: Mapping[int, Policy], with_optimizer: bool
 ) -> Callable[[Path], Callable[[], None]]:
     """Returns a function that writes the run's arrays into a folder in the background (see `arrays.start_writing`).
 
@@ -122,12 +130,37 @@ def start_writing(
     return begin
 
 
-def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) -> None:
+def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, Any]) -> None:
     """Restores the saved state of a new learner on its own mesh, after freeing its arrays.
 
     Raises:
         ValueError: The folder has other arrays.
     """
+    _restore_progress(learner, state)
+    like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
+    for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
+        leaf.delete()
+    params = arrays.read(folder / PARAMS, like[PARAMS])
+    if has_optimizer(folder):
+        optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
+    else:
+        optimizer = _new_optimizer(learner, params)
+    reference = arrays.read(folder / REFERENCE, like[REFERENCE]) if REFERENCE in like else None
+    learner.restore(TrainState(params, optimizer), reference)
+
+
+def _new_optimizer(learner: PolicyLearner, params: Any) -> Any:
+    """Returns a fresh optimizer state for saved weights."""
+    if isinstance(learner, AdapterLearners):
+        return {name: _new_optimizer(each, params[name]) for name, each in learner.each.items()}
+    return _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
+
+
+def _restore_progress(learner: PolicyLearner, state: Mapping[str, Any]) -> None:
+    if isinstance(learner, AdapterLearners):
+        for name, each in learner.each.items():
+            _restore_progress(each, state["adapters"][name])
+        return
     learner.num_updates = state["num_updates"]
     learner.entropy = EntropyState(**state["entropy"])
     if state["shapes_of"] == _shape_limits(learner):
@@ -136,19 +169,9 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
             # another choice, of a device with more or less free memory, would round differently
             chosen = state.get("checkpointing", learner.execution.checkpointing)
             learner.execution = replace(learner.execution, checkpointing=chosen)
-    like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
-    for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
-        leaf.delete()
-    params = arrays.read(folder / PARAMS, like[PARAMS])
-    if has_optimizer(folder):
-        optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
-    else:
-        optimizer = _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
-    reference = arrays.read(folder / REFERENCE, like[REFERENCE]) if REFERENCE in like else None
-    learner.restore(TrainState(params, optimizer), reference)
 
 
-def restore_params(learner: Learner, folder: Path) -> None:
+def restore_params(learner: PolicyLearner, folder: Path) -> None:
     """Replaces a learner's weights by those of a checkpoint; the rest of its state stays as it is.
 
     Raises:
@@ -158,7 +181,7 @@ def restore_params(learner: Learner, folder: Path) -> None:
     learner.restore(TrainState(params, learner.state.opt_state), None)
 
 
-def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Learner) -> dict[int, Policy]:
+def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: PolicyLearner) -> dict[int, Policy]:
     """Returns the policies that sample the next rollouts, by the rollout's number.
 
     Args:
@@ -279,7 +302,7 @@ def with_scores(
     return [[replace(row, **next(each)) for row in minibatch] for minibatch in minibatches]
 
 
-def _trees(learner: Learner, with_optimizer: bool) -> dict[str, Any]:
+def _trees(learner: PolicyLearner, with_optimizer: bool) -> dict[str, Any]:
     trees: dict[str, Any] = {PARAMS: learner.state.params}
     if with_optimizer:
         trees[OPTIMIZER] = learner.state.opt_state

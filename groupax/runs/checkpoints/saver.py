@@ -32,7 +32,7 @@ from groupax.runs.log import RunLog
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
 from groupax.storage.buckets import is_remote
-from groupax.training.learner import Learner
+from groupax.training.adapters import PolicyLearner
 
 PATIENCE_S = 1800.0  # that the end of a run waits for disk space
 RETRY_END_S = 5.0  # between two attempts
@@ -61,7 +61,7 @@ class RunSaver:
         identity: Identity,
         model: Model,
         folder: RunFolder,
-        learner: Learner,
+        learner: PolicyLearner,
         log: RunLog,
         policies: Callable[[Cursor], Mapping[int, Policy]],
         store_in: Callable[[Path], LocalStore],

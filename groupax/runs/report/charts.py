@@ -76,7 +76,8 @@ def bar(parts: Mapping[str, float]) -> Markup:
         )
         left += width
     label = html.escape(", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts.items()))
-    return Markup(f'<svg viewBox="0 0 100 6" class="bar" role="img" aria-label="{label}">{"".join(pieces)}</svg>')
+    attributes = f'viewBox="0 0 100 6" preserveAspectRatio="none" class="bar" role="img" aria-label="{label}"'
+    return Markup(f"<svg {attributes}>{''.join(pieces)}</svg>")
 
 
 def number(value: float) -> str:

@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.model_card import shown_name
@@ -13,8 +13,10 @@ from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number
 from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
+from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
 
+OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.
 CURVES = {
     "reward": ("reward",),
@@ -24,6 +26,7 @@ CURVES = {
     "KL to the reference, nats": ("kl",),
     "entropy, nats": ("entropy",),
     "completion length, tokens": ("completions/mean_length", "completions/max_length"),
+    "turns and streams of tokens per episode, turns per stream": OF_EPISODES,
     "truncated, zero-variance groups": ("completions/clipped_ratio", "frac_reward_zero_std"),
     "clipped tokens": ("clip_ratio/region_mean",),
     "gradient norm": ("grad_norm",),
@@ -61,9 +64,9 @@ class Contents:
     Attributes:
         title: Title of the page.
         subject: Model, data, rewards and command, as a table.
-        summary, settings, hardware, times, evaluations: Tables whose first row is the head.
+        summary, settings, hardware, times, evaluations, changes: Tables whose first row is the head.
         verdicts: Sentences about evaluations.
-        diagnostics: Records with `step`, `name`, `text`.
+        diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
         curves: Curves of metrics.
         time_split: Seconds by activity.
         samples: Completions early and late.
@@ -77,6 +80,7 @@ class Contents:
     curves: Sequence[Curve]
     samples: Sequence[BeforeAndAfter]
     evaluations: Rows
+    changes: Rows
     time_split: Mapping[str, float]
     times: Rows
     settings: Rows
@@ -96,10 +100,12 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         subject=_subject(run),
         summary=_summary(run, price_per_hour),
         verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
-        diagnostics=run.diagnostics,
+        diagnostics=_by_severity(run.diagnostics),
         curves=_curves(run),
         samples=run.samples,
         evaluations=_evaluations(run),
+        changes=[("held-out prompts that were answered", "better", "worse", "alike")]
+        + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
         time_split=split,
         times=_times(split),
         settings=[("setting", "value", "default")]
@@ -111,6 +117,11 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 def shown(text: str) -> str:
     """Returns a foreign text with visible control characters, cut to a readable length."""
     return printable(beginning(text, TEXT_CHARACTERS))
+
+
+def _by_severity(diagnostics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = [{**each, "severity": severity_of(str(each["name"]))} for each in diagnostics]
+    return sorted(found, key=lambda each: get_args(Severity).index(each["severity"]))
 
 
 def _subject(run: RunRecord) -> Rows:
@@ -163,7 +174,7 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
     count, kind = run.num_paid
     hours = count * seconds / 3600
     rows = [("", ""), ("optimizer steps", f"{run.num_steps:,}")]
-    for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length"):
+    for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length", *OF_EPISODES):
         if name in last:
             before = number(first.get(name, math.nan))
             rows.append((name, f"{before} → {number(last[name])} (first and last logged step)"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.config import config_class
-from groupax.evaluation.items import read_items
+from groupax.evaluation.items import Completion, Item, read_items
 from groupax.runs.rollout_log import prompt_text
 from groupax.storage.folders import run_folder_in
 from groupax.types import Metrics
@@ -54,6 +54,8 @@ class RunRecord:
         diagnostics: Records with `step`, `name`, `text`.
         result: Content of `result.json`, if it exists.
         samples: Completions early and late, of the same prompts if possible.
+        changes: Numbers of held-out prompts that were answered better, worse and alike in the last evaluation, compared
+            with the first, by set: by the correctness where it is known, else by the reward of the first completion.
         command: Content of `command.json`: the command line without settings, if `groupax train` started the run.
     """
 
@@ -65,6 +67,7 @@ class RunRecord:
     diagnostics: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
     samples: Sequence[BeforeAndAfter]
+    changes: Mapping[str, tuple[int, int, int]]
     command: Mapping[str, Any] | None
 
     @property
@@ -114,6 +117,7 @@ def read_run(folder: Path) -> RunRecord:
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=_json(folder / "result.json"),
         samples=_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts"),
+        changes=_changes(folder / "evaluations"),
         command=_json(folder / "command.json"),
     )
 
@@ -121,20 +125,41 @@ def read_run(folder: Path) -> RunRecord:
 def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
     """Returns the items that gained most and the one that lost most, of the first set that was evaluated twice."""
     for before, after in _twice(folder):
-        try:
-            earlier, later = ({item.key: item for item in read_items(path)} for path in (before, after))
-        except ValueError:  # written by another version, or damaged
-            continue
         when = _when(before), _when(after)
-        pairs = [
-            BeforeAndAfter(prompt_text(earlier[key].prompt), _answer(earlier[key]), _answer(later[key]), when)
-            for key in earlier.keys() & later.keys()
-        ]
+        by_prompt = {
+            prompt_text(first.prompt): (_answer(first), _answer(second))
+            for first, second in _items_of_both(before, after)
+        }
+        pairs = [BeforeAndAfter(prompt, *answers, when) for prompt, answers in by_prompt.items()]
         ordered = sorted(pairs, key=lambda pair: ((pair.before.reward or 0) - (pair.after.reward or 0), pair.prompt))
         lost = [pair for pair in ordered[-1:] if (pair.after.reward or 0) < (pair.before.reward or 0)]
         if ordered:
             return ordered[: MAX_SAMPLES - len(lost)] + lost
     return []
+
+
+def _changes(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Returns the numbers of items that are better, worse and alike, of each set that was evaluated twice."""
+    changes = {}
+    for before, after in _twice(folder):
+        scores = [tuple(_score(item.completions[0]) for item in pair) for pair in _items_of_both(before, after)]
+        better, worse = (sum(sign * (late - early) > 0 for early, late in scores) for sign in (1, -1))
+        if scores:
+            changes[before.stem.partition(".")[2]] = better, worse, len(scores) - better - worse
+    return changes
+
+
+def _score(completion: Completion) -> float:
+    return (completion.reward or 0.0) if completion.solved is None else float(completion.solved)
+
+
+def _items_of_both(before: Path, after: Path) -> list[tuple[Item, Item]]:
+    """Returns the items that two files share; none if a file is damaged or was written by another version."""
+    try:
+        earlier, later = ({item.key: item for item in read_items(path)} for path in (before, after))
+    except ValueError:
+        return []
+    return [(item, later[key]) for key, item in earlier.items() if key in later]
 
 
 def _twice(folder: Path) -> list[tuple[Path, Path]]:

@@ -5,20 +5,25 @@ Nothing is stored: every request has its whole conversation in `input`.
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupax.data.tokenizer import encode_texts
-from groupax.serve.chat_fields import is_text, short
+from groupax.serve.chat_fields import short
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, NewTokens
-from groupax.serve.protocols.incoming import EXTENSIONS, Incoming, parts_of, text_of, token_details
+from groupax.serve.protocols.incoming import EXTENSIONS, Incoming, parts_of, token_details
+from groupax.serve.protocols.responses_input import conversation, format_fields, logprob_fields, tool_fields
 from groupax.serve.requests import check_known, parse_json, request_of
+from groupax.serve.token_logprobs import logprob_entries, tokens_of_text
 from groupax.serve.turns import Call, Turn
 
 SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}
-OWN = {"input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include"}
+OWN = {
+    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include"),
+    "top_logprobs",
+}
 IGNORED = {
     *("metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "stream_options", "context_management"),
@@ -31,7 +36,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "previous_response_id": (),
     "prompt": (),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 ECHOED = (
@@ -42,10 +46,10 @@ ECHOED = (
     "text",
     "tool_choice",
     "tools",
+    "top_logprobs",
     "truncation",
     "user",
 )
-TEXTS = ("input_text", "output_text", "text")
 
 
 def parse(body: bytes) -> Incoming:
@@ -63,13 +67,9 @@ def parse(body: bytes) -> Incoming:
                 "; send the whole conversation as input" if name in ("conversation", "previous_response_id") else ""
             )
             raise ApiError(400, message, name, "unsupported_value")
-    include = given.get("include", [])
-    if not isinstance(include, list):
-        raise ApiError(400, f"include must be a list, got {short(include)}", "include")
-    if "message.output_text.logprobs" in include:
-        raise ApiError(400, "log-probs of responses are not supported; /v1/chat/completions has them", "include")
     chat = {name: given[name] for name in given.keys() & (SAME | EXTENSIONS)}
-    chat |= {"messages": _messages(given), **_tools(given), **_text_format(given.get("text", {}))}
+    chat |= {"messages": conversation(given), **tool_fields(given), **format_fields(given.get("text", {}))}
+    chat |= logprob_fields(given)
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     reasoning = given.get("reasoning", {})
@@ -104,12 +104,14 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         self._num_events = 0
         self._reasoning, self._finish_reason = "", None
+        self._completion, self._num_reported = Completion(), 0  # all tokens, and those whose log-probs were sent
 
     def full(self, completions: list[Completion]) -> dict[str, Any]:
         """Returns the whole response."""
         turn = self._exchange.turn(0, completions[0])
         status = _status(turn.finish_reason)
-        output = [_item(kind, value, _item_id(kind), status) for kind, value in parts_of(turn)]
+        logprobs = self._logprobs(completions[0], turn.content, turn.reasoning)
+        output = [_item(kind, value, _item_id(kind), status, logprobs) for kind, value in parts_of(turn)]
         output = output or [_item("content", "", _item_id("content"), status)]
         return self._response(status, output, completions[0], turn.reasoning)
 
@@ -120,15 +122,16 @@ class ResponseWriter:
 
     def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
         """Returns the events of new tokens."""
-        del delta, completion
+        del completion
+        self._completion.add(delta)
         events = []
         self._reasoning += piece.reasoning
+        self._finish_reason = piece.finish_reason
         for kind, value in parts_of(piece):
             if self._open is None or self._open.kind != kind or kind == "call":
                 events += [*self._close("completed"), *self._start(kind, value)]
             events.append(self._grown(value))
         if piece.finish_reason is not None:
-            self._finish_reason = piece.finish_reason
             events += self._close(_status(piece.finish_reason))
         return events
 
@@ -166,7 +169,8 @@ class ResponseWriter:
         item.text += value
         if item.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **place, content_index=0, delta=value)
-        return self._event("response.output_text.delta", **place, content_index=0, delta=value, logprobs=[])
+        logprobs = self._new_logprobs(item.text)
+        return self._event("response.output_text.delta", **place, content_index=0, delta=value, logprobs=logprobs)
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         """Returns the end of the open item."""
@@ -179,14 +183,38 @@ class ResponseWriter:
             kind, more = "response.function_call_arguments.done", {"name": done["name"], "arguments": item.text}
             events = [self._event(kind, **place, **more)]
         else:
-            place, done = {**place, "content_index": 0}, _item(item.kind, item.text, item.id, status)
+            logprobs = self._logprobs(self._completion, item.text, self._reasoning) if item.kind == "content" else []
+            place, done = {**place, "content_index": 0}, _item(item.kind, item.text, item.id, status, logprobs)
             self._output.append(done)
             if item.kind == "reasoning":
                 events = [self._event("response.reasoning_text.done", **place, text=item.text)]
             else:
-                events = [self._event("response.output_text.done", **place, text=item.text, logprobs=[])]
-            events.append(self._event("response.content_part.done", **place, part=_part(item.kind, item.text)))
+                events = [self._event("response.output_text.done", **place, text=item.text, logprobs=logprobs)]
+            part = _part(item.kind, item.text, logprobs)
+            events.append(self._event("response.content_part.done", **place, part=part))
         return [*events, self._event("response.output_item.done", output_index=item.index, item=done)]
+
+    def _new_logprobs(self, text: str) -> list[dict[str, Any]]:
+        """Returns the log-probs of new tokens of a message, whose text until now is given."""
+        if self._exchange.request.logprobs is None:
+            return []
+        new = range(self._num_reported, len(self._completion.tokens))
+        if not self._num_reported or self._finish_reason is not None:  # not each time, since all tokens are decoded
+            own = self._positions(self._completion, text, self._reasoning)
+            new = range(max(own.start, self._num_reported), own.stop)
+        self._num_reported = max(self._num_reported, new.stop)
+        return _entries(self._exchange, self._completion, new)
+
+    def _logprobs(self, completion: Completion, text: str, reasoning: str) -> list[dict[str, Any]]:
+        """Returns the log-probs of the tokens of a message, if the request wants them."""
+        if self._exchange.request.logprobs is None:
+            return []
+        return _entries(self._exchange, completion, self._positions(completion, text, reasoning))
+
+    def _positions(self, completion: Completion, text: str, reasoning: str) -> range:
+        reader = self._exchange.reader
+        assert reader is not None, "responses are chats"
+        return tokens_of_text(reader.format.decode, completion.tokens, text, reasoning)
 
     def _response(
         self, status: str, output: list[dict[str, Any]], completion: Completion | None, reasoning: str
@@ -247,96 +275,32 @@ def _item_id(kind: str) -> str:
     return f"{ {'reasoning': 'rs', 'content': 'msg', 'call': 'fc'}[kind] }_{uuid.uuid4().hex}".replace(" ", "")
 
 
-def _item(kind: str, value: str | Call, item_id: str, status: str) -> dict[str, Any]:
-    """Returns an item of the output."""
+def _item(
+    kind: str, value: str | Call, item_id: str, status: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Returns an item of the output; the log-probs are those of a message."""
     if isinstance(value, Call):
         call = {"call_id": value.id, "name": value.name, "arguments": value.arguments}
         return {"type": "function_call", "id": item_id, **call, "status": status}
     if kind == "reasoning":
         return {"type": "reasoning", "id": item_id, "summary": [], "content": [_part(kind, value)], "status": status}
-    return {"type": "message", "id": item_id, "role": "assistant", "content": [_part(kind, value)], "status": status}
+    content = [_part(kind, value, logprobs)]
+    return {"type": "message", "id": item_id, "role": "assistant", "content": content, "status": status}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the conversation of a request as messages of a chat."""
-    items = given.get("input")
-    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
-    if not isinstance(items, list) or not items:
-        raise ApiError(400, f"input must be a text or a list of at least one item, got {short(items)}", "input")
-    instructions = given.get("instructions")
-    messages: list[dict[str, Any]] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": text_of(instructions, TEXTS, "instructions")})
-    for number, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            raise ApiError(400, f"input.{number} must be an object, got {short(item)}", "input")
-        _add_item(messages, item, f"input.{number}")
-    return messages
-
-
-def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Adds an item of the input to the messages: items of one turn are one message."""
-    kind = item.get("type", "message" if "role" in item else None)
-    if kind == "function_call_output":
-        content = text_of(item.get("output"), TEXTS, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-    elif kind == "function_call" and is_text(item.get("name")) and is_text(item.get("arguments")):
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        _open_turn(messages, True).setdefault("tool_calls", []).append(call)
-    elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        text = text_of(parts, ("reasoning_text", "summary_text"), f"{where}.content", "\n")
-        messages.append({"role": "assistant", "content": "", **({"reasoning_content": text} if text else {})})
-    elif kind == "message" and item.get("role") == "assistant":
-        _open_turn(messages, False)["content"] = text_of(item.get("content"), TEXTS, f"{where}.content")
-    elif kind == "message":
-        content = text_of(item.get("content"), TEXTS, f"{where}.content")
-        messages.append({"role": item.get("role"), "content": content})
-    else:
-        message = f"{where} must be a message, function_call, function_call_output or reasoning, got {short(item)}"
-        raise ApiError(400, message, "input", "unsupported_value")
-
-
-def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]:
-    """Returns the assistant's message that an item belongs to, which is created if no such turn has begun."""
-    last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or not (has_call or not (last["content"] or "tool_calls" in last)):
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a chat about tools."""
-    fields: dict[str, Any] = {}
-    tools = given.get("tools", [])
-    if not isinstance(tools, list):
-        raise ApiError(400, f"tools must be a list, got {short(tools)}", "tools")
-    for number, tool in enumerate(tools):
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            message = f"tools.{number} must be a function of yours, got {short(tool)}"
-            raise ApiError(400, message, "tools", "unsupported_value")
-        function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
-        fields.setdefault("tools", []).append({"type": "function", "function": function})
-    choice = given.get("tool_choice")
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return fields if choice is None else {**fields, "tool_choice": choice}
-
-
-def _text_format(text: Any) -> dict[str, Any]:
-    """Returns the field of a chat about the format of the response."""
-    if not isinstance(text, Mapping) or not isinstance(text.get("format", {}), Mapping | None):
-        raise ApiError(400, f"text must be an object with a format, got {short(text)}", "text")
-    check_known(text, ("format", "verbosity"), "text", "text")
-    form = text.get("format") or {"type": "text"}
-    if form.get("type") != "json_schema":
-        return {"response_format": dict(form)}
-    schema = {key: value for key, value in form.items() if key != "type"}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+def _entries(exchange: Exchange, completion: Completion, positions: range) -> list[dict[str, Any]]:
+    """Returns the log-probs of tokens as this protocol writes them: with bytes, though without a text they are none."""
+    some = slice(positions.start, positions.stop)
+    entries = logprob_entries(
+        exchange, Completion(completion.tokens[some], completion.policy_logps[some], [], completion.alternatives[some])
+    )
+    for entry in entries:
+        for each in (entry, *entry["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+    return entries

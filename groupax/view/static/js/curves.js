@@ -31,7 +31,8 @@ const SECTIONS = [
   ]],
   ["Episodes", [
     ["Ends of episodes", /^stop\//, "Fraction of the episodes that ended so."],
-    ["Turns", ["episodes/turns"], "Mean number of turns of an episode."],
+    ["Turns", ["episodes/turns", "episodes/turns_per_stream"], "Mean number of turns of an episode, and of each of its streams of tokens."],
+    ["Streams", ["episodes/streams"], "Mean number of streams of tokens of an episode: a program that rewrites its history, or asks in parallel, begins further ones."],
     ["Calls", ["tools/call_frequency"], "Mean number of tool calls of an episode."],
     ["Failed calls", ["tools/failure_frequency"], "Fraction of the tool calls."],
     ["Seconds per call", ["tools/seconds"]],

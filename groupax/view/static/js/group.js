@@ -112,6 +112,9 @@ export class Group {
         return [el("dt", {}, visible(name)), el("dd", {}, el("span", {}, shown(value)), bar)];
       })),
       body,
+      row.streams.map((stream, index) => el("details", { class: "stream" },
+        el("summary", {}, `Stream ${index + 2}: ${plural(stream.num_turns, "turn")}, ${plural(stream.num_tokens, "further token")}`),
+        new Chat(stream.parts).root)),
       extra.length > 0 && el("details", { class: "extra" }, el("summary", {}, plural(extra.length, "further column")),
         el("dl", {}, extra.map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))]))),
     );

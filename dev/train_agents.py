@@ -1,7 +1,7 @@
 """Trains agents of published packages for five steps each, and checks their traces by OpenEnv's own rules.
 
     pip install openai-agents langgraph langchain-openai smolagents inspect-ai anthropic openenv
-    python dev/agents.py [NAME ...]
+    python dev/train_agents.py [NAME ...]
 
 The model has random weights, and whole calls and blocks of code as tokens, so that it uses tools now and then. The last
 agent runs in another process, as on another machine: it is asked over HTTP, and asks the model at its public address.
