@@ -1,6 +1,6 @@
 """Tokens per second of several adapters in one batch, of an engine for each in turn, and of the base alone.
 
-python benchmarks/adapters.py [--adapters 8] [--rank 16] [--rows 8] [--hidden 256] [--repeats 5]
+python benchmarks/adapters.py [--adapters 8] [--rank 16] [--rows 8] [--tokens 128] [--hidden 256] [--repeats 5]
 """
 
 import argparse

@@ -133,6 +133,7 @@ def served(folder: Path, config: Mapping[str, Any], dtype: str, *options: str) -
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>")
     save_model(init_model(config, dtype=dtype), folder, tokenizer)
     command = [sys.executable, "-m", "groupax", "serve", "--model", str(folder), "--port", "0", "--api_key", KEY]
+    command.append("--no_log_requests")  # nobody reads its output
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None, "piped"
         try:

@@ -93,7 +93,8 @@ def ask(
     """Returns the token ids of a completion, and those of its prompt in the response."""
     body = {"prompt": asked.prompt, "seed": asked.number, "max_tokens": asked.max_tokens, "ignore_eos": True}
     body |= {"return_token_ids": True, "stream": streams}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
         raise ValueError(f"{response.status}: {response.read()!r}")
