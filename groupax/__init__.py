@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from groupax.models.lora import LoRAConfig as LoRAConfig
     from groupax.models.saving import save_adapter as save_adapter
     from groupax.models.saving import save_model as save_model
+    from groupax.replay.session import replay_step as replay_step
     from groupax.settings.sampling import SamplingParams as SamplingParams
     from groupax.sft import SFTResult as SFTResult
     from groupax.sft import SFTTrainer as SFTTrainer
@@ -66,6 +67,7 @@ _HOME = {
     "python_tool": "groupax.environments.python_tool",
     "read_traces": "groupax.episodes.traces",
     "recorded_rollouts": "groupax.episodes.traces",
+    "replay_step": "groupax.replay.session",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",

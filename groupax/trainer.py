@@ -22,6 +22,7 @@ from groupax.runs.log import RunLog
 from groupax.runs.progress.display import short_number
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.rollout_run import RolloutRun
+from groupax.runs.step_record import step_record
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
 from groupax.types import Metrics, Row
@@ -165,7 +166,13 @@ class GRPOTrainer(RolloutRun):
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
+        self._record(log, rows, update)
         self._stop_if_nothing_is_scored(log)
+
+    def _record(self, log: RunLog, rows: Sequence[Row], update: Update) -> None:
+        """Writes the digests of the step, by which a replay of it is compared."""
+        record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
+        self.run_folder.write_record(record.line())
 
     def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         names = [reward.name for reward in self.rewards]

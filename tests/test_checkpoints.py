@@ -19,14 +19,12 @@ from groupax.errors import DivergedError, PreemptedError, RunError
 from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.sets import ONLY_SET
 from groupax.models.lora import LoRAConfig
+from groupax.parallel.digest import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, writer
 from groupax.runs.checkpoints.files import damage, seal
-from groupax.runs.checkpoints.fingerprint import (
-    tokenizer_fingerprint,
-    weights_fingerprint,
-)
+from groupax.runs.checkpoints.fingerprint import tokenizer_fingerprint
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore
 from groupax.storage.buckets import RemoteFolder
 
@@ -409,11 +407,11 @@ def test_fingerprints_tell_apart_and_do_not_depend_on_the_mesh():
     split = Mesh(devices.reshape(1, 2, 1, 2, 1), AXES)
     hf = {**TINY, "vocab_size": 14}
     a, b = init_model(hf, mesh=one), init_model(hf, mesh=split)
-    assert weights_fingerprint(a.params) == weights_fingerprint(b.params)
+    assert weights_digest(a.params) == weights_digest(b.params)
     changed = jax.tree.map(lambda x: x, a.params)
     changed["embed"] = changed["embed"].at[3, 4].add(1e-7)
     swapped = {**a.params, "embed": a.params["embed"][::-1]}
-    prints = [weights_fingerprint(params) for params in (a.params, changed, swapped)]
+    prints = [weights_digest(params) for params in (a.params, changed, swapped)]
     assert len(set(prints)) == 3
     tokenizer = a_tokenizer(eos_token="<eos>")
     before = tokenizer_fingerprint(tokenizer)

@@ -33,6 +33,7 @@ ROOMS = [
     ["evaluation"],
     ["runs"],
     ["trainer", "sft", "planning", "view"],
+    ["replay"],
     ["__init__"],
     ["cli"],
     ["compat"],

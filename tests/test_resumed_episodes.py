@@ -117,7 +117,7 @@ def check_killed(tmp_path, num_kills, settings, seed):
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
     assert found.keys() == expected.keys()
     assert killed.results() == alone.results()
-    assert not (tmp_path / "killed" / "run" / "calls").exists()
+    assert (tmp_path / "killed" / "run" / "calls").is_dir()  # for replays
     more = sum(begun.values()) - len(begun)
     print(f"{num_kills} kills: {len(begun)} calls, {num_replayed} answered from the record, {more} made again")
 

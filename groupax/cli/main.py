@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     pass
 from groupax.cli.checkpoints import checkpoints
 from groupax.cli.generate import generate
+from groupax.cli.replay import replay
 from groupax.cli.resume import resume
 from groupax.cli.sft import sft
 from groupax.cli.train import plan_run, train
@@ -49,6 +50,7 @@ commands:
   generate   sample completions from a model
   serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
   resume     resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]
+  replay     compute a step of a run again: groupax replay RUN_DIR --step N [--with key=value] [--reward FUNCTION]
   checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
              export [STEP] --to FOLDER
   launch     start one program as several processes: groupax launch local | slurm | ray [options] -- train ...
@@ -115,6 +117,7 @@ COMMANDS = {
     "generate": generate,
     "serve": serve,
     "resume": resume,
+    "replay": replay,
     "checkpoints": checkpoints,
     "launch": launch,
     "view": view,

@@ -65,17 +65,9 @@ def start(command: Train) -> None:
     Raises:
         ValueError: a required option is missing, or a value is invalid.
     """
-    recipe = load_recipe(command.recipe) if command.recipe else None
-    model: Any = command.model or (recipe and recipe.model)
-    rewards: Any = command.reward_funcs or (recipe.reward_funcs if recipe else ())
-    agents = chosen_agents(command.tools, command.environments, recipe)
-    required = {"model": model, "dataset": command.dataset or recipe, "reward_funcs": rewards or agents.environments}
-    for name, value in required.items():
-        if not value:
-            raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
-
+    inputs = inputs_of(command)
     with progress_named(command.args.progress_bar) as progress:
-        closing = _train(command, recipe, model, list(rewards) or None, agents, progress)
+        closing = _train(command, inputs, progress)
     if command.args.progress_bar == "json":
         for text in closing:
             if isinstance(text, str):
@@ -86,17 +78,59 @@ def start(command: Train) -> None:
         show(closing)
 
 
-def _train(
-    command: Train,
-    recipe: Recipe | None,
-    model: str,
-    rewards: list[str] | None,
-    agents: Agents,
-    progress: Progress,
-) -> list[Any]:
+@dataclass(frozen=True)
+class Inputs:
+    """The parts of a command that a trainer is made of.
+
+    Attributes:
+        recipe: Known task, if any.
+        model: Folder or hub id.
+        rewards: Names of reward functions; None if environments have them.
+        agents: Tools and environments.
+    """
+
+    recipe: Recipe | None
+    model: str
+    rewards: list[str] | None
+    agents: Agents
+
+    def dataset(self, command: Train) -> Any:
+        """Returns the training prompts."""
+        return self.recipe.train_dataset(command.dataset) if self.recipe else command.dataset
+
+    def fitted(self, command: Train, dataset: Any) -> tuple[GRPOConfig, Sequence[str]]:
+        """Returns the settings, made to fit the model where a recipe does so, and notes about that."""
+        args = command.args
+        if self.recipe is None:
+            return args, ()
+        from groupax.recipes.fit import fit_config, fitting_template, max_positions_of
+
+        args, notes = fit_config(args, self.recipe, max_positions_of(self.model))
+        template, template_notes = fitting_template(self.model, args.chat_template, [dataset])
+        return replace(args, chat_template=template), (*notes, *template_notes)
+
+
+def inputs_of(command: Train) -> Inputs:
+    """Returns the parts of a command that a trainer is made of.
+
+    Raises:
+        ValueError: A required option is missing.
+    """
+    recipe = load_recipe(command.recipe) if command.recipe else None
+    model: Any = command.model or (recipe and recipe.model)
+    rewards: Any = command.reward_funcs or (recipe.reward_funcs if recipe else ())
+    agents = chosen_agents(command.tools, command.environments, recipe)
+    required = {"model": model, "dataset": command.dataset or recipe, "reward_funcs": rewards or agents.environments}
+    for name, value in required.items():
+        if not value:
+            raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
+    return Inputs(recipe, model, list(rewards) or None, agents)
+
+
+def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     """Returns what to show at the end (see `summary.show`), in the primary process."""
-    args = command.args
-    progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
+    recipe, agents = inputs.recipe, inputs.agents
+    progress(Message(f"groupax {__version__}: the run is in {command.args.output_dir}"))
     progress(PhaseStarted("loading libraries"))
     tools, environments = agents.load()
 
@@ -104,25 +138,18 @@ def _train(
     from groupax.trainer import GRPOTrainer
 
     progress(PhaseStarted("loading the data"))
-    dataset: Any = recipe.train_dataset(command.dataset) if recipe else command.dataset
-    sets: Any = None
+    dataset, sets = inputs.dataset(command), None
     if command.eval_dataset:
         sources = sources_by_name(command.eval_dataset, only=ONLY_SET)
         sets = {name: recipe.examples(source) if recipe else source for name, source in sources.items()}
     elif recipe:
         sets = recipe.eval_dataset(command.dataset)
-    if recipe:
-        from groupax.recipes.fit import fit_config, fitting_template, max_positions_of
-
-        args, notes = fit_config(args, recipe, max_positions_of(model))
-        template, template_notes = fitting_template(model, args.chat_template, [dataset])
-        args = replace(args, chat_template=template)
-        for note in (*notes, *template_notes):
-            progress(Message(note))
+    args, notes = inputs.fitted(command, dataset)
+    for note in notes:
+        progress(Message(note))
+    given = inputs.model, inputs.rewards, args, dataset, sets
     with before_training():
-        trainer = GRPOTrainer(
-            model, rewards, args, dataset, sets, progress=progress, tools=tools, environments=environments
-        )
+        trainer = GRPOTrainer(*given, progress=progress, tools=tools, environments=environments)
     trainer.run_folder.command = recorded(command)
     with trainer.holding_folder():
         return _train_and_report(trainer, agents, is_evaluated=sets is not None)

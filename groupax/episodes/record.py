@@ -185,16 +185,23 @@ class Record:
             self._path = None
 
 
-def remove_records(folder: Path, before: int) -> None:
-    """Deletes the records of rollouts that a checkpoint has made useless.
+def remove_records(folder: Path, before: int, max_bytes: int = 0) -> None:
+    """Deletes the records of rollouts that a checkpoint has made useless, except the newest ones, for replays.
 
     Args:
         folder: Folder of the files.
         before: Number of the first rollout that a resumed run samples again.
+        max_bytes: Number of bytes of useless records that are kept.
     """
+    useless: list[tuple[int, Path]] = []
     for path in folder.glob("rollout_*.jsonl"):
         number = path.name.removeprefix("rollout_").partition(".")[0]
         if number.isdigit() and int(number) < before:
+            useless.append((int(number), path))
+    num_bytes = 0
+    for _, path in sorted(useless, reverse=True):
+        num_bytes += path.stat().st_size
+        if num_bytes > max_bytes:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # there are others
         folder.rmdir()

@@ -121,7 +121,7 @@ class Collector:
                 (kept if has_signal else flat).append(group)
         num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
-        groups = _with_advantages(trained, self._advantages(trained)) + dropped
+        groups = with_advantages(trained, self._advantages(trained)) + dropped
         self._stop_if_a_reward_never_works(rounds, cursor)
         rows = [row for group in groups for row in group]
         num_new = sum(row.num_sampled_tokens for row in rows)
@@ -295,7 +295,7 @@ class Collector:
         kl = np.add.reduceat(of_rows, first_rows)
         num_tokens = sum(int(row.mask.sum()) for rows in minibatches for row in rows)
         metrics = {"kl": float(kl.sum()) / max(num_tokens, 1)}
-        return _with_advantages(groups, self._advantages(groups, self.args.beta * kl)), metrics
+        return with_advantages(groups, self._advantages(groups, self.args.beta * kl)), metrics
 
     def _with_old_logprobs(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
         """Returns the minibatches with the log-probs of the old policy, as far as updates need them.
@@ -327,7 +327,8 @@ def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[
     return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
 
 
-def _with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+def with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+    """Returns groups whose completions have these advantages, in their order."""
     values, turns = iter(advantages.values.tolist()), iter(advantages.turns or ())
 
     def with_its_own(row: Rollout) -> Rollout:

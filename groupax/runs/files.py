@@ -73,6 +73,23 @@ def replace_text(path: Path, text: str) -> None:
     partial.rename(path)
 
 
+def append_text(path: Path, text: str) -> None:
+    """Appends to a file, which is as it was if that fails.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        size, num_written = file.tell(), 0
+        try:
+            while num_written < len(data):
+                num_written += file.write(data[num_written:])
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 def upload_changes(folder: Path, remote: RemoteFolder, uploaded: dict[str, tuple[int, int]]) -> None:
     """Uploads new and changed files except checkpoints, and deletes removed rollouts.
 
@@ -86,7 +103,7 @@ def upload_changes(folder: Path, remote: RemoteFolder, uploaded: dict[str, tuple
     """
     for file in sorted(folder.rglob("*")):
         name = str(file.relative_to(folder))
-        if not file.is_file() or name.startswith(("checkpoints/", "calls/", ".")) or "/." in name:
+        if not file.is_file() or name.startswith(("checkpoints/", "states/", "calls/", ".")) or "/." in name:
             continue
         stat = file.stat()
         version = (stat.st_size, stat.st_mtime_ns)

@@ -18,6 +18,7 @@ from groupax.evaluation.items import Item, write_items
 from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.metrics.completions import json_numbers
 from groupax.runs.files import (
+    append_text,
     check_writable,
     free_name,
     has_results,
@@ -34,6 +35,7 @@ from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
+RECORD = "record.jsonl"
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
 MAX_WAITING_TABLES = 64  # in memory while they cannot be written
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -44,7 +46,8 @@ class RunFolder:
 
     Layout: `config.json`; `run.json` with the run's id and its processes; `command.json` with the command line;
     `tokenizer/`; `metrics.jsonl` with one line per logged step, written at once; `diagnostics.jsonl` with `step`,
-    `name` and `text` per line; `rollouts/step_N.parquet` with one row per completion (see `RolloutLog`);
+    `name` and `text` per line; `record.jsonl` with digests of each step (see `StepRecord`); `rollouts/step_N.parquet`
+    with one row per completion (see `RolloutLog`);
     `evaluations/step_N.SET.jsonl` with one line per item; `bad_steps/` with batches whose update was not finite;
     `checkpoints/`; `model/`, written by the trainer at the end.
 
@@ -91,6 +94,7 @@ class RunFolder:
         self._metrics = MetricsFile()
         self._lines: list[str] = []  # of metrics.jsonl, to be written
         self._diagnostics: list[dict[str, Any]] = []
+        self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
         self._identities: dict[str, str] = {}  # {"identity": digest} if it is known
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
@@ -153,6 +157,7 @@ class RunFolder:
             shutil.rmtree(self.records, ignore_errors=True)  # of another run, killed before its first step
         self.id, self._diagnostics, self._processes = secrets.token_hex(4), [], []
         self._identities = {"identity": identity} if identity else {}
+        self._record = []
         self._prepare(config, b"", step=0)
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
@@ -168,6 +173,8 @@ class RunFolder:
         self._identities = {name: about[name] for name in ("identity",) if name in about}
         lines = map(parsed_record, self._earlier("diagnostics.jsonl").splitlines())
         self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
+        record = self._earlier(RECORD)
+        self._record = [line for line in record.splitlines() if parsed_record(line).get("step", step + 1) <= step]
         if self.remote and (tracked := self._earlier(TRACKED)):
             (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
@@ -219,6 +226,7 @@ class RunFolder:
         self._metrics.size = len(metrics)
         self._metrics.open(self.path)
         self._write_diagnostics()
+        replace_text(self.path / RECORD, "".join(line.decode() + "\n" for line in self._record))
         self._rollout_log.forget()
 
     # Writing.
@@ -252,6 +260,10 @@ class RunFolder:
         """Appends one line to `diagnostics.jsonl`."""
         self._diagnostics.append({"step": step, "name": name, "text": text})
         self._write(self._write_diagnostics)
+
+    def write_record(self, line: str) -> None:
+        """Appends one line to `record.jsonl`."""
+        self._write(lambda: append_text(self.path / RECORD, line))
 
     def write_rollouts(
         self,

@@ -131,6 +131,8 @@ def rollout_table(
             "turns": column(pa.string(), lambda row: turns_as_json(row.turns)),
             "messages": column(pa.string(), lambda row: messages_as_json(row.messages)),
         }
+    if any(row.environment_reward is not None for row in rollouts):
+        columns["environment_reward"] = column(pa.float64(), lambda row: row.environment_reward)
     if any(row.branches for row in rollouts):
         columns["branches"] = column(pa.string(), lambda row: branches_as_json(row.branches))
     if any(row.turn_advantages is not None for row in rollouts):

@@ -54,3 +54,6 @@ class RolloutLogSettings:
     rollout_log_gb: float | None = ranged(20.0, 1e9, resume="free")
     """Size limit of rollouts/ in GB. Beyond it steps are removed such that the others are evenly spaced, but never the
     first, the newest and the best one. None for no limit."""
+    replay_state_gb: float = ranged(1.0, 1e9, resume="free")
+    """Size limit of states/ in GB: states of the run between its checkpoints, from which groupax replay starts. Models
+    whose state exceeds a third of it have none; 0 keeps none."""

@@ -1,7 +1,7 @@
 """Several adapters of one base, each with a learner of its own."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from groupax.models.adapter_stack import Changes, stack_adapters
 from groupax.models.checkpoint import Model
 from groupax.models.execution import Execution
 from groupax.models.specs import Params
+from groupax.parallel.digest import weights_digest
 from groupax.training.learner import Learner, LearnerSettings, Update
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
@@ -117,6 +118,11 @@ class AdapterLearners:
         applied = all(update.applied for update in updates.values())
         metrics = _merged({name: update.metrics for name, update in updates.items()})
         return Update(metrics, applied, [logp for logp, _ in pairs], [entropy for _, entropy in pairs], distributions)
+
+    def digest(self) -> str:
+        """Returns a digest of the trained weights of all adapters, which does not depend on their sharding."""
+        with self.device_lock or nullcontext():
+            return weights_digest(self.state.params)
 
     def snapshot(self) -> Params:
         """Returns the trained weights of all adapters in compute dtype as they are now."""

@@ -23,6 +23,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.metrics import MetricSums
+from groupax.parallel.digest import weights_digest
 from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
@@ -312,6 +313,11 @@ class Learner:
         with self._exclusive():
             norms, ratios = to_host(norms_and_update_ratios(before, self.state.params))
         return {"weights/norms": norms, "weights/update_ratios": ratios}
+
+    def digest(self) -> str:
+        """Returns a digest of the trained weights, which does not depend on their sharding."""
+        with self._exclusive():
+            return weights_digest(self.state.params)
 
     def snapshot(self) -> Params:
         """Returns the trained weights in compute dtype as they are now; updates do not change them."""

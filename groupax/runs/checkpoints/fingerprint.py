@@ -8,19 +8,15 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
 from groupax.models.checkpoint import Model
-from groupax.parallel.transfer import to_host
+from groupax.parallel.digest import weights_digest
 
 # How each setting may change when a run is resumed (see `settings.fields.Resume`).
 _RESUME = {
@@ -28,7 +24,6 @@ _RESUME = {
     for settings in (SFTConfig, GRPOConfig)
     for field in fields(settings)
 }
-SUB_BYTE = ("bool", "int2", "uint2", "int4", "uint4")
 LIBRARIES = ("groupax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
 Identity = Mapping[str, Any]
@@ -55,7 +50,7 @@ def identity_of(
     return _plain(
         {
             "model": asdict(model.config),
-            "weights": weights_fingerprint(model.params),
+            "weights": weights_digest(model.params),
             "adapter": model.adapter and asdict(model.adapter.config),
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "train_dataset": {"prompts": len(prompts), "sha256": _sha256(ids.tobytes() for ids in prompts)},
@@ -120,38 +115,12 @@ def digest(identity: Identity) -> str:
     return _sha256([json.dumps(_flat(identity), sort_keys=True).encode()])
 
 
-def weights_fingerprint(params: Any) -> str:
-    """Returns a digest of all weights and their names, independent of their sharding."""
-    named = jax.tree_util.tree_leaves_with_path(params)
-    sums = [_digest(jnp.asarray(leaf)) for _, leaf in named]
-    lines = [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(part) for part in to_host(digest)]}"
-        for (path, leaf), digest in zip(named, sums, strict=True)
-    ]
-    return _sha256(line.encode() for line in lines)
-
-
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Returns a digest of a tokenizer's vocabulary, special tokens and chat template."""
     vocabulary = sorted((token, index) for token, index in tokenizer.get_vocab().items())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else ""
     return _sha256(str(part).encode() for part in (vocabulary, rules, tokenizer.eos_token_id, tokenizer.chat_template))
-
-
-@partial(jax.jit)
-def _digest(x: jax.Array) -> jax.Array:
-    """Returns two sums modulo 2^32 of a weight's bits, the second mixed with positions; exact in any order."""
-    if x.dtype.name in SUB_BYTE:
-        x = x.astype(jnp.int32)
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    bits = lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-    position = jnp.zeros(x.shape, jnp.uint32)
-    for axis in range(x.ndim):
-        position = position * jnp.uint32(x.shape[axis]) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    mixed = (bits ^ (position * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
-    mixed = mixed ^ (mixed >> jnp.uint32(15))
-    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)])
 
 
 def _processor() -> str:

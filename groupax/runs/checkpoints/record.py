@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -112,9 +113,7 @@ def start_writing(
 
     All processes must call this; the primary one can write.
     """
-    trees = _trees(learner, with_optimizer)
-    if policies:
-        trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
+    trees = trees_of(learner, with_optimizer, policies)
     if num_processes() > 1:
         trees = to_host_on_primary(trees)
 
@@ -137,8 +136,8 @@ def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, An
         ValueError: The folder has other arrays.
     """
     _restore_progress(learner, state)
-    like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
-    for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
+    like = {name: arrays.abstract(tree) for name, tree in trees_of(learner, with_optimizer=True).items()}
+    for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)):
         leaf.delete()
     params = arrays.read(folder / PARAMS, like[PARAMS])
     if has_optimizer(folder):
@@ -302,12 +301,17 @@ def with_scores(
     return [[replace(row, **next(each)) for row in minibatch] for minibatch in minibatches]
 
 
-def _trees(learner: PolicyLearner, with_optimizer: bool) -> dict[str, Any]:
+def trees_of(
+    learner: PolicyLearner, with_optimizer: bool, policies: Mapping[int, Policy] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Returns the arrays of a learner and of earlier policies by the names of their folders."""
     trees: dict[str, Any] = {PARAMS: learner.state.params}
     if with_optimizer:
         trees[OPTIMIZER] = learner.state.opt_state
     if learner.settings.sync_ref_model:
         trees[REFERENCE] = learner.reference
+    if policies:
+        trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
     return trees
 
 

@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from groupax.config import RunConfig
+from groupax.config import GRPOConfig, RunConfig
 from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
 from groupax.events import Emit, Message
@@ -25,15 +26,18 @@ from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_cont
 from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
+from groupax.runs.checkpoints.states import StateKeeper
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
+from groupax.settings.reporting import RolloutLogSettings
 from groupax.storage.buckets import is_remote
 from groupax.training.adapters import PolicyLearner
 
+RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts
 PATIENCE_S = 1800.0  # that the end of a run waits for disk space
 RETRY_END_S = 5.0  # between two attempts
 REPAIR_S = 60.0  # until it gives up a folder that cannot be written to although its disk has room
@@ -74,6 +78,8 @@ class RunSaver:
         self.store_in, self.more = store_in, more
         self.store: Store = RemoteStore(folder.remote, self.scratch) if folder.remote else store_in(folder.path)
         self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
+        budget = int(args.part(RolloutLogSettings).replay_state_gb * 1e9) if isinstance(args, GRPOConfig) else 0
+        self.states = StateKeeper(folder.path, learner, budget, self.store)
 
     def begin(self) -> Saved | None:
         """Restores the learner from the checkpoint that `resume` names, and prepares the run folder.
@@ -91,6 +97,7 @@ class RunSaver:
         config, identity = self.args.to_dict(), digest(self.identity)
         if saved is None:
             self.folder.start(config, identity, afresh=self.args.resume != "auto")
+            self.states.begin(0)
             return None
         self._report(saved)
         restore_learner(self.learner, saved.folder, saved.state["learner"])
@@ -107,12 +114,16 @@ class RunSaver:
             if step > saved.step:
                 self.log.emit(Message(f"{self.store.where(step)} is now {self.store.set_aside(step)}"))
         self.writer.last_step = saved.step
+        self.states.begin(saved.step)
         return saved
 
     def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
         """Starts to write a checkpoint if one is due."""
         self.writer.look()
-        self.save_if(self.writer.due(cursor.step) or self._is_candidate_for_best(cursor), cursor, experience)
+        is_due = self.writer.due(cursor.step) or self._is_candidate_for_best(cursor)
+        if not is_due:
+            self.states.keep_if_due(cursor, experience, self.policies, partial(self._state, cursor, experience))
+        self.save_if(is_due, cursor, experience)
 
     def save_if(self, due: bool, cursor: Cursor, experience: Experience | None) -> None:
         """Starts to write a checkpoint if the primary process says that one is due."""
@@ -129,13 +140,7 @@ class RunSaver:
         self.folder.flush()
         self._follow_folder()
         self._report_unknown_metric(cursor.step)
-        state = {
-            **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
-            "log": self.log.state(),
-            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
-            "metrics_bytes": self.folder.num_metrics_bytes,
-            "origin": self.origin,
-        }
+        state = self._state(cursor, experience, policies)
 
         def begin_with_metrics(folder: Path) -> Callable[[], None]:
             self.folder.settle()
@@ -148,8 +153,20 @@ class RunSaver:
                 write_rollout(experience, folder)
 
         text = json.dumps(state)  # before the log changes
-        published = partial(remove_records, self.folder.records, cursor.num_rollouts)
+        published = partial(remove_records, self.folder.records, cursor.num_rollouts, RECORD_BYTES)
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
+
+    def _state(
+        self, cursor: Cursor, experience: Experience | None, policies: Mapping[int, Policy]
+    ) -> Mapping[str, Any]:
+        """Returns the content of `state.json`."""
+        return {
+            **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
+            "log": self.log.state(),
+            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
+            "metrics_bytes": self.folder.num_metrics_bytes,
+            "origin": self.origin,
+        }
 
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
         """Writes a checkpoint of the current state, and returns whether there is one."""
@@ -206,6 +223,7 @@ class RunSaver:
         Raises:
             RunError: The last checkpoint could not be written.
         """
+        self.states.end()
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait(cursor, experience):
             raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")

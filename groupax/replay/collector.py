@@ -1,0 +1,106 @@
+"""The rollouts of a replay: recorded ones until a step, and from there on as much again as is asked for."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from groupax.models.specs import Params
+from groupax.replay.recorded import RecordedRun
+from groupax.rewards.scoring import score_groups
+from groupax.rollouts.collector import Collector, with_advantages
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor, Experience, Group
+from groupax.runs.step_record import Stage
+
+
+class ReplayCollector(Collector):
+    """A collector that takes rollouts from a record.
+
+    Args:
+        collector: The collector of the run, whose parts it takes.
+        run: The recorded run.
+        target: Number of the rollout that is computed again.
+        stage: First stage of that rollout to compute again; what comes before it is recorded.
+
+    Attributes:
+        policies: Policies that sample rollouts, by the number of the rollout, where these are not the learner's.
+        sampled: Numbers of the rollouts that were sampled.
+    """
+
+    def __init__(self, collector: Collector, run: RecordedRun, target: int, stage: Stage) -> None:
+        super().__init__(**vars(collector))
+        self.run, self.target, self.stage = run, target, stage
+        self.policies: dict[int, Policy] = {}
+        self.sampled: list[int] = []
+
+    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+        """Returns the recorded rollout, or the same one computed again, ready for updates."""
+        number = cursor.num_rollouts
+        groups = None if self.samples(number) else self._recorded(cursor)
+        experience = self._sampled(cursor) if groups is None else self._experience(groups, cursor)
+        return self.scored(experience, cursor, num_wanted)
+
+    def samples(self, number: int) -> bool:
+        """Returns whether a rollout is sampled again although it may be recorded."""
+        return number == self.target and self.stage in ("data", "rollout")
+
+    def needs_policy(self, number: int) -> bool:
+        """Returns whether a rollout is sampled, as asked for or because it was not kept."""
+        return self.samples(number) or not self.run.keeps(self._steps(number))
+
+    def policy_version(self, number: int) -> int:
+        """Returns the number of optimizer steps that the policy of a rollout has seen."""
+        return max(0, number * self.schedule.updates_per_rollout - self.args.max_staleness)
+
+    def _steps(self, number: int) -> range:
+        size = self.schedule.updates_per_rollout
+        return range(number * size + 1, (number + 1) * size + 1)
+
+    def _sampled(self, cursor: Cursor) -> Experience:
+        number = cursor.num_rollouts
+        self.sampled.append(number)
+        self._copy_calls(number)
+        policy = self.policies.pop(number, None)
+        version = self.policy_version(number) if self.args.max_staleness else cursor.step
+        self.engine.params = self._weights(policy)
+        experience = self.sample(self.engine, cursor, version if policy is None else policy.version)
+        self.engine.params = self.learner.policy
+        self.engine.release()
+        return experience
+
+    def _weights(self, policy: Policy | None) -> Params:
+        return self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
+
+    def _copy_calls(self, number: int) -> None:
+        """Copies what tools answered into the folder of the replay, where it is looked up."""
+        folder, files = self.records(), self.run.calls(number)
+        if folder is not None and files:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in files:
+                shutil.copy(path, folder)
+
+    def _recorded(self, cursor: Cursor) -> list[Group] | None:
+        def examples(count: int) -> Sequence[Mapping]:
+            return [self.prompts.examples[index] for index in self.visited(cursor.num_prompts, count)]
+
+        return self.run.groups(self._steps(cursor.num_rollouts), examples)
+
+    def _experience(self, groups: list[Group], cursor: Cursor) -> Experience:
+        """Returns recorded groups as a rollout, with rewards and advantages again where this is asked for."""
+        errors: Mapping[str, str] = {}
+        num_trained, stage = self.schedule.prompts_per_rollout, self.stage
+        is_target = cursor.num_rollouts == self.target
+        if is_target and stage == "reward":
+            self.runner.state = self.trainer_state(cursor)
+            scored = score_groups([[replace(row, rewards={}) for row in group] for group in groups], self.runner)
+            groups, errors = scored.groups, scored.errors
+        if is_target and stage in ("reward", "advantage"):
+            trained = groups[:num_trained]
+            groups = with_advantages(trained, self._advantages(trained)) + groups[num_trained:]
+        rows = [row for group in groups for row in group]
+        num_tokens = sum(row.num_sampled_tokens for row in rows)
+        num_tokens += sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
+        times = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
+        metrics = self._rollout_metrics(groups) | times
+        metrics["epoch"] = (cursor.num_prompts + len(groups)) / len(self.prompts)
+        return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)

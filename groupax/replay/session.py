@@ -1,0 +1,173 @@
+"""A step of a recorded run, computed again: by the same settings, or under changes."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from groupax.config import GRPOConfig
+from groupax.replay.compare import Columns, StageResult, compare_step
+from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.trainer import QUIET, ReplayTrainer, Target, first_of_rollout, replay_settings
+from groupax.runs.step_record import STAGES, Stage, StepRecord
+from groupax.settings.compute import UpdateSettings
+from groupax.settings.objective import (
+    AdvantageSettings,
+    EntropySettings,
+    MaskSettings,
+    ObjectiveSettings,
+    ReferenceSettings,
+)
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.sampling import SamplingParams
+
+# Makes a trainer for a target, with these settings.
+Make = Callable[[Target, GRPOConfig], ReplayTrainer]
+OF_UPDATES = (
+    *(ObjectiveSettings, EntropySettings, MaskSettings, ReferenceSettings, UpdateSettings),
+    *(LearningRateSettings, OptimizerSettings),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that was computed again.
+
+    Attributes:
+        step: Its number.
+        first_step: Step after which the replay started.
+        record: Its digests.
+        columns: Its completions, as in the rollout log.
+        metrics: Its metrics.
+        stages: Comparison with the run's.
+        parted_at: First earlier step whose weights were not the run's; None if they all were.
+        sampled: Earlier rollouts that were sampled again because they were not kept, by number.
+    """
+
+    step: int
+    first_step: int
+    record: StepRecord
+    columns: Columns
+    metrics: Mapping[str, Any]
+    stages: tuple[StageResult, ...]
+    parted_at: int | None
+    sampled: tuple[int, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """True if every stage has the bits of the run."""
+        return self.parted_at is None and all(stage.is_equal for stage in self.stages)
+
+
+def replay_target(target: Target, make: Make, args: GRPOConfig) -> Outcome:
+    """Computes a step again and compares it with its record.
+
+    Args:
+        target: The step.
+        make: Makes the trainer of the run.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: The step was not recorded, or the run is another one.
+    """
+    target.check()
+    with replay_settings(target, args) as settings:
+        trainer = make(target, settings)
+        trainer.train()
+        return outcome_of(target, trainer)
+
+
+def replay_step(
+    run: str | Path, step: int, *arguments: Any, args: GRPOConfig | None = None, stage: Stage = "data", **named: Any
+) -> Outcome:
+    """Computes a step of a run again that was started from Python, and compares it with its record.
+
+    Args:
+        run: The run folder, which is not changed.
+        step: The optimizer step.
+        arguments: Model and reward functions, as the run's `GRPOTrainer` had them.
+        args: Settings of the run; None takes those in its folder.
+        stage: First stage to compute again; those before it are taken from the record.
+        named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
+
+    Raises:
+        ValueError: The step was not recorded, or the run is another one.
+
+    Example:
+        >>> outcome = replay_step("runs/one", 812, model, reward, train_dataset=prompts)  # doctest: +SKIP
+        >>> outcome.is_equal  # doctest: +SKIP
+    """
+    recorded = recorded_run(run)
+    settings = GRPOConfig.from_mapping(recorded.config) if args is None else args
+    return replay_target(
+        Target(recorded, step, stage),
+        lambda target, args: ReplayTrainer(target, *arguments, args=args, **named),
+        settings,
+    )
+
+
+def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
+    """Returns what a trainer has computed of its target."""
+    now = RecordedRun(trainer.run_folder.path)
+    step, then = target.step, target.run.records
+    before = first_of_rollout(step, trainer.args)
+    columns = now.table(step) or {}
+    stages = compare_step(then[step], now.records[step], target.run.table(step), columns)
+    parted = (s for s in sorted(now.records) if s <= before and s in then and now.records[s].update != then[s].update)
+    return Outcome(
+        step,
+        trainer.first_step,
+        now.records[step],
+        columns,
+        now.metrics[-1],
+        tuple(stages),
+        next(parted, None),
+        tuple(number for number in trainer.collector.sampled if number != trainer.collector.target),
+    )
+
+
+def stage_of(changed: str) -> Stage:
+    """Returns the first stage that a setting changes."""
+    if changed in {each.name for each in fields(SamplingParams)}:
+        return "rollout"
+    if any(changed in {each.name for each in fields(part)} for part in OF_UPDATES):
+        return "loss"
+    if changed == "reward_weights" or changed in {each.name for each in fields(AdvantageSettings)}:
+        return "advantage"
+    return "rollout"
+
+
+def replay_changed(
+    target: Target, make: Make, make_changed: Make, args: GRPOConfig, changes: Mapping[str, Any], other_weights: bool
+) -> Outcome:
+    """Computes a step again under changes, from the state that the run had before it.
+
+    Args:
+        target: The step, with the first stage that the changes reach if they are more than settings.
+        make: Makes the trainer of the run.
+        make_changed: Makes the trainer with other rewards or weights.
+        args: Settings of the run.
+        changes: Settings that differ.
+        other_weights: Whether the weights are others, whose optimizer then starts afresh.
+
+    Raises:
+        ValueError: The step was not recorded, or a changed setting cannot be used.
+    """
+    target.check()
+    stage = min([target.stage, *map(stage_of, changes)], key=STAGES.index)
+    start = target.step - 1 if stage == "loss" else first_of_rollout(target.step, args)
+    changed = replace(target, stage=stage, is_changed=True, starts_at=start if other_weights else 0)
+    with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
+        settings = replace(args, **{**QUIET, **changes}, output_dir=str(Path(folder) / "changed"), resume="never")
+        if start and not other_weights:
+            before = Target(target.run, start, "update", saves=True)
+            with replay_settings(before, args) as own:
+                trainer = make(before, replace(own, output_dir=str(Path(folder) / "before")))
+                trainer.train()
+            changed = replace(changed, identity=trainer.identity)
+            del trainer
+            settings = replace(settings, resume=str(Path(folder) / "before"))
+        trainer = make_changed(changed, settings)
+        trainer.train()
+        return outcome_of(changed, trainer)

@@ -1,0 +1,101 @@
+"""Texts about replayed steps. Imports no jax."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from groupax.replay.compare import Columns
+from groupax.replay.session import Outcome
+from groupax.runs.step_record import Stage
+
+SHOWN_TOKENS = 10
+METRICS = ("reward", "loss", "grad_norm", "kl", "entropy", "learning_rate", "completions/mean_length")
+
+
+def comparison(outcome: Outcome) -> Iterator[str]:
+    """Yields the lines of a replay: every stage with its first difference."""
+    yield f"step {outcome.step}, after {outcome.step - 1 - outcome.first_step} updates on recorded rollouts:"
+    if outcome.sampled:
+        yield f"  rollouts {', '.join(map(str, outcome.sampled))} were not kept and have been sampled again"
+    if outcome.parted_at is not None:
+        yield f"  the weights already differ after step {outcome.parted_at}"
+    for stage in outcome.stages:
+        yield f"  {stage.stage:10} {'equal' if stage.is_equal else f'DIFFERS: {stage.text}'}"
+
+
+def changes(outcome: Outcome, then: Columns | None, metrics: Mapping[str, Any], stage: Stage) -> Iterator[str]:
+    """Yields the lines of a step under changes: what differs by metric, group and token.
+
+    Args:
+        outcome: The step under changes.
+        then: The recorded completions; None if they were not kept.
+        metrics: Metrics of the run's step; empty where they were not logged.
+        stage: First stage that was computed again.
+    """
+    yield f"step {outcome.step} under changes, from its {stage} on"
+    yield f"  {'':26}{'run':>14}{'changed':>14}"
+    for name in METRICS:
+        if name in metrics or name in outcome.metrics:
+            yield f"  {name:26}{_number(metrics.get(name)):>14}{_number(outcome.metrics.get(name)):>14}"
+    if then is None:
+        yield "  its completions were not kept, so that groups and tokens cannot be compared"
+        return
+    yield ""
+    yield "  group  prompt  rows with other tokens    mean reward (run, changed)   largest change of an advantage"
+    yield from _groups(then, outcome.columns)
+    yield ""
+    yield from _tokens(then, outcome.columns)
+
+
+def _groups(then: Columns, now: Columns) -> Iterator[str]:
+    rows_now = _by_place(now)
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(then["prompt_index"]):
+        groups.setdefault(prompt, []).append(row)
+    for number, (prompt, rows) in enumerate(groups.items()):
+        pairs = [(row, rows_now[place]) for row in rows if (place := _place(then, row)) in rows_now]
+        others = sum(then["completion_ids"][a] != now["completion_ids"][b] for a, b in pairs)
+        rewards = [_mean_reward(then, [a for a, _ in pairs]), _mean_reward(now, [b for _, b in pairs])]
+        moved = max((abs(now["advantage"][b] - then["advantage"][a]) for a, b in pairs), default=0.0)
+        counts = f"{others} of {len(pairs)}"
+        yield f"  {number:5}  {prompt:6}  {counts:>22}    {rewards[0]:>12.4g} {rewards[1]:>12.4g}   {moved:>12.4g}"
+
+
+def _tokens(then: Columns, now: Columns) -> Iterator[str]:
+    """Yields the tokens of rows with the same tokens whose log-prob under the policy changes most."""
+    rows_now, found = _by_place(now), []
+    for a in range(len(then["prompt_index"])):
+        b = rows_now.get(_place(then, a))
+        if b is None or then["completion_ids"][a] != now["completion_ids"][b]:
+            continue
+        old, new = then["trainer_logps"][a], now["trainer_logps"][b]
+        if old is None or new is None:
+            continue
+        change = np.subtract(new, old)
+        found += [(abs(float(x)), a, at, old[at], new[at]) for at, x in enumerate(change) if x]
+    if not found:
+        yield "  no log-prob of a token that is the same in both differs"
+        return
+    yield f"  tokens whose log-prob changes most, of {len(found)}:"
+    yield "    row  token  id        run      changed"
+    for _, row, at, old, new in sorted(found, key=lambda each: -each[0])[:SHOWN_TOKENS]:
+        yield f"  {row:5} {at:6}  {then['completion_ids'][row][at]:<6} {old:>10.5g} {new:>12.5g}"
+
+
+def _by_place(columns: Columns) -> dict[tuple[int, int], int]:
+    return {_place(columns, row): row for row in range(len(columns["prompt_index"]))}
+
+
+def _place(columns: Columns, row: int) -> tuple[int, int]:
+    return columns["prompt_index"][row], columns["sample_index"][row]
+
+
+def _mean_reward(columns: Columns, rows: Sequence[int]) -> float:
+    names = [name for name in columns if name.startswith("rewards/")]
+    values = [columns[name][row] for name in names for row in rows if columns[name][row] is not None]
+    return float(np.sum(values)) / max(len(rows), 1)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

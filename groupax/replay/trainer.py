@@ -1,0 +1,208 @@
+"""A trainer that repeats steps of a recorded run in a folder of its own, by the methods that the run went through."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from groupax.config import GRPOConfig
+from groupax.events import Message, StepStarted
+from groupax.parallel.preemption import PreemptionHandler
+from groupax.replay.collector import ReplayCollector
+from groupax.replay.recorded import RecordedRun
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor
+from groupax.runs.checkpoints.choose import Saved
+from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
+from groupax.runs.checkpoints.record import read_policies
+from groupax.runs.checkpoints.saver import RunSaver
+from groupax.runs.diagnostics import Diagnose
+from groupax.runs.log import RunLog
+from groupax.runs.step_record import Stage, StepRecord
+from groupax.trainer import GRPOTrainer
+from groupax.training.adapters import AdapterLearners
+
+# Settings of what a replay neither does nor shows.
+QUIET: dict[str, Any] = {
+    "eval_steps": 0,
+    "report_to": (),
+    "save_steps": 0,
+    "save_interval_minutes": 0.0,
+    "do_last_save": False,
+    "metric_for_best_model": None,
+    "profile": 0,
+    "logging_steps": 1,
+    "log_completions": True,
+    "log_completions_steps": 1,
+    "rollout_log_gb": None,
+    "replay_state_gb": 0.0,
+    "rollout_servers": (),
+    "rollout_folder": None,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A step to replay.
+
+    Attributes:
+        run: The recorded run.
+        step: The step to repeat.
+        stage: First stage of it that is computed again; those before it are taken from the record.
+        is_changed: Whether it is repeated under changes, so that it need not be the same run.
+        starts_at: Step after which it starts without a checkpoint, as with other weights; 0 for the run's own start.
+        identity: Identity of the run whose state it starts from, if its settings differ from that.
+        saves: Whether the state after the step is saved.
+    """
+
+    run: RecordedRun
+    step: int
+    stage: Stage = "data"
+    is_changed: bool = False
+    starts_at: int = 0
+    identity: Identity | None = None
+    saves: bool = False
+
+    @property
+    def record(self) -> StepRecord:
+        """The digests of the step."""
+        return self.run.records[self.step]
+
+    def check(self) -> None:
+        """Checks that the step was recorded.
+
+        Raises:
+            ValueError: It was not.
+        """
+        steps = self.run.records
+        if self.step not in steps:
+            raise ValueError(
+                f"step {self.step} is not in the record of {self.run.folder}, which has the steps {min(steps)} to "
+                f"{max(steps)}"
+            )
+
+
+def first_of_rollout(step: int, args: GRPOConfig) -> int:
+    """Returns the number of steps before the rollout that a step trains on."""
+    updates = args.updates_per_rollout * args.num_iterations
+    return (step - 1) // updates * updates
+
+
+@contextmanager
+def replay_settings(target: Target, args: GRPOConfig) -> Iterator[GRPOConfig]:
+    """Gives the settings of a run that repeats a step in a temporary folder, which is deleted at the end."""
+    saved = target.run.checkpoint(first_of_rollout(target.step, args))
+    with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
+        settings = replace(args, **QUIET, output_dir=str(Path(folder) / "run"), resume="never")
+        if saved is not None:  # a checkpoint or a state, which has another place
+            place = Path(folder) / "before" / "checkpoints" / saved.folder.name
+            place.parent.mkdir(parents=True)
+            place.symlink_to(saved.folder.resolve())
+            settings = replace(settings, resume=str(place))
+        yield settings
+
+
+class ReplayTrainer(GRPOTrainer):
+    """A `GRPOTrainer` that trains up to a step on recorded rollouts, and repeats that one.
+
+    Args:
+        target: What to repeat.
+        arguments: Those of `GRPOTrainer`, with `replay_settings`.
+        named: Likewise.
+
+    Attributes:
+        first_step: Step after which it started.
+    """
+
+    collector: ReplayCollector
+
+    def __init__(self, target: Target, *arguments: Any, **named: Any) -> None:
+        target.check()
+        self.target, self.first_step = target, 0
+        super().__init__(*arguments, **named)
+
+    def _build_parts(self) -> None:
+        super()._build_parts()
+        self.pipeline = None  # rollouts of earlier policies are sampled when they are needed
+        number = (self.target.step - 1) // self.schedule.updates_per_rollout
+        collector = ReplayCollector(self.collector, self.target.run, number, self.target.stage)
+        collector.emit = self.emit
+        self.collector = collector
+
+    def _describe(self) -> Identity:
+        """Returns the identity that was saved, if only the data differ; says so then."""
+        own = super()._describe()
+        if self.target.identity is not None:
+            return self.target.identity
+        saved = self.target.run.checkpoint(self.target.step)
+        if saved is None or self.target.is_changed:
+            return own
+        found = differences(saved.state["identity"], own)
+        data = {name: pair for name, pair in found.items() if name.startswith("train_dataset")}
+        if data:
+            self.emit(Message(f"the dataset is not that of the run:\n{describe(data)}", warning=True))
+        return {**own, "train_dataset": saved.state["identity"]["train_dataset"]}
+
+    def _restore(self, saved: Saved, log: RunLog) -> None:
+        policies = read_policies(saved.folder, saved.state.get("policies", []), self.learner)
+        super()._restore(saved, log)
+        self.collector.policies = policies
+        self.first_step = self.cursor.step
+
+    def _begin(self, log: RunLog) -> RunSaver:
+        saver, start = super()._begin(log), self.target.starts_at
+        if start:
+            before = self.target.run.records[start]
+            self.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
+            self.first_step = start
+            for learner in self.learner.each.values() if isinstance(self.learner, AdapterLearners) else [self.learner]:
+                learner.num_updates = start
+        return saver
+
+    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
+        while self.cursor.step < self.target.step:
+            stop.check()
+            self._step(log, stop)
+        if self.target.saves:
+            saver.save_and_wait(self.cursor, self.experience)
+
+    def _step(self, log: RunLog, stop: PreemptionHandler) -> None:
+        self._keep_policy()
+        self.emit(StepStarted(self.cursor.step))
+        rows = self._next_rows(log, stop)
+        update, scores = self._update(rows)
+        self._log(log, rows, update, scores)
+
+    def _keep_policy(self) -> None:
+        """Keeps the present policy if it samples a later rollout."""
+        staleness, step = self.args.max_staleness, self.cursor.step
+        if not staleness:
+            return
+        for number in range(self.cursor.num_rollouts, self.collector.target + 1):
+            is_due = self.collector.policy_version(number) == step and number not in self.collector.policies
+            if is_due and self.collector.needs_policy(number):
+                self.collector.policies[number] = Policy(step, self.learner.snapshot())
+
+    @property
+    def identity(self) -> Identity:
+        """The identity of the run."""
+        assert self._identity is not None, "it has trained"
+        return self._identity
+
+    @property
+    def _diagnose(self) -> Diagnose:
+        """Finds nothing: the run has reported what is wrong."""
+        return lambda _: {}
+
+    def _report_setup(self, log: RunLog) -> None:
+        """Does nothing, for the same reason."""
+
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+        """Does nothing: the run has continued."""
+
+    def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
+        del saver, stop  # nothing is saved
+        log.close_sinks()
+        self.run_folder.settle()

@@ -1,0 +1,102 @@
+"""States of a run between its checkpoints, from which a replay of a step starts.
+
+They are written like checkpoints, in `states/` of the run folder, while the run continues. A state is due when the run
+has lasted a multiple of what the last one made it wait, so that they cost the run a small and known fraction of its
+time. Beyond the budget they are removed such that the others are evenly spaced.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from groupax.events import ignore
+from groupax.parallel.processes import num_processes
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints import arrays
+from groupax.runs.checkpoints.record import trees_of, write_rollout
+from groupax.runs.checkpoints.store import OWN, LocalStore, Store
+from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
+from groupax.runs.rollout_log import to_remove
+from groupax.settings.checkpoints import CheckpointSettings
+from groupax.training.adapters import PolicyLearner
+
+FOLDER = "states"
+TIMES_WAIT, LEAST_S = 300.0, 5.0  # between two states: this multiple of what one costs, and this many seconds
+BY_HAND = CheckpointSettings(save_steps=0, save_interval_minutes=0.0, save_total_limit=0)
+
+
+class StateKeeper:
+    """The states of one run.
+
+    Args:
+        folder: The run folder.
+        learner: Its learner.
+        max_bytes: Budget of `states/`; models whose state exceeds a third of it have no states.
+        checkpoints: Its checkpoints. Only runs of one process with checkpoints in their own folder have states.
+    """
+
+    def __init__(self, folder: Path, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
+        self.learner, self.max_bytes = learner, max_bytes
+        is_own = isinstance(checkpoints, LocalStore) and checkpoints.layout is OWN
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)))
+        self.is_kept = is_own and num_processes() == 1 and 3 * num_bytes <= max_bytes
+        self.store = LocalStore(folder / FOLDER)
+        self.writer = CheckpointWriter(self.store, BY_HAND, ignore, lambda: None)
+        self._due_s = time.monotonic() + LEAST_S
+
+    def begin(self, step: int) -> None:
+        """Removes the states of later steps, which the run is going to repeat."""
+        for each in self.store.steps():
+            if each > step:
+                self.store.delete(each)
+
+    def keep_if_due(
+        self,
+        cursor: Cursor,
+        experience: Experience | None,
+        policies: Callable[[Cursor], Mapping[int, Policy]],
+        state_of: Callable[[Mapping[int, Policy]], Mapping[str, Any]],
+    ) -> None:
+        """Starts to write the present state if it is due.
+
+        Args:
+            cursor: Progress of the run.
+            experience: The rollout in progress.
+            policies: Returns the earlier policies that sample the next rollouts.
+            state_of: Returns the content of `state.json` with these.
+        """
+        begun_s = time.monotonic()
+        if not self.is_kept or not cursor.step or begun_s < self._due_s or self.writer.is_writing:
+            return
+        earlier = policies(cursor)
+        trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.learner, True, earlier))
+        text = json.dumps(state_of(earlier))
+
+        def write(folder: Path) -> None:
+            for wait in [arrays.start_writing(folder / name, tree) for name, tree in trees.items()]:
+                wait()
+            if experience is not None:
+                write_rollout(experience, folder)
+
+        self.writer.save(Snapshot(cursor.step, text, lambda _: lambda: None, write, self._thin_out))
+        now_s = time.monotonic()
+        self._due_s = now_s + max(LEAST_S, TIMES_WAIT * (now_s - begun_s))
+
+    def end(self) -> None:
+        """Waits for the state that is being written."""
+        self.writer.wait()
+
+    def _thin_out(self) -> None:
+        sizes = {step: _size(self.store.local(step)) for step in self.store.steps()}
+        for step in to_remove(sizes, self.max_bytes, None):
+            self.store.delete(step)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

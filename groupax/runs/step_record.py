@@ -1,0 +1,161 @@
+"""The record of a step: digests of what each of its stages computed.
+
+data ──► rollout ──► reward ──► advantage ──► loss ──► update
+
+Each stage depends on those before it, so the first one that differs between two computations of a step says where they
+part. Data, rollouts, rewards and advantages have a digest for each group.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from groupax.rollouts.state import Cursor
+from groupax.training.learner import Update
+from groupax.types import Rollout, Row
+
+Stage = Literal["data", "rollout", "reward", "advantage", "loss", "update"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+NAME = "record.jsonl"
+GROUP_BYTES, STAGE_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step as digests of what it was made of.
+
+    Attributes:
+        step: Number of the optimizer step.
+        num_rollouts: Number of rollouts so far.
+        num_prompts: Number of prompts visited so far.
+        learning_rate: Learning rate of the update.
+        loss_value: Loss of the update; None if it is not finite.
+        grad_norm: Norm of the gradient; None if it is not finite.
+        data: Digest of the dataset's row of each group.
+        rollout: Digest of the tokens and the sampler's log-probs of each group.
+        reward: Digest of the rewards of each group.
+        advantage: Digest of the advantages of each group.
+        loss: Digest of the inputs and results of the loss.
+        update: Digest of the weights after the update.
+    """
+
+    step: int
+    num_rollouts: int
+    num_prompts: int
+    learning_rate: float
+    loss_value: float | None
+    grad_norm: float | None
+    data: tuple[str, ...]
+    rollout: tuple[str, ...]
+    reward: tuple[str, ...]
+    advantage: tuple[str, ...]
+    loss: str
+    update: str
+
+    def line(self) -> str:
+        """Returns the record as a line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def step_record(
+    cursor: Cursor, rollouts: Sequence[Rollout], rows: Sequence[Row], update: Update, weights: str
+) -> StepRecord:
+    """Returns the record of a step.
+
+    Args:
+        cursor: Progress of the run after the step.
+        rollouts: The completions that the step is about.
+        rows: Rows of the update.
+        update: The update.
+        weights: Digest of the weights after it.
+    """
+    groups = [[*group] for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.prompt_index)]
+    metrics = update.metrics
+    return StepRecord(
+        cursor.step,
+        cursor.num_rollouts,
+        cursor.num_prompts,
+        metrics.get("learning_rate", 0.0),  # there is none where no adapter has rows
+        _finite(metrics["loss"]),
+        _finite(metrics["grad_norm"]),
+        *(tuple(_digest(parts(group), GROUP_BYTES) for group in groups) for parts in _PARTS),
+        loss=_digest(_of_loss(rows, update), STAGE_BYTES),
+        update=weights[: 2 * STAGE_BYTES],
+    )
+
+
+def parsed_records(text: bytes) -> dict[int, StepRecord]:
+    """Returns the records of a file by step; lines that are damaged are left out."""
+    records = {}
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+            groups = {name: tuple(content[name]) for name in ("data", "rollout", "reward", "advantage")}
+            records[int(content["step"])] = StepRecord(**{**content, **groups})
+        except (ValueError, TypeError, KeyError):
+            continue
+    return records
+
+
+def row_digest(example: Mapping[str, Any]) -> str:
+    """Returns the digest of a row of a dataset, as the records of its groups have it."""
+    return _digest([json.dumps(dict(example), sort_keys=True, default=repr)], GROUP_BYTES)
+
+
+def _of_data(group: Sequence[Rollout]) -> list[Any]:
+    return [json.dumps(dict(group[0].example), sort_keys=True, default=repr)]
+
+
+def _of_rollout(group: Sequence[Rollout]) -> list[Any]:
+    parts: list[Any] = []
+    for rollout in group:
+        for stream in (rollout, *rollout.branches):
+            parts += [np.asarray(ids, np.int32) for ids in (stream.prompt_ids, stream.completion_ids)]
+            parts += [np.asarray(logps, np.float32) for logps in (stream.policy_logps, stream.sampler_logps)]
+            parts += [np.asarray(stream.mask, bool)]
+        parts += [rollout.finish_reason]
+    return parts
+
+
+def _of_rewards(group: Sequence[Rollout]) -> list[Any]:
+    parts: list[Any] = []
+    for rollout in group:
+        values = [np.nan if value is None else value for value in rollout.rewards.values()]
+        parts += [*rollout.rewards, np.asarray(values, np.float64)]
+        parts += [json.dumps([*turn.rewards.items()]) for turn in rollout.turns if turn.rewards]
+    return parts
+
+
+def _of_advantages(group: Sequence[Rollout]) -> list[Any]:
+    values = [(rollout.advantage, *(rollout.turn_advantages or ())) for rollout in group]
+    return [np.asarray(each, np.float32) for each in values]
+
+
+_PARTS = (_of_data, _of_rollout, _of_rewards, _of_advantages)
+
+
+def _of_loss(rows: Sequence[Row], update: Update) -> list[Any]:
+    parts: list[Any] = []
+    for row in rows:
+        given = (row.mask, row.advantages, row.old_logp, row.ref_logp, row.sampler_logp, row.policy_mask)
+        parts += ["" if value is None else value for value in given]
+    metrics = update.metrics
+    numbers = np.asarray([metrics["loss"], metrics["grad_norm"]], np.float64)
+    return [*parts, *update.logps, *update.entropies, numbers]
+
+
+def _digest(parts: Iterable[Any], num_bytes: int) -> str:
+    digest = hashlib.blake2b(digest_size=num_bytes)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,200 @@
+"""A recorded step is the same again, bit for bit; what differs is named."""
+
+import json
+import shutil
+
+import pytest
+
+from groupax import GRPOConfig, init_model, replay_step
+from groupax.cli.main import main
+from groupax.episodes.record import remove_records
+from groupax.replay.recorded import recorded_run
+from groupax.replay.session import replay_changed, stage_of
+from groupax.replay.show import changes, comparison
+from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.runs.step_record import STAGES, parsed_records
+
+from .conftest import TINY
+from .stopped_run import letters
+from .test_config_and_data import a_tokenizer
+from .test_trainer import PROMPTS, a_trainer
+
+ONE_LAYER = {**TINY, "vocab_size": 13, "num_hidden_layers": 1}
+REUSE = {
+    "num_iterations": 2,
+    "updates_per_rollout": 2,
+    "prompts_per_step": 2,
+    "filter_zero_variance": True,
+    "beta": 0.05,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 3,
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "logging_steps": 2,
+}
+STALE = {"max_staleness": 2, "rollout_correction": "token_truncate", "save_steps": 3}
+
+
+def a_run(folder, **settings):
+    trainer = a_trainer(folder, letters, **{"max_steps": 4, "replay_state_gb": 0.0, **settings})
+    trainer.train()
+    return folder / "run"
+
+
+def again(run, step, reward=letters, data=PROMPTS, **named):
+    model = init_model(ONE_LAYER, seed=0)
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    return replay_step(run, step, model, reward, train_dataset=data, processing_class=tokenizer, **named)
+
+
+def makers(*rewards, seeds=(0, 0)):
+    def maker(reward, seed):
+        def make(target, args):
+            model, tokenizer = init_model(ONE_LAYER, seed=seed), a_tokenizer(eos_token="<eos>")
+            return ReplayTrainer(target, model, reward, args, PROMPTS, None, tokenizer)
+
+        return make
+
+    return [maker(*pair) for pair in zip(rewards, seeds, strict=True)]
+
+
+def flipped(prompts, completion_ids, log_extra):
+    scores = letters(prompts, completion_ids, log_extra)
+    return [1.0 - score if index == 1 else score for index, score in enumerate(scores)]
+
+
+flipped.__name__ = "letters"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return a_run(tmp_path_factory.mktemp("replayed"))
+
+
+def test_a_step_is_the_same_again_and_the_run_is_not_touched(run):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    outcome = again(run, 3)
+    assert outcome.is_equal
+    assert outcome.first_step == 0
+    assert outcome.sampled == ()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert [line.split() for line in comparison(outcome)][1:] == [[stage, "equal"] for stage in STAGES]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "settings",
+    [REUSE, pytest.param(STALE, marks=pytest.mark.long), pytest.param({**REUSE, **STALE}, marks=pytest.mark.long)],
+    ids=["reuse", "stale", "both"],
+)
+def test_every_step_is_the_same_again(tmp_path, settings):
+    run = a_run(tmp_path, max_steps=8, **settings)
+    for step in (2, 5, 8):
+        assert again(run, step).is_equal, step
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("stage", ["reward", "advantage", "loss", "update"])
+def test_earlier_stages_are_taken_from_the_record(run, stage):
+    assert again(run, 2, stage=stage).is_equal
+
+
+def test_a_reward_that_differs_is_named(run):
+    outcome = again(run, 2, flipped, stage="reward")
+    assert not outcome.is_equal
+    by_name = {stage.stage: stage for stage in outcome.stages}
+    assert by_name["data"].is_equal
+    assert by_name["rollout"].is_equal
+    assert "letters of row 1 (prompt 0, sample 1)" in by_name["reward"].text
+    assert not by_name["update"].is_equal
+
+
+@pytest.mark.heavy
+def test_a_row_of_the_dataset_that_changed_is_named(run):
+    changed = [{**row, "gold": "x"} if row["prompt"] == "ge" else row for row in PROMPTS]
+    found = [again(run, step, data=changed).stages[0] for step in (1, 2)]
+    assert sum(len(stage.groups) for stage in found) == 1  # two steps visit every row once
+
+
+@pytest.mark.heavy
+def test_rollouts_that_were_not_kept_are_sampled_again(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "rollouts")
+    outcome = again(copy, 3)
+    assert outcome.is_equal
+    assert outcome.sampled == (0, 1)
+    assert any("rollouts 0, 1 were not kept" in line for line in comparison(outcome))
+
+
+@pytest.mark.heavy
+def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypatch):
+    from groupax.runs.checkpoints import states
+
+    monkeypatch.setattr(states, "LEAST_S", 0.0)
+    monkeypatch.setattr(states, "TIMES_WAIT", 0.0)
+    run = a_run(tmp_path, max_steps=8, replay_state_gb=1.0)
+    kept = sorted(int(path.name.removeprefix("step_")) for path in (run / "states").iterdir())
+    assert kept
+    outcome = again(run, 8)
+    assert outcome.is_equal
+    assert outcome.first_step == max(step for step in kept if step < 8)
+    small = a_run(tmp_path / "small", replay_state_gb=1e-6)
+    assert not (small / "states").exists()
+
+
+def test_a_change_is_compared_with_the_run(run):
+    own, other = makers(letters, letters)
+    settings = GRPOConfig.from_mapping(recorded_run(run).config)
+    target = Target(recorded_run(run), 2, "update")
+    outcome = replay_changed(target, own, other, settings, {"learning_rate": 1e-3}, other_weights=False)
+    assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
+    assert "learning_rate 0.01 in the run, 0.001 now" in outcome.stages[-1].text
+    run_metrics = recorded_run(run).metrics[1]
+    lines = list(changes(outcome, target.run.table(2), run_metrics, "update"))
+    assert any(line.split()[:2] == ["learning_rate", "0.01"] for line in lines)
+    assert "  no log-prob of a token that is the same in both differs" in lines
+
+
+@pytest.mark.heavy
+def test_rewards_and_weights_may_differ_too(run):
+    settings = GRPOConfig.from_mapping(recorded_run(run).config)
+    target = Target(recorded_run(run), 3, "reward")
+    outcome = replay_changed(target, *makers(letters, flipped), settings, {}, other_weights=False)
+    assert outcome.stages[1].is_equal
+    assert not outcome.stages[2].is_equal
+    target = Target(recorded_run(run), 3, "rollout")
+    outcome = replay_changed(target, *makers(letters, letters, seeds=(0, 1)), settings, {}, other_weights=True)
+    assert outcome.stages[0].is_equal
+    assert not outcome.stages[1].is_equal
+    outcome = replay_changed(target, *makers(letters, letters), settings, {"seed": 1}, other_weights=False)
+    assert not outcome.stages[1].is_equal
+
+
+def test_a_setting_changes_the_stages_from_its_own_on():
+    names = ("temperature", "learning_rate", "beta", "scale_rewards", "reward_weights", "max_turns")
+    assert [*map(stage_of, names)] == ["rollout", "loss", "loss", "advantage", "advantage", "rollout"]
+
+
+def test_a_step_that_is_not_there_is_refused(run, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"step 9 is not in the record of .*, which has the steps 1 to 4"):
+        again(run, 9)
+    with pytest.raises(ValueError, match=r"is no run folder: it has no config\.json"):
+        again(tmp_path, 1)
+    assert main(["replay", str(run), "--step", "1"]) == 2
+    assert "was started from Python; replay it there: groupax.replay_step(" in capsys.readouterr().err
+
+
+def test_records_survive_damaged_lines(run):
+    text = (run / "record.jsonl").read_bytes()
+    records = parsed_records(b"{}\n" + text + b'{"step": 9, "da')
+    assert sorted(records) == [1, 2, 3, 4]
+    assert json.loads(records[2].line())["step"] == 2
+    assert len(text) < 4 * 2000
+
+
+def test_the_newest_answers_of_tools_are_kept_for_replays(tmp_path):
+    for number in range(4):
+        (tmp_path / f"rollout_{number:06d}.0.jsonl").write_text("x" * 10)
+    remove_records(tmp_path, 3, max_bytes=20)
+    assert sorted(path.name[8:14] for path in tmp_path.iterdir()) == ["000001", "000002", "000003"]
