@@ -140,11 +140,14 @@ def inspect_ai(url: str) -> str:
         ("anthropic/agents", {}),
     ):
         seen.clear()
-        task = Task(rows, solver=[use_tools(calculating(), tool_choice="any"), generate()], scorer=includes())
+        must, may_not = (use_tools(calculating(), tool_choice=choice) for choice in ("any", "none"))
+        task = Task(rows, solver=[must, generate(tool_calls="single"), may_not, generate()], scorer=includes())
         model = get_model(name, config=GenerateConfig(max_tokens=80, temperature=0.0), **options)
         with tempfile.TemporaryDirectory() as folder:
             [log] = evaluate(task, model=model, log_dir=folder, display="none")
         results: Any = log.results
+        if log.status != "success":
+            raise SystemExit(f"{name} {options or ''}: {log.error}")
         accuracy = results.scores[0].metrics["accuracy"].value
         found.append(f"{name} {options or ''}: {log.status}, {len(seen)} calls, accuracy {accuracy}")
     return "; ".join(found)

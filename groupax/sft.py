@@ -29,7 +29,7 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.saver import RunSaver, remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
-from groupax.runs.header import model_facts, recomputation
+from groupax.runs.header import memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
@@ -303,6 +303,7 @@ class SFTTrainer(Run[SFTConfig]):
             "examples": f"{examples.num_examples:,}{packed}{held_out}",
             "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
             **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),
+            **memory_facts(self.learner),
         }
 
     def _card(self) -> str:

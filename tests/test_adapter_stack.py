@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import Engine, LoRAConfig, SamplingParams, add_adapter
+from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
 from groupax.engine.prompt_logps import score
 from groupax.models.adapted import apply_adapter
 from groupax.models.adapter_stack import changes_of, stack_adapters
@@ -72,6 +72,27 @@ def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone():
             np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5)
     texts = {name: [each.tokens for each in sequences] for name, sequences in found.items()}
     assert texts[None] != texts["one"] != texts["two"]
+
+
+@pytest.mark.heavy
+def test_rows_of_several_adapters_of_latent_attention_are_those_of_each_alone():
+    dims = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    hf = {**dims, **sizes, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    base = init_model(hf, seed=1)
+    adapters = {
+        name: trained_randomly(add_adapter(base, LoRAConfig(r=rank, target_modules=targets)), rank)
+        for name, rank, targets in (
+            ("one", 4, ["kv_b_proj", "o_proj"]),
+            ("two", 2, ["kv_a_proj_with_mqa", "kv_b_proj"]),
+        )
+    }
+    found = together(an_engine(base, adapters))
+    for name, model in {None: base, **adapters}.items():
+        alone = flat(an_engine(model).generate(PROMPTS, PARAMS))
+        assert [each.tokens for each in found[name]] == [each.tokens for each in alone]
+        for one, other in zip(found[name], alone, strict=True):
+            np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_whatever_the_other_adapters_are():

@@ -100,7 +100,13 @@ def test_each_adapter_learns_what_it_is_rewarded_for(tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("settings", [{}, {"max_staleness": 1, "rollout_correction": "token_truncate"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"max_staleness": 1, "rollout_correction": "token_truncate"}, marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_run_continues_exactly(tmp_path, settings):
     rows = [{"prompt": text, "adapter": name} for text in TEXTS[:6] for name in NAMES]
     given = {"prompts_per_step": 3, "updates_per_rollout": 2, "max_steps": 6, "beta": 1e-2, **settings}

@@ -228,3 +228,13 @@ def test_weights_of_a_compat_model_are_those_of_transformers(folder):
         weight.requires_grad = False
     with torch.no_grad(), pytest.raises(RuntimeError, match="add_ would change a copy"):
         weight.add_(1.0)
+
+
+@pytest.mark.parity
+def test_a_routers_correction_is_in_the_state_but_no_parameter():
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
+    model = hf.CausalLM(init_model({**sizes, **experts, "model_type": "glm4_moe", "num_hidden_layers": 1}))
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    assert name not in dict(model.named_parameters())
+    assert model.state_dict()[name].shape == (4,)

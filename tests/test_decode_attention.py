@@ -139,7 +139,7 @@ def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(mod
     params = SamplingParams(n=3, max_tokens=21, seed=7)
 
     def generated(attend_past):
-        monkeypatch.setattr(decode, "select_attend_past", lambda device, by_block: attend_past)
+        monkeypatch.setattr(decode, "select_attend_past", lambda device, config, by_block: attend_past)
         decode.decode_chunk.clear_cache()
         engine = Engine(model.config, model.params, model.mesh, eos_ids=(1,), chunk_steps=8)
         return [sequence for group in engine.generate(prompts, params) for sequence in group]

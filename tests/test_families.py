@@ -1,6 +1,7 @@
 """Families: agreement with `transformers`, which loads every model that we save."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +11,27 @@ from safetensors.numpy import load_file
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.models.attention import attend
-from groupax.models.config import DynamicRope, LongRope, Rope
+from groupax.models.config import DynamicRope, Experts, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
-from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts
-from groupax.models.families import FAMILIES, read_config
+from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
+from groupax.models.families import FAMILIES, NEAREST, read_config
+from groupax.models.families.text_part import text_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs
+from groupax.models.quantize import decoding_params
 from groupax.models.rope import frequencies
+from groupax.models.specs import layer_specs
+from groupax.models.tensor_files import TensorFile
+from groupax.models.text_tensors import text_tensors
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.batch import pack
 from groupax.training.optimizer import make_optimizer, make_schedule
+from groupax.training.state import cast_params
 from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
@@ -138,14 +145,60 @@ CONFIGS = {
             "attention_bias": True,
         },
     ],
+    "deepseek_v3": [
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "kv_lora_rank": 12,
+            "q_lora_rank": 20,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        }
+    ],
+    "olmo3": [
+        {
+            "sliding_window": 8,
+            "layer_types": [SLIDING, FULL],
+            "rope_parameters": {FULL: YARN | {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e3}},
+        }
+    ],
+    "exaone4": [{"sliding_window": 7, "layer_types": [SLIDING, FULL], "head_dim": 10}],
+    "seed_oss": [{"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}],
+    "ministral3": [{"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}}],
+    "glm4": [{"head_dim": 12, "num_key_value_heads": 1}],
+    "glm4_moe": [
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "routed_scaling_factor": 2.5,
+        }
+    ],
 }
+# Families with five random configurations in `test_random_families`.
+RANDOM = ("deepseek_v3", "exaone4", "glm4", "glm4_moe", "ministral3", "olmo3", "seed_oss")
 CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
 LENGTHS = (50, 37, 3)
 
 
 def test_every_family_has_cases():
     assert set(CONFIGS) == set(FAMILIES)
-    assert min(map(len, CONFIGS.values())) >= 3
+    assert min(len(changes) for family, changes in CONFIGS.items() if family not in RANDOM) >= 3
 
 
 LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
@@ -336,6 +389,94 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
     assert (float(jnp.abs(one.grads["layers"][0]["router"]).max()) > 0) == (coef != 0.0)
 
 
+def test_sigmoid_routers_choose_by_corrected_scores_within_the_best_groups():
+    """Each token's experts and weights are those of a loop over tokens in numpy."""
+    rng = np.random.default_rng(0)
+    logits, correction = rng.normal(size=(40, 6)).astype(np.float32), rng.normal(size=6).astype(np.float32)
+    settings = {"num": 6, "per_token": 3, "ffn_size": 8, "norm_topk_prob": True, "layers": (0,), "scale": 2.5}
+    groups = {"scores": "sigmoid", "has_correction": True, "num_groups": 3, "groups_per_token": 2}
+    weights, routing = route(Experts(**settings, **groups), jnp.asarray(logits), jnp.asarray(correction))
+    for token, own_weights, chosen in zip(logits, np.asarray(weights), np.asarray(routing.chosen), strict=True):
+        scores = 1 / (1 + np.exp(-token))
+        corrected = (scores + correction).reshape(3, 2)
+        corrected[np.argmin(corrected.sum(axis=1))] = -np.inf
+        best = np.argsort(-corrected.reshape(-1))[:3]
+        np.testing.assert_array_equal(chosen, best)
+        np.testing.assert_allclose(own_weights, 2.5 * scores[best] / scores[best].sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 4, "topk_group": 1}, "6 experts must be divisible into groups"),
+        ({"n_group": 2, "topk_group": 3}, "2 groups, 3 per token"),
+        ({"n_group": 3, "topk_group": 1}, "1 of 3 groups have fewer than the 3 experts per token"),
+        ({"n_group": 6, "topk_group": 4}, "groups need two experts each"),
+    ],
+)
+def test_groups_of_experts_that_cannot_be_chosen_from_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({**BASE, "model_type": "glm4_moe", **CONFIGS["glm4_moe"][0], **change})
+
+
+def test_a_routers_correction_stays_in_float32_and_is_not_trained():
+    config = read_config({**BASE, "model_type": "glm4_moe", **CONFIGS["glm4_moe"][0]})
+    spec = layer_specs(config, 1)["router_correction"]
+    assert spec.is_float32
+    assert spec.name == "model.layers.1.mlp.gate.e_score_correction_bias"
+    params = {"layers": [{"router": jnp.ones((6, 32)), "router_correction": jnp.ones(6)}]}
+    for cast in (cast_params(params, dtype=jnp.bfloat16), decoding_params(config, params, "bfloat16")):
+        assert [x.dtype for x in jax.tree.leaves(cast)] == [jnp.bfloat16, jnp.float32]
+    slope = jax.grad(lambda correction: jnp.sum(route(config.experts, jnp.ones((2, 6)), correction)[0]))
+    np.testing.assert_array_equal(slope(jnp.arange(6.0)), 0.0)
+
+
+@pytest.mark.parametrize(("model_type", "nearest"), NEAREST.items())
+def test_a_family_that_is_not_supported_is_refused_with_the_nearest(model_type, nearest):
+    assert nearest in FAMILIES
+    with pytest.raises(ValueError, match=rf"'{model_type}' is not supported \(nearest is {nearest}\); supported are"):
+        read_config({**BASE, "model_type": model_type})
+
+
+# -- text parts of models that see images
+
+
+def test_tensors_of_a_text_part_have_the_names_of_a_text_model(caplog):
+    hf = {"model_type": "gemma3", "text_config": {**BASE, "model_type": "gemma3_text"}, "eos_token_id": [2, 3]}
+    own = read_config(hf["text_config"])
+    assert read_config(hf) == own
+    text = text_config(hf)
+    assert (text["architectures"], text["eos_token_id"]) == (["Gemma3ForCausalLM"], 2)
+    names = ["language_model.model.norm.weight", "model.language_model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
+    file = TensorFile(Path("model.safetensors"))
+    images = ["vision_tower.embeddings.weight", "model.multi_modal_projector.weight"]
+    found = text_tensors(hf, 2, dict.fromkeys([*names, *images, "other"], file), Path("folder"))
+    assert list(found) == ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "other"]
+    assert found["model.norm.weight"].stored_names == {"model.norm.weight": names[0]}
+    assert "2 of its 6 tensors" in caplog.text
+
+
+def test_layers_that_predict_tokens_ahead_are_left_out():
+    names = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(4)]
+    tensors = dict.fromkeys(names, TensorFile(Path("model.safetensors")))
+    hf = {**BASE, "model_type": "glm4_moe", **CONFIGS["glm4_moe"][0], "num_nextn_predict_layers": 1}
+    assert list(text_tensors(hf, 2, tensors, Path("folder"))) == [names[0], names[1], names[3]]
+    assert text_config(hf)["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "text_config of config.json is None"),
+        ({"text_config": {"model_type": "llama"}}, "supported in a gemma3 model are gemma3_text"),
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, "causal language models only"),
+    ],
+)
+def test_models_with_images_whose_text_part_is_not_supported_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({"model_type": "gemma3", "text_config": {}, **change})
+
+
 # -- costs
 
 
@@ -389,6 +530,9 @@ def torch_model(family, change):
             size = 0.15 if weight.ndim > 1 else 0.3
             size = size / logit_scale if "embed" in name or "lm_head" in name else size
             weight.copy_(around + size * torch.randn(weight.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape))
     return model.eval()
 
 
@@ -493,3 +637,33 @@ def routed_logits(model, tokens):
     flat = jnp.asarray(tokens[0], jnp.int32)
     hidden, _, routings = forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)
     return hidden, routings
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("error:config.json keys")
+def test_a_model_that_sees_images_is_read_as_its_text_part(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {**BASE, **CONFIGS["gemma3_text"][0]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    settings = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1, "image_token_index": 95}
+    torch.manual_seed(0)
+    theirs = Gemma3ForConditionalGeneration(Gemma3Config(**settings))
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(0.2 * torch.randn(weight.shape))
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs", mesh=one_device_mesh())
+    rows = [np.random.default_rng(0).integers(3, 90, length) for length in LENGTHS]
+    expected = torch_logits(theirs, rows, length=56)
+    check_logits(our_logits(ours, rows, length=56), expected)
+    save_model(ours, tmp_path / "ours")
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert type(again).__name__ == "Gemma3ForCausalLM"
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    check_logits(torch_logits(again, rows, length=56), expected)

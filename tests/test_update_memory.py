@@ -17,11 +17,12 @@ from groupax.models.specs import model_specs
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import learner_settings
 from groupax.runs.checkpoints.record import restore_learner, start_writing, state_of
-from groupax.runs.header import run_facts
+from groupax.runs.header import memory_facts, run_facts
 from groupax.training.learner import Learner
 from groupax.training.memory import LEAST_FIRST, UpdateMemory
 
 from .conftest import TINY, one_device_mesh
+from .test_trainer import a_trainer
 
 TOKENS = 48
 QWEN3_06B = {
@@ -202,6 +203,24 @@ def test_the_choice_is_among_the_facts_of_a_run(choice, chosen, text):
     model = init_model(TINY, mesh=one_device_mesh())
     facts = run_facts(GRPOConfig(gradient_checkpointing=choice), model, PromptSet([], []), {}, [], 3, 8, chosen, {})
     assert facts.get("gradient checkpointing") == text
+
+
+def test_the_memory_that_is_always_taken_is_among_the_facts_of_a_run(tmp_path):
+    trainer = a_trainer(tmp_path)
+    state = trainer.learner.state
+    masters, policy = jax.tree.leaves(state.params), jax.tree.leaves(trainer.learner.policy)
+    copies = 1 if policy[0] is masters[0] else 2
+    expected = sum(x.nbytes for x in masters) * (2 + copies) / 1e6  # with adamw's two moments
+    assert memory_facts(trainer.learner) == {
+        "memory": f"{expected:.3g} MB on each device for weights and optimizer state"
+    }
+    assert list(trainer._facts)[-1] == "memory"
+
+
+def test_the_memory_of_an_adapter_has_the_base_once_and_no_moments_of_it(tmp_path):
+    learner = a_trainer(tmp_path, lora_r=2).learner
+    base = sum(x.nbytes for x in jax.tree.leaves(learner.frozen.params) if isinstance(x, jax.Array)) / 1e6
+    assert base <= float(memory_facts(learner)["memory"].split()[0]) < 2 * base
 
 
 @pytest.mark.parametrize(("checkpointing", "runs"), [("none", 1), ("all_dots", 1), ("dots", 2), ("full", 2)])

@@ -343,26 +343,26 @@ def test_themes_switch_and_stay(page):
     until(lambda: page.run(GROUND) == ground)
 
 
+READY = {  # of each view what is there when it shows its data
+    "overview": ".overview-facts dl",
+    "runs": "table",
+    "curves": ".chart",
+    "distributions": "canvas",
+    "time": ".phase",
+    "rollouts": ".card",
+    "prompts": "table",
+    "evaluations": "h2",
+    "settings": "table",
+    "diagnostics": ".diagnostics",
+}
+
+
 def test_everything_is_named_and_reached_with_the_keyboard(page):
     from selenium.webdriver.common.keys import Keys
 
     page.open("curves")
     until(lambda: page.all(".chart canvas"))
-    for number, (place, ready) in enumerate(
-        [
-            ("overview", ".overview-facts dl"),
-            ("runs", "table"),
-            ("curves", ".chart"),
-            ("distributions", "canvas"),
-            ("time", ".phase"),
-            ("rollouts", ".card"),
-            ("prompts", "table"),
-            ("evaluations", "h2"),
-            ("settings", "table"),
-            ("diagnostics", ".diagnostics"),
-        ],
-        1,
-    ):
+    for number, (place, ready) in enumerate(READY.items(), 1):
         page.press(str(number % 10))
         until(lambda ready=ready: page.all(f"main {ready}"))
         until(lambda place=place: page.run("return location.hash").startswith(f"#/{place}"))
@@ -372,6 +372,32 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
     until(lambda: "Shift+Enter" in page.text("dialog[open]"))
     page.press(Keys.ESCAPE)
     until(lambda: not page.all("dialog[open]"))
+
+
+AXE = """const done = arguments[0];
+const told = ({ id, nodes }) => `${id}: ${nodes.map((node) => node.html)}`;
+axe.run().then(({ violations }) => done(violations.map(told)));"""
+
+
+@pytest.mark.skipif("AXE_CORE" not in os.environ, reason="AXE_CORE is not the path of axe.min.js (npm pack axe-core)")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_axe_core_finds_no_violation(page, theme, width):
+    source = Path(os.environ["AXE_CORE"]).read_text()
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.open("prompts?run=earlier")
+    key = page.one("tbody a", lambda element: element.get_attribute("href").partition("#/")[2])
+    page.run("localStorage.setItem('groupax-theme', arguments[0])", theme)
+    try:
+        for place, ready in [*READY.items(), (key, ".columns-of-steps .card"), ("rollouts?run=earlier&step=3", ".tok")]:
+            page.open(f"{place}?run=earlier" if "?" not in place else place)
+            until(lambda ready=ready: page.all(f"main {ready}"))
+            page.run(source)
+            assert page.browser.execute_async_script(AXE) == [], place
+            assert page.run("return document.documentElement.scrollWidth <= innerWidth"), place
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_hostile_content_is_shown_as_text(page):
@@ -427,7 +453,7 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
         assert SHOWN_HOSTILE in page.text(f"{card} .by-others")
         assert "<script>alert(1)</script>" in page.text(f"{card} .arguments")
         assert "the environment ended it" in page.text(f"{card} header")
-        long = f"{card} .call:nth-of-type(2) .result"
+        long = f"{card} .call:nth-of-type(3) .result"
         length = f"return document.querySelector('{long} .text').textContent.length"
         assert page.run(length) == 400
         assert page.text(f"{long} button") == "Show all (4,200 characters)"

@@ -98,7 +98,7 @@ def decode_chunk(
         by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
-    attend_past = select_attend_past(mesh.devices.flat[0], by_block)
+    attend_past = select_attend_past(mesh.devices.flat[0], config, by_block)
 
     def local(
         params: Params, cache: Cache, slots: Slots, constraints: Constraints | None, limit: Array | None

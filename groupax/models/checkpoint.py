@@ -16,11 +16,13 @@ from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
+from groupax.models.families.text_part import text_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import shard_params
 from groupax.models.tensor_files import Tensors, find_tensors
+from groupax.models.text_tensors import text_tensors
 from groupax.models.weight_loading import check_tensors, make_weight_loader, resolve_tied_head
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.settings.adapter import BaseWeights
@@ -113,13 +115,15 @@ def load_model(
         return _load_with_base(name_or_path, folder, base, {**options, "replicated": replicated})
     if base is not None:
         raise ValueError(f"{name_or_path} is a model and not an adapter; it has no base ({base})")
-    hf_config, generation_config, config = _read_settings(folder)
+    whole_config, generation_config, config = _read_settings(folder)
+    hf_config = text_config(whole_config)
     is_nf4 = bitsandbytes_format.is_nf4(hf_config.get("quantization_config"))
     if is_nf4 and weights not in ("same", "nf4"):
         raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
     hf_config = bitsandbytes_format.without_nf4(hf_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    stored, tensors, quantized = _find_weights(config, folder, is_nf4)
+    found = text_tensors(whole_config, config.num_layers, find_tensors(folder), folder)
+    stored, tensors, quantized = _find_weights(config, found, folder, is_nf4)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
     mesh = mesh or default_mesh(4 * num_params(config))
@@ -170,9 +174,11 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 
 
-def _find_weights(config: ModelConfig, folder: Path, is_nf4: bool) -> tuple[ModelConfig, Tensors, set[str]]:
+def _find_weights(
+    config: ModelConfig, tensors: Tensors, folder: Path, is_nf4: bool
+) -> tuple[ModelConfig, Tensors, set[str]]:
     """Returns the architecture by the files' tensors, these tensors, and the names of the 4-bit weights."""
-    stored, tensors = resolve_tied_head(config, find_tensors(folder), folder)
+    stored, tensors = resolve_tied_head(config, tensors, folder)
     quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
     check_tensors(stored, tensors, folder, quantized)
     return stored, tensors, quantized

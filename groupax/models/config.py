@@ -11,6 +11,8 @@ QKNorm = Literal["none", "head", "each_head", "all_heads"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 # Norms of a block: before attention and feed-forward, after them, both, or one before the two in parallel.
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel"]
+# Scores of experts: a softmax over all of them, or the sigmoid of each one's logit.
+ExpertScores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,67 @@ class AttentionConfig:
     window: int | None = None
 
 
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries that grow with their position p, by the factor 1 + slope ln(1 + floor(p / period)).
+
+    Attributes:
+        slope: Slope of the growth; 0 for none.
+        period: Number of positions with the same factor, usually the context before it was extended.
+    """
+
+    slope: float
+    period: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values are linear functions of a latent vector per token (arXiv:2405.04434, 2.1).
+
+    Attributes:
+        query_rank: Dims of the queries' latent vectors; None if queries are computed directly.
+        rank: Dims of the latent vectors of keys and values.
+        plain_dims: Dims of each head's queries and keys without rotary embeddings.
+        rope_dims: Further dims of them with rotary embeddings, in which all heads have the same keys.
+        value_dims: Dims of each head's values.
+        norm_eps: Epsilon of the norms of latent vectors.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain_dims: int
+    rope_dims: int
+    value_dims: int
+    norm_eps: float = 1e-6
+
+    @property
+    def expanded_dims(self) -> int:
+        """Dims of a head in which its queries, keys and values all fit."""
+        return max(self.plain_dims + self.rope_dims, self.value_dims)
+
+    @property
+    def cached_dims(self) -> int:
+        """Dims of the one head of keys and values that a cache holds for all heads."""
+        return self.rank + self.rope_dims
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts instead of a feed-forward layer.
 
     Attributes:
         num: Number of experts E.
-        per_token: Number of experts per token, chosen by a router's probabilities.
+        per_token: Number of experts per token, chosen by a router's scores.
         ffn_size: Hidden size of each expert.
         norm_topk_prob: Whether the router's weights of a token are divided by their sum.
         layers: Indices of the layers with experts; the others have ordinary feed-forward layers.
         aux_loss_coef: Coefficient of the load-balancing loss that the model was trained with.
+        scores: How the router's logits become scores.
+        scale: Factor of the router's weights.
+        has_correction: Whether each expert has a bias that is added to its score for the choice only, and not trained.
+        num_groups: Number of groups of neighbouring experts.
+        groups_per_token: Number of groups that a token's experts are chosen from.
+        shared_ffn_size: Hidden size of the feed-forward layer that every token goes through besides; 0 for none.
         router_name, gate_name, up_name, down_name: Names of a layer's weights in a checkpoint; `{expert}` is an index.
     """
 
@@ -115,10 +167,32 @@ class Experts:
     norm_topk_prob: bool
     layers: tuple[int, ...]
     aux_loss_coef: float = 0.0
+    scores: ExpertScores = "softmax"
+    scale: float = 1.0
+    has_correction: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    shared_ffn_size: int = 0
     router_name: str = "mlp.gate"
     gate_name: str = "mlp.experts.{expert}.gate_proj"
     up_name: str = "mlp.experts.{expert}.up_proj"
     down_name: str = "mlp.experts.{expert}.down_proj"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.num:
+            raise ValueError(f"experts per token must be between 1 and {self.num}, got {self.per_token}")
+        if self.num % self.num_groups or not 1 <= self.groups_per_token <= self.num_groups:
+            raise ValueError(
+                f"{self.num} experts must be divisible into groups, from 1 or more of which a token chooses; "
+                f"config.json has {self.num_groups} groups, {self.groups_per_token} per token"
+            )
+        if self.num_groups > 1 and self.num < 2 * self.num_groups:
+            raise ValueError(f"groups need two experts each, got {self.num} experts in {self.num_groups} groups")
+        if self.per_token > self.groups_per_token * (self.num // self.num_groups):
+            raise ValueError(
+                f"{self.groups_per_token} of {self.num_groups} groups have fewer than the {self.per_token} experts per "
+                f"token, as there are {self.num} experts in all"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +207,14 @@ class ModelConfig:
         ropes: Rotary embeddings of each layer; None for a layer without positions.
         windows: Sliding window of each layer; None for a layer that sees all earlier positions.
         attention_scale: Factor of the products of queries and keys.
+        query_growth: Growth of the queries with their position; None for none.
+        latent: Latent attention; then a cache has one head of keys and values. None for ordinary attention.
         attention_softcap, logit_softcap: Scores and logits x become softcap tanh(x / softcap).
         embedding_scale, residual_scale, logit_scale: Factors of embeddings, of each block's output, and of logits.
         experts: Mixture of experts; None for a dense model.
-        fused_projections: Whether a checkpoint has queries, keys and values in one tensor, and gate and up in another.
+        norm_names: Names of norms in a checkpoint, by ours, where they are not those of most families.
+        fused_qkv: Whether a checkpoint has queries, keys and values in one tensor.
+        fused_gate_up: Whether a checkpoint has the two matrices of a feed-forward layer's hidden size in one tensor.
     """
 
     model_type: str
@@ -160,13 +238,17 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    query_growth: QueryGrowth | None = None
+    latent: LatentAttention | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
-    fused_projections: bool = False
+    norm_names: tuple[tuple[str, str], ...] = ()
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     num_labels: int = 0
 
     def __post_init__(self) -> None:
@@ -190,10 +272,6 @@ class ModelConfig:
             )
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"a sliding window must be at least 1, got {self.windows}")
-        if self.experts and not 1 <= self.experts.per_token <= self.experts.num:
-            raise ValueError(
-                f"experts per token must be between 1 and {self.experts.num}, got {self.experts.per_token}"
-            )
 
     def attention(self, layer: int) -> AttentionConfig:
         """Returns the attention of a layer."""
@@ -206,6 +284,13 @@ class ModelConfig:
             for i, (rope, window) in enumerate(zip(self.ropes, self.windows, strict=True))
         ]
         return kinds.index(kinds[layer])
+
+    @property
+    def update_heads(self) -> tuple[int, int]:
+        """Number of heads of keys and values, and dims of each head, where attention uses no cache."""
+        if self.latent is None:
+            return self.num_kv_heads, self.head_dim
+        return self.num_heads, self.latent.expanded_dims
 
     @property
     def hidden_scale(self) -> float:

@@ -18,11 +18,12 @@ from groupax.models.attention import attend
 from groupax.models.config import AttentionConfig, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing, mixture_of_experts
+from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
-from groupax.models.rope import Tables, apply_rope, rope_tables
+from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.scan_layers import apply_layers
-from groupax.models.specs import Params, layer_specs
+from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
@@ -99,10 +100,10 @@ def forward(
     x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
+    at = _At.positions(config, positions, x.dtype)
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, tables, attend, execution, layout, x, weights, cache, index)
+        return _layer(config, at, attend, execution, layout, x, weights, cache, index)
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
@@ -118,9 +119,28 @@ def forward(
     return ForwardOutput(hidden, caches, [routing for routing in routings if routing is not None])
 
 
+class _At(NamedTuple):
+    """The functions of M tokens' positions that all layers share.
+
+    Attributes:
+        ropes: Cosines and sines of each rotary embedding.
+        query_factors: Factors of the queries; None if all are 1.
+    """
+
+    ropes: dict[Rope, Tables]
+    query_factors: Float[Array, "M 1 1"] | None
+
+    @classmethod
+    def positions(cls, config: ModelConfig, positions: Int[Array, "M"], dtype: Any) -> "_At":
+        ropes = {rope: rope_tables(rope, config.max_positions, positions, dtype) for rope in config.ropes if rope}
+        if config.query_growth is None:
+            return cls(ropes, None)
+        return cls(ropes, query_factors(config.query_growth, positions)[:, None, None].astype(dtype))
+
+
 def _layer(
     config: ModelConfig,
-    tables: dict[Rope, Tables],
+    at: _At,
     attend: Attend,
     execution: Execution,
     layout: Layout,
@@ -132,7 +152,12 @@ def _layer(
     weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
     attn = config.attention(index)
     h = _norm(config, x, weights.get("attention_norm"))
-    attended, cache = _attention(config, index, weights, h, tables, partial(attend, attn, cache), layout)
+    bound, is_cached = partial(attend, attn, cache), cache is not None
+    if config.latent is None:
+        attended, cache = _attention(config, index, weights, h, at, bound, layout)
+    else:
+        rotate = partial(_rotated, config.ropes[index], at)
+        attended, cache = latent_attention(config.latent, weights, h, rotate, bound, is_cached, layout.axis("heads"))
     x = x + _residual(config, attended, weights.get("attention_out_norm"))
     h = h if config.block == "parallel" else _norm(config, x, weights.get("mlp_norm"))
     out, routing = _mlp(config, index, weights, h, layout)
@@ -164,7 +189,7 @@ def _attention(
     index: int,
     weights: Params,
     h: Float[Array, "M D"],
-    tables: dict[Rope, Tables],
+    at: _At,
     attend: Callable[[Array, Array, Array], tuple[Array, Any]],
     layout: Layout,
 ) -> tuple[Float[Array, "M D"], Any]:
@@ -177,12 +202,16 @@ def _attention(
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
         q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
-    if rope := config.ropes[index]:
-        q, k = (apply_rope(x, tables[rope], rope.interleaved) for x in (q, k))
+    q, k = (_rotated(config.ropes[index], at, x) for x in (q, k))
+    q = q if at.query_factors is None else q * at.query_factors
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
     out, cache = attend(q, k, v)
     return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
+
+
+def _rotated(rope: Rope | None, at: _At, x: Float[Array, "M n H"]) -> Float[Array, "M n H"]:
+    return x if rope is None else apply_rope(x, at.ropes[rope], rope.interleaved)
 
 
 def _with_psum_grads(config: ModelConfig, weights: Params, layout: Layout) -> Params:
@@ -220,7 +249,12 @@ def _mlp(
     if config.has_experts(index):
         assert config.experts is not None, "the layer has some"
         matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
-        return mixture_of_experts(config.experts, h, weights["router"], *matrices, config.activation, layout)
+        router = weights["router"], weights.get(ROUTER_CORRECTION)
+        out, routing = mixture_of_experts(config.experts, h, router, *matrices, config.activation, layout)
+        if config.experts.shared_ffn_size:
+            shared = weights["shared_gate"], weights["shared_up"], weights["shared_down"]
+            out = out + gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
+        return out, routing
     biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
     matrices = weights["gate"], weights["up"], weights["down"]
     return gated_mlp(h, *matrices, biases, config.activation, layout.axis("ffn")), None

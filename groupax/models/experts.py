@@ -27,8 +27,8 @@ class Routing:
     """The experts to which a layer's router sent M tokens.
 
     Attributes:
-        probs: Probabilities of all E experts, float32.
-        chosen: The A experts of each token, most probable first.
+        probs: Scores of all E experts, divided by their sum, float32.
+        chosen: The A experts of each token, best first.
     """
 
     probs: Float[Array, "M E"]
@@ -38,25 +38,28 @@ class Routing:
 def mixture_of_experts(
     experts: Experts,
     x: Float[Array, "M D"],
-    router: Float[Array, "E D"],
+    router: tuple[Float[Array, "E D"], Float[Array, "E"] | None],
     gate: Float[Array, "e F D"],
     up: Float[Array, "e F D"],
     down: Float[Array, "e D F"],
     activation: Activation = "silu",
     layout: Layout = REPLICATED,
 ) -> tuple[Float[Array, "M D"], Routing]:
-    """Sums weight * down(activation(gate x) * up x) over the most probable experts of each token.
+    """Sums weight * down(activation(gate x) * up x) over the chosen experts of each token.
 
-    The weights are the softmax over the router's logits of all experts, divided by their sum if
-    `experts.norm_topk_prob` (arXiv:2401.04088, section 2.1). No token is dropped. If experts are sharded over a mesh
-    axis, each device computes its own experts for the tokens of all devices.
+    No token is dropped. If experts are sharded over a mesh axis, each device computes its own experts for the tokens of
+    all devices.
+
+    Args:
+        experts: Settings of the mixture.
+        x: Inputs of the tokens.
+        router: The router's matrix, and the correction of the experts' scores if it has one.
+        gate, up, down: Matrices of the experts.
+        activation: Activation of the experts.
+        layout: Sharding of the model.
     """
-    logits = matmul_nt(x, router)
-    exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    probs = exps / jnp.sum(exps, axis=-1, keepdims=True)
-    weights, chosen = lax.top_k(probs, experts.per_token)
-    if experts.norm_topk_prob:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    weights, routing = route(experts, matmul_nt(x, router[0]), router[1])
+    chosen = routing.chosen
     expert_axis, ffn_axis = layout.axis("expert"), layout.axis("expert_ffn")
     all_x, all_weights = (
         all_gather(psum_grad(each, ffn_axis), expert_axis, 0) for each in (x, weights.astype(x.dtype))
@@ -71,7 +74,53 @@ def mixture_of_experts(
         out = loop_over_experts(*arrays, activation)
     else:
         out = ragged_experts(*arrays, activation, has_remote=expert_axis is not None)
-    return psum(reduce_scatter(out, expert_axis, 0), ffn_axis), Routing(probs, chosen)
+    return psum(reduce_scatter(out, expert_axis, 0), ffn_axis), routing
+
+
+def route(
+    experts: Experts, logits: Float[Array, "M E"], correction: Float[Array, "E"] | None = None
+) -> tuple[Float[Array, "M A"], Routing]:
+    """Chooses the experts of each token and their weights, in float32.
+
+    The weights are the scores of the chosen experts: the softmax over the logits of all experts (arXiv:2401.04088,
+    section 2.1), or their sigmoids (arXiv:2412.19437, equations 13 to 16), divided by their sum if
+    `experts.norm_topk_prob`. Experts are chosen by their scores plus the correction, from the groups whose two best
+    experts have the largest sums.
+    """
+    if experts.scores == "softmax":
+        exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
+        scores = probs = exps / jnp.sum(exps, axis=-1, keepdims=True)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    if correction is None and experts.num_groups == 1:
+        weights, chosen = lax.top_k(scores, experts.per_token)
+    else:
+        _, chosen = lax.top_k(_scores_for_choice(experts, scores, correction), experts.per_token)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.norm_topk_prob:
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        # sigmoids may all be 0
+        weights = weights / (total if experts.scores == "softmax" else total + np.float32(1e-20))
+    if experts.scale != 1.0:
+        weights = weights * np.float32(experts.scale)
+    return weights, Routing(probs, chosen)
+
+
+def _scores_for_choice(
+    experts: Experts, scores: Float[Array, "M E"], correction: Float[Array, "E"] | None
+) -> Float[Array, "M E"]:
+    """Returns the scores by which experts are chosen: minus infinity in the groups that a token does not choose."""
+    scores = lax.stop_gradient(scores)
+    if correction is not None:
+        scores = scores + lax.stop_gradient(correction)[None, :]
+    if experts.num_groups == experts.groups_per_token:
+        return scores
+    by_group = scores.reshape(len(scores), experts.num_groups, -1)
+    best_two = jnp.sum(lax.top_k(by_group, 2)[0], axis=-1)
+    _, groups = lax.top_k(best_two, experts.groups_per_token)
+    is_chosen = jnp.any(jax.nn.one_hot(groups, experts.num_groups, dtype=bool), axis=1)
+    return jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def ragged_experts(

@@ -27,7 +27,7 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
             num_columns[window] += before
             num_columns[window] += sum(_visible_columns(prompt + length, window) - before for length in completions)
     weights = sum(_active_weights(config, layer) for layer in model_specs(config)["layers"])
-    per_column = 4 * config.num_heads * config.head_dim
+    per_column = 4 * config.num_heads * config.update_heads[1]
     attention = per_column * sum(num_columns[window] for window in config.windows)
     return 2.0 * weights * num_tokens + attention + 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
 
@@ -73,7 +73,8 @@ def _saved_numbers(config: ModelConfig, layer: dict[str, Spec], index: int) -> d
 
     Without any, these are the inputs of matmuls, norms and the gated activation, and what an attention kernel reads.
     """
-    D, NH, KH = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    K, H = config.update_heads
+    D, NH, KH = config.hidden_size, config.num_heads * H, K * H
     num_norms = sum(name in layer for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"))
     F, routed = config.ffn_size, 0
     if config.has_experts(index):

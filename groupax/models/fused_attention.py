@@ -64,7 +64,7 @@ def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | N
         return f"cuDNN's kernel computes in bfloat16, and dtype is {dtype}"
     if config.attention_softcap is not None:
         return f"cuDNN's kernel has no softcap, and this model's softcap is {config.attention_softcap}"
-    dims, most = config.head_dim, _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
+    dims, most = config.update_heads[1], _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
     if dims > most or dims % 8:
         return (
             f"cuDNN's kernel needs a head_dim of at most {most} that is a multiple of 8 on {device.device_kind}, and "

@@ -10,7 +10,7 @@ from typing import Any
 from jaxtyping import Array
 
 from groupax.models import decode_attention
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import LayerCache, Past
 from groupax.parallel.platform import cuda_capability
 
@@ -21,11 +21,14 @@ TRITON_CAPABILITY = (8, 0)  # the first compute capability of GPUs that multiply
 AttendPast = Callable[[AttentionConfig, Past, LayerCache, Array, Array, Array], tuple[Array, LayerCache]]
 
 
-def select_attend_past(device: Any, by_block: bool = False) -> AttendPast:
+def select_attend_past(device: Any, config: ModelConfig | None = None, by_block: bool = False) -> AttendPast:
     """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one.
 
-    Kernels always compute by blocks of columns; with `by_block` the plain form does so too.
+    Kernels always compute by blocks of columns; with `by_block` the plain form does so too, as for latent attention,
+    whose heads have more dims than the kernels support.
     """
+    if config is not None and config.latent is not None:
+        return partial(decode_attention.attend_past, by_block=by_block)
     if device.platform == "tpu":
         from groupax.models import tpu_attention
 

@@ -6,7 +6,7 @@ applies both.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import jax
@@ -17,7 +17,7 @@ from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
 from groupax.models.nf4 import Nf4, dequantize_nf4, quantize_nf4
-from groupax.models.specs import Params, model_specs
+from groupax.models.specs import Params, model_specs, weight_dtype
 from groupax.settings.compute import DecodingWeights
 
 # "same" leaves weights as they are.
@@ -56,7 +56,7 @@ def check_decoding_weights(params: Params, dtype: str) -> None:
 @lru_cache(maxsize=16)
 def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     if dtype == "bfloat16":
-        return jax.jit(lambda params: jax.tree.map(_in_bfloat16, params))
+        return jax.jit(partial(cast_unquantized, dtype=jnp.bfloat16))
     quantize = quantizer(dtype)
 
     def convert_matrix(weight: Any) -> Any:
@@ -71,10 +71,6 @@ def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
         return {**params, "layers": layers, "head": quantize(head_weights(params))}
 
     return jax.jit(convert)
-
-
-def _in_bfloat16(x: Array) -> Array:
-    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def quantizer(kind: str) -> Callable[[Array], Any]:
@@ -103,9 +99,12 @@ def _is_quantized_weight(weight: Any) -> bool:
 
 def cast_unquantized(params: Params, dtype: Any) -> Params:
     """Casts the weights to a dtype, except quantized ones; arrays that have the dtype already are not copied."""
-    return jax.tree.map(
-        lambda x: x if _is_quantized_weight(x) else x.astype(dtype), params, is_leaf=_is_quantized_weight
-    )
+
+    def cast(path: tuple[Any, ...], x: Any) -> Any:
+        is_kept = _is_quantized_weight(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return x if is_kept else x.astype(weight_dtype(path, dtype))
+
+    return jax.tree_util.tree_map_with_path(cast, params, is_leaf=_is_quantized_weight)
 
 
 def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:

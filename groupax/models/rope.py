@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, QueryGrowth, Rope, YarnRope
 from groupax.models.matmul import matmul
 from groupax.parallel.platform import traced_platform
 
@@ -51,6 +51,12 @@ def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtyp
         jnp.einsum("mr,rd->md", x, pair_of.astype(np.float32), precision=lax.Precision.HIGHEST) for x in (cos, sin)
     )
     return cos[:, None].astype(dtype), sin[:, None].astype(dtype)
+
+
+def query_factors(growth: QueryGrowth, positions: Int[Array, "M"]) -> Float[Array, "M"]:
+    """Computes 1 + slope ln(1 + floor(p / period)) for each position p, in float32."""
+    periods = (positions // growth.period).astype(jnp.float32)
+    return 1.0 + np.float32(growth.slope) * jnp.log(1.0 + periods)
 
 
 def apply_rope(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) -> Float[Array, "M N H"]:

@@ -47,7 +47,7 @@ def save_model(
         ValueError: The folder overlaps with the model's source, or 4 bits are requested for tensors that consist of
             several matrices.
     """
-    if weights == "nf4" and model.config.fused_projections:
+    if weights == "nf4" and (model.config.fused_qkv or model.config.fused_gate_up):
         raise ValueError(
             f"{model.config.model_type} has several matrices in one tensor, which groupax cannot write in 4 bits"
         )
@@ -147,7 +147,9 @@ def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: st
     if weights == "nf4" and spec.is_layer_matrix:
         quantized = weight if isinstance(weight, Nf4) else jax.jit(quantize_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
-    return join_tensors([(spec, _dequantized(weight, dtype, own)) for spec, weight in parts])
+    return join_tensors(
+        [(spec, _dequantized(weight, None if spec.is_float32 else dtype, own)) for spec, weight in parts]
+    )
 
 
 def _dequantized(weight: Any, dtype: Any, own: Any) -> np.ndarray:

@@ -22,6 +22,8 @@ Params = dict[str, Any]
 
 # Names in checkpoints; a tied model has only the embedding.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The bias that is added to the experts' scores for their choice, which is kept in float32 and not trained.
+ROUTER_CORRECTION, CORRECTION_NAME = "router_correction", "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Spec:
         init: Initialization; "normal" draws from N(0, 0.02^2).
         first_row: First row of the weight in a tensor that is fused with other weights.
         num_rows: Number of rows of that fused tensor; None if the tensor is the weight.
+        is_float32: Whether it is kept in float32 whatever the dtype of the other weights.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +47,7 @@ class Spec:
     init: Literal["normal", "ones", "zeros"] = "normal"
     first_row: int = 0
     num_rows: int | None = None
+    is_float32: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -108,18 +112,28 @@ def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     """Returns the `Spec`s of one layer."""
-    prefix = f"model.layers.{index}"
+    prefix, D = f"model.layers.{index}", config.hidden_size
+    names = _BLOCK_NORMS[config.block] | dict(config.norm_names)
+    specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in names.items()}
+    specs |= _latent_specs(config, prefix) if config.latent else _attention_specs(config, prefix)
+    if config.has_experts(index):
+        assert config.experts is not None, "the layer has experts"
+        return specs | _expert_specs(config.experts, D, prefix)
+    return specs | _mlp_specs(config, prefix)
+
+
+def _norm_spec(config: ModelConfig, shape: tuple[int, ...], name: str) -> Spec:
+    return Spec(shape, (None,) * len(shape), f"{name}.weight", init=_norm_init(config))
+
+
+def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-
-    def norm(shape: tuple[int, ...], name: str) -> Spec:
-        return Spec(shape, (None,) * len(shape), f"{prefix}.{name}.weight", init=_norm_init(config))
-
-    specs = {ours: norm((D,), theirs) for ours, theirs in _BLOCK_NORMS[config.block].items()}
+    specs: dict[str, Spec] = {}
     rows = {"q": N * H, "k": K * H, "v": K * H}
     for first_row, (name, size) in zip((0, N * H, (N + K) * H), rows.items(), strict=True):
         axes = ("heads" if name == "q" else "kv_heads", "embed")
         specs[name] = Spec((size, D), axes, f"{prefix}.self_attn.{name}_proj.weight")
-        if config.fused_projections:
+        if config.fused_qkv:
             fused = f"{prefix}.self_attn.qkv_proj.weight"
             specs[name] = replace(specs[name], name=fused, first_row=first_row, num_rows=(N + 2 * K) * H)
         if config.qkv_bias:
@@ -130,14 +144,42 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     if config.qk_norm != "none":
         shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
         q_shape, k_shape = shapes[config.qk_norm]
-        specs |= {"q_norm": norm(q_shape, "self_attn.q_norm"), "k_norm": norm(k_shape, "self_attn.k_norm")}
+        specs |= {
+            "q_norm": _norm_spec(config, q_shape, f"{prefix}.self_attn.q_norm"),
+            "k_norm": _norm_spec(config, k_shape, f"{prefix}.self_attn.k_norm"),
+        }
     if config.qk_norm == "each_head":
         for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
             specs[name] = replace(specs[name], axes=(axis, None))
-    if config.has_experts(index):
-        assert config.experts is not None, "the layer has experts"
-        return specs | _expert_specs(config.experts, D, prefix)
-    return specs | _mlp_specs(config, prefix)
+    return specs
+
+
+def _latent_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
+    latent, D, N = config.latent, config.hidden_size, config.num_heads
+    assert latent is not None, "the model has latent attention"
+    name, rank = f"{prefix}.self_attn", latent.query_rank
+    q_rows, kv_rows = N * (latent.plain_dims + latent.rope_dims), N * (latent.plain_dims + latent.value_dims)
+    if rank is None:
+        specs = {"q": Spec((q_rows, D), ("heads", "embed"), f"{name}.q_proj.weight")}
+    else:
+        specs = {
+            "q_down": Spec((rank, D), ("latent", "embed"), f"{name}.q_a_proj.weight"),
+            "q_latent_norm": _norm_spec(config, (rank,), f"{name}.q_a_layernorm"),
+            "q_up": Spec((q_rows, rank), ("heads", "latent"), f"{name}.q_b_proj.weight"),
+        }
+    specs |= {
+        "kv_down": Spec((latent.cached_dims, D), ("latent", "embed"), f"{name}.kv_a_proj_with_mqa.weight"),
+        "kv_latent_norm": _norm_spec(config, (latent.rank,), f"{name}.kv_a_layernorm"),
+        "kv_up": Spec((kv_rows, latent.rank), ("heads", "latent"), f"{name}.kv_b_proj.weight"),
+        "o": Spec((D, N * latent.value_dims), ("embed", "heads"), f"{name}.o_proj.weight"),
+    }
+    if config.qkv_bias:
+        for own in ("q_down", "kv_down") if rank else ("kv_down",):
+            bias = specs[own].name.removesuffix("weight") + "bias"
+            specs[f"{own}_bias"] = Spec(specs[own].shape[:1], (None,), bias, init="zeros")
+    if config.o_bias:
+        specs["o_bias"] = Spec((D,), (None,), f"{name}.o_proj.bias", init="zeros")
+    return specs
 
 
 def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
@@ -147,7 +189,7 @@ def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
         "up": Spec((F, D), ("ffn", "embed"), f"{prefix}.mlp.up_proj.weight"),
         "down": Spec((D, F), ("embed", "ffn"), f"{prefix}.mlp.down_proj.weight"),
     }
-    if config.fused_projections:
+    if config.fused_gate_up:
         for first_row, name in ((0, "gate"), (F, "up")):
             fused = f"{prefix}.mlp.gate_up_proj.weight"
             specs[name] = replace(specs[name], name=fused, first_row=first_row, num_rows=2 * F)
@@ -160,12 +202,23 @@ def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
 def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
     E, F = experts.num, experts.ffn_size
     into, out = ("expert", "expert_ffn", "embed"), ("expert", "embed", "expert_ffn")
-    return {
+    specs = {
         "router": Spec((E, D), (None, "embed"), f"{prefix}.{experts.router_name}.weight"),
         "expert_gate": Spec((E, F, D), into, f"{prefix}.{experts.gate_name}.weight"),
         "expert_up": Spec((E, F, D), into, f"{prefix}.{experts.up_name}.weight"),
         "expert_down": Spec((E, D, F), out, f"{prefix}.{experts.down_name}.weight"),
     }
+    if experts.has_correction:
+        name = f"{prefix}.{experts.router_name}.{CORRECTION_NAME}"
+        specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)
+    if F := experts.shared_ffn_size:
+        name = f"{prefix}.mlp.shared_experts"
+        specs |= {
+            "shared_gate": Spec((F, D), ("shared_ffn", "embed"), f"{name}.gate_proj.weight"),
+            "shared_up": Spec((F, D), ("shared_ffn", "embed"), f"{name}.up_proj.weight"),
+            "shared_down": Spec((D, F), ("embed", "shared_ffn"), f"{name}.down_proj.weight"),
+        }
+    return specs
 
 
 def spec_leaves(config: ModelConfig) -> Iterator[Spec]:
@@ -191,6 +244,8 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         sizes["ffn"] = config.ffn_size
     if config.experts is not None:
         sizes |= {"expert_ffn": config.experts.ffn_size, "expert": config.experts.num}
+        if config.experts.shared_ffn_size:
+            sizes["shared_ffn"] = config.experts.shared_ffn_size
     return sizes
 
 
@@ -210,10 +265,15 @@ def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any
 
     def init(spec: Spec) -> Array:
         if spec.init != "normal":
-            return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
+            return jnp.full(spec.shape, float(spec.init == "ones"), jnp.float32 if spec.is_float32 else dtype)
         label = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
         weight_key = jax.random.fold_in(key, zlib.crc32(label.encode()))
         return (0.02 * jax.random.normal(weight_key, spec.shape, jnp.float32)).astype(dtype)
 
     specs = model_specs(config)
     return jax.jit(lambda: jax.tree.map(init, specs), out_shardings=param_shardings(config, mesh))()
+
+
+def weight_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
+    """Returns the dtype of the weight at a path of the tree when the weights are cast to a dtype."""
+    return jnp.float32 if getattr(path[-1], "key", None) == ROUTER_CORRECTION else dtype

@@ -155,7 +155,7 @@ def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
     def read(index: Any) -> np.ndarray:
         stored = _read_shard(spec, tensors, index)
         check_finite(stored, f"{tensors[spec.tensor_names[0]].path}: {spec.name}")
-        return cast(stored, dtype)
+        return cast(stored, np.float32 if spec.is_float32 else dtype)
 
     array = jax.make_array_from_callback(spec.shape, sharding, read)
     for name in spec.tensor_names:

@@ -25,6 +25,7 @@ RULES: dict[str, str] = {
     "heads": "tp",
     "kv_heads": "tp",
     "ffn": "tp",
+    "shared_ffn": "tp",
     "expert_ffn": "tp",
     "expert": "ep",
 }

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet
 from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params
+from groupax.parallel.memory import is_on_host
 from groupax.rewards.contract import Reward
 from groupax.settings.compute import Checkpointing, CheckpointingChoice
+from groupax.training.adapters import PolicyLearner
 
 
 def run_facts(
@@ -52,6 +56,16 @@ def model_facts(model: Model) -> dict[str, str]:
         "parameters": _parameters(model),
         "devices": _devices(model),
     }
+
+
+def memory_facts(learner: PolicyLearner) -> dict[str, str]:
+    """Returns how much memory of a device the weights and the optimizer state take throughout the run."""
+    frozen = learner.frozen and learner.frozen.params
+    leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the rest are few numbers
+    held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
+    size, unit = (held / 1e9, "GB") if held >= 1e9 else (held / 1e6, "MB")
+    return {"memory": f"{size:.3g} {unit} on each device for weights and optimizer state"}
 
 
 def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> dict[str, str]:

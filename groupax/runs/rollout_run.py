@@ -47,7 +47,7 @@ from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.record import read_policies, read_rollout, with_scores
 from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, logp_limit, setup_diagnostics, step_diagnostics
-from groupax.runs.header import run_facts
+from groupax.runs.header import memory_facts, run_facts
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
@@ -268,7 +268,8 @@ class RolloutRun(Run[GRPOConfig]):
         counts, names = (self.num_steps, self.schedule.rows_per_step), self.rules.names
         if self.args.adapters:
             names = {"adapters": ", ".join(self.args.adapters), **names}
-        return run_facts(self.args, self._model, *data, *counts, chosen, names)
+        facts = run_facts(self.args, self._model, *data, *counts, chosen, names)
+        return facts | memory_facts(self.learner)
 
     def _report_setup(self, log: RunLog) -> None:
         sets = {"train_dataset": self.prompts} | {

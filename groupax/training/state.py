@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.models.config import ModelConfig
-from groupax.models.specs import Params
+from groupax.models.specs import Params, weight_dtype
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import splits_model
 from groupax.parallel.pytree import pytree
@@ -138,7 +138,7 @@ def apply_update(
 @partial(jax.jit, static_argnames=("dtype",))
 def cast_params(params: Params, *, dtype: Any) -> Params:
     """Copies weights in a dtype, so that an update of the originals, which donates them, does not free the copy."""
-    return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: jnp.array(x, weight_dtype(path, dtype), copy=True), params)
 
 
 @partial(jax.jit, static_argnames=("alpha",), donate_argnames=("reference",))

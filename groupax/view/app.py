@@ -32,6 +32,7 @@ STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_POINTS = 20_000  # per curve and response
 MAX_PROMPTS = 200
+REFRESH_S = 0.2  # time limit of reading what runs have written; the page asks again
 
 
 class Page:
@@ -85,7 +86,7 @@ class Page:
 
     def states(self, request: Request) -> Any:  # noqa: ARG002
         """Returns the state of every run by name."""
-        self.runs.refresh()
+        self.runs.refresh(REFRESH_S)
         return {name: run.state() for name, run in self.runs.named().items()}
 
     def overview(self, request: Request) -> Any:
@@ -212,8 +213,9 @@ class Page:
         return {"text": groups.full_text(step, _integer(request, "prompt"), *which)}
 
     def search(self, request: Request) -> Any:
-        """Returns rollouts that match a query, searching backwards from step `before` for a limited time."""
-        return search_steps(self._run(request), _query(request), before=_number(request, "before", math.inf))
+        """Returns rollouts that match a query, searching backwards from step `before`, its row `first`, for a while."""
+        before, first = _number(request, "before", math.inf), _integer(request, "first", "0")
+        return search_steps(self._run(request), _query(request), before, first, self._steps.read)
 
     def export(self, request: Request) -> Response:
         """Returns all rollouts that match a query as a file of JSON Lines."""

@@ -31,6 +31,19 @@ def value_as_text(scalar: Any) -> str:
     return scalar_text(scalar, None)[0] if hasattr(scalar, "as_buffer") else str(scalar.as_py())
 
 
+def as_text(column: Any) -> Any:
+    """Returns a column of texts, also where it was stored as a dictionary or as bytes."""
+    import pyarrow
+
+    kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
+    texts = column.cast(kind) if kind != column.type else column
+    return (
+        texts.cast(pyarrow.large_string(), safe=False)
+        if pyarrow.types.is_large_binary(kind) or pyarrow.types.is_binary(kind)
+        else texts
+    )
+
+
 def list_values(scalar: Any) -> np.ndarray:
     """Returns the values of a list scalar; empty for null."""
     values = scalar.values

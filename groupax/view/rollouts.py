@@ -101,6 +101,7 @@ class StepCache:
         self._num_bytes = num_bytes
         self._lock = threading.Lock()
         self._steps: OrderedDict[tuple[Path, int, tuple[float, ...]], Step] = OrderedDict()
+        self._num_cached = 0  # bytes
 
     def read(self, path: Path, weights: Sequence[float] | None) -> Step:
         """Returns `read_step`, cached until the file or the weights change."""
@@ -111,9 +112,11 @@ class StepCache:
                 return self._steps[key]
         step = read_step(path, weights)
         with self._lock:
-            self._steps[key] = step
-            while len(self._steps) > 1 and sum(each.table.nbytes for each in self._steps.values()) > self._num_bytes:
-                self._steps.popitem(last=False)
+            if key not in self._steps:  # which another thread may have read meanwhile
+                self._steps[key] = step
+                self._num_cached += step.table.nbytes
+            while len(self._steps) > 1 and self._num_cached > self._num_bytes:
+                self._num_cached -= self._steps.popitem(last=False)[1].table.nbytes
         return step
 
 

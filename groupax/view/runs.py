@@ -18,6 +18,7 @@ from groupax.storage.folders import RECORDS, run_folder_in
 from groupax.view.tail import Tail
 
 MAX_METRICS = 5000  # metric names; further ones are ignored
+LINES_AT_ONCE = 100  # of metrics that are read before the time limit counts
 MAX_SHOWN_DIAGNOSTICS = 100  # names in the state of a run
 LIVE_S = 60.0  # a run that wrote within the last minute is live
 SETTLED_NS = 10**9  # a folder may change again within the resolution of its modification time
@@ -55,15 +56,16 @@ class Run:
         self._fault = ""
         self._steps: tuple[int, tuple[int, ...]] = (-1, ())
 
-    def refresh(self) -> None:
-        """Reads what was written since the last call."""
+    def refresh(self, seconds: float = math.inf) -> bool:
+        """Reads what was written since the last call, for a limited time, and returns whether that was everything."""
         with self._lock:
             try:
-                self._read_metrics()
-                self._read_diagnostics()
                 self._fault = ""
+                self._read_diagnostics()
+                return self._read_metrics(time.monotonic() + seconds)
             except OSError as error:
                 self._fault = str(error)
+                return True
 
     @property
     def generation(self) -> int:
@@ -178,8 +180,8 @@ class Run:
         """Returns the files with the items of evaluations, by the evaluation's name."""
         return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
 
-    def _read_metrics(self) -> None:
-        for line in self._metrics.new_objects():
+    def _read_metrics(self, until_s: float) -> bool:
+        for count, line in enumerate(self._metrics.new_objects(), 1):
             if self._metrics.generation != self._generations[0]:
                 self._forget_metrics()
             step = _number(line.get("step"))
@@ -188,9 +190,10 @@ class Run:
                 continue
             self._num_lines += 1
             self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
+            del line["step"]
             for name, value in line.items():
-                number = _number(value)
-                if name == "step" or number is None:
+                number = value if type(value) is float and math.isfinite(value) else _number(value)
+                if number is None:
                     continue
                 column = self._columns.get(name)
                 if column is None:
@@ -199,8 +202,11 @@ class Run:
                     column = self._columns[name] = _Column()
                 column.steps.append(step)
                 column.values.append(number)
+            if count % LINES_AT_ONCE == 0 and time.monotonic() > until_s:
+                return False
         if self._metrics.generation != self._generations[0]:
             self._forget_metrics()
+        return True
 
     def _forget_metrics(self) -> None:
         self._generations = (self._metrics.generation, self._generations[1])
@@ -272,14 +278,18 @@ class Runs:
         self._lock = threading.Lock()
         self._runs: dict[Path, Run] = {}
 
-    def refresh(self) -> None:
-        """Finds new runs and reads what was written since the last call."""
+    def refresh(self, seconds: float = math.inf) -> bool:
+        """Finds new runs and reads what was written since the last call, for a limited time.
+
+        Returns:
+            Whether everything was read. All runs are read for about the same time.
+        """
         with self._lock:
             paths = dict.fromkeys(path for folder in self._folders for path in _runs_in(folder))
             self._runs = {path: self._runs.get(path) or Run(path) for path in paths}
             runs = list(self._runs.values())
-        for run in runs:
-            run.refresh()
+        complete = [run.refresh(seconds / len(runs)) for run in runs]
+        return all(complete)
 
     def named(self) -> dict[str, Run]:
         """Returns the runs by name: the shortest suffix of the path that no other run has."""

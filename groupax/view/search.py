@@ -3,13 +3,16 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import regex
+import pyarrow
+import pyarrow.compute
 
+from groupax.view.arrow import as_text
 from groupax.view.rollouts import Step, read_step
 from groupax.view.runs import Run
 from groupax.view.texts import PREVIEW_CHARACTERS, searched_text
@@ -17,9 +20,9 @@ from groupax.view.texts import PREVIEW_CHARACTERS, searched_text
 BUDGET_S = 0.5  # time limit of a call; the page shows the hits and continues the search
 MAX_HITS = 50
 CONTEXT_CHARACTERS = 60  # before a hit
-REGEX_TIMEOUT_S = 1.0  # of one text
-MAX_PATTERN_CHARACTERS = 1000
+MAX_CHARACTERS = 1000  # of the text to search for
 ENDS = ("", "truncated", "complete")
+Read = Callable[[Path, Sequence[float] | None], Step]
 ANYTHING = (-math.inf, math.inf)
 
 
@@ -51,36 +54,37 @@ class Query:
             raise ValueError(f"end={self.end!r} is none of truncated, complete")
         if not self.text and not self.end and {self.reward, self.length, self.advantage} == {ANYTHING}:
             raise ValueError("q is empty; it must be the text to search for, unless there is another condition")
-        self.finder()
+        if len(self.text) > MAX_CHARACTERS:
+            raise ValueError(f"the text to search for has more than {MAX_CHARACTERS} characters")
+        try:
+            self._places(pyarrow.array([""]))
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{self.text!r} is not a regular expression: {error}") from error
 
-    def finder(self) -> Callable[[str], int | None]:
-        """Returns a function that gives the position of the first match in a text, None without one."""
-        if self.is_regex and self.text:
-            if len(self.text) > MAX_PATTERN_CHARACTERS:
-                raise ValueError(f"the regular expression has more than {MAX_PATTERN_CHARACTERS} characters")
-            try:
-                pattern = regex.compile(self.text, regex.IGNORECASE)
-            except regex.error as error:
-                raise ValueError(f"{self.text!r} is not a regular expression: {error}") from error
-            return lambda text: _first_match(pattern, text)
-        wanted = self.text.casefold()
-        return lambda text: None if (found := text.casefold().find(wanted)) < 0 else found
+    def rows(self, step: Step, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yields the matching rows of a step from row `first` on, with the position of the match in the completion.
 
-    def rows(self, step: Step) -> Iterator[tuple[int, int]]:
-        """Yields the matching rows of a step, with the position of the match in the completion, 0 without one.
-
-        Raises:
-            ValueError: The regular expression takes too long.
+        The position is 0 for rows of which only the prompt matches.
         """
-        find = self.finder()
-        prompts: dict[int, bool] = {}
-        for row in np.flatnonzero(self._fits(step)).tolist():
-            prompt_index = int(step.prompt_index[row])
-            if prompt_index not in prompts:
-                prompts[prompt_index] = find(searched_text(step.text("prompt", row)[0])) is not None
-            place = find(step.text("completion", row)[0])
-            if prompts[prompt_index] or place is not None:
-                yield row, place or 0
+        rows = first + np.flatnonzero(self._fits(step)[first:])
+        if not rows.size:
+            return
+        _, first_rows, group_of = np.unique(step.prompt_index[rows], return_index=True, return_inverse=True)
+        texts = [searched_text(step.text("prompt", int(rows[index]))[0]) for index in first_rows]
+        in_prompt = self._places(pyarrow.array(texts, pyarrow.large_string()))[group_of] >= 0
+        places = self._places(as_text(step.table.column("completion").take(rows)))
+        for row, place in zip(rows[in_prompt | (places >= 0)], places[in_prompt | (places >= 0)], strict=True):
+            yield int(row), _num_characters(step, int(row), int(place))
+
+    def _places(self, texts: Any) -> np.ndarray:
+        """Returns [N] the byte at which the first match begins in each text, -1 without one.
+
+        Regular expressions are those of RE2, whose time is linear in the text.
+        """
+        function = "find_substring_regex" if self.is_regex else "find_substring"
+        options = pyarrow.compute.MatchSubstringOptions(self.text, ignore_case=True)
+        found = pyarrow.compute.call_function(function, [texts], options)
+        return found.fill_null(-1).to_numpy(zero_copy_only=False)
 
     def _fits(self, step: Step) -> np.ndarray:
         fits = np.ones(len(step.prompt_index), bool)
@@ -91,36 +95,39 @@ class Query:
         return fits & (step.truncated == (self.end == "truncated")) if self.end else fits
 
 
-def search_steps(run: Run, query: Query, before: float) -> dict[str, Any]:
+def search_steps(run: Run, query: Query, before: float, first: int, read: Read) -> dict[str, Any]:
     """Searches for completions that match a query, newest steps first.
 
     Args:
         run: Run to search.
         query: Completions to search for.
         before: Step to start below.
+        first: Row of the first of these steps to start with.
+        read: Reads a step.
 
     Returns:
-        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt`, `total` and `num_tokens`.
-        next_before: Value of `before` that continues the search; None if it is complete.
-        num_searched: Number of steps searched.
+        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt`, `total` and `num_tokens`, at most
+            `MAX_HITS`.
+        next: Values of `before` and `first` that continue the search; None if it is complete.
+        num_searched: Number of steps searched to their end.
     """
     started_s = time.monotonic()
     hits: list[dict[str, Any]] = []
-    num_searched = 0
     weights = run.reward_weights()
     steps = [step for step in run.rollout_steps() if step < before]
-    for number in reversed(steps):
-        if len(hits) >= MAX_HITS or time.monotonic() - started_s > BUDGET_S:
-            break
-        before = number
-        num_searched += 1
+    for num_searched, number in enumerate(reversed(steps)):
+        if num_searched and time.monotonic() - started_s > BUDGET_S:
+            return {"hits": hits, "next": {"before": number + 1, "first": 0}, "num_searched": num_searched}
         try:
-            step = read_step(run.rollout_file(number), weights)
+            step = read(run.rollout_file(number), weights)
         except ValueError:  # damaged, or removed in the meantime
             continue
-        hits += [_hit(step, number, row, place) for row, place in query.rows(step)]
-    is_end = num_searched == len(steps)
-    return {"hits": hits, "next_before": None if is_end else before, "num_searched": num_searched}
+        for row, place in query.rows(step, first):
+            if len(hits) == MAX_HITS:
+                return {"hits": hits, "next": {"before": number + 1, "first": row}, "num_searched": num_searched}
+            hits.append(_hit(step, number, row, place))
+        first = 0
+    return {"hits": hits, "next": None, "num_searched": len(steps)}
 
 
 def exported(run: Run, query: Query) -> Iterator[bytes]:
@@ -172,11 +179,5 @@ def _known(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _first_match(pattern: Any, text: str) -> int | None:
-    try:
-        match = pattern.search(text, timeout=REGEX_TIMEOUT_S)
-    except TimeoutError:
-        raise ValueError(
-            f"the regular expression took longer than {REGEX_TIMEOUT_S:g} s on one text; simplify its repetitions"
-        ) from None
-    return None if match is None else match.start()
+def _num_characters(step: Step, row: int, num_bytes: int) -> int:
+    return len(step.text("completion", row, num_bytes)[0]) if num_bytes > 0 else 0

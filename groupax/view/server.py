@@ -2,12 +2,15 @@
 
 import socket
 import threading
+import time
 
 import uvicorn
 
 from groupax.view.app import Page, make_app
 from groupax.view.guard import Guard
 from groupax.view.runs import Runs
+
+READ_S, PAUSE_S = 0.5, 0.02  # of reading long logs at the start, and between such times
 
 
 def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Server, Page]:
@@ -19,7 +22,7 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
         token: Token that requests must have; None for servers on the loopback.
     """
     app, page = make_app(runs)
-    threading.Thread(target=runs.refresh, daemon=True).start()  # reads long logs before the first request
+    threading.Thread(target=_read_all, args=(runs,), daemon=True).start()  # starts before the first request
     config = uvicorn.Config(
         Guard(app, token, port),
         log_level="warning",
@@ -30,6 +33,12 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config), page
+
+
+def _read_all(runs: Runs) -> None:
+    """Reads long logs a part at a time, so that requests in between are answered with what is read so far."""
+    while not runs.refresh(READ_S):
+        time.sleep(PAUSE_S)
 
 
 def serve(runs: Runs, listening: socket.socket, host: str, token: str | None) -> None:

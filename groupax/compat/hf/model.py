@@ -29,7 +29,7 @@ from groupax.models.lora import PREFIX, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
-from groupax.models.specs import EMBEDDING, HEAD
+from groupax.models.specs import CORRECTION_NAME, EMBEDDING, HEAD
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
 
@@ -116,12 +116,15 @@ class CausalLM:
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
         """Yields the name of each weight and a copy of it as a PyTorch parameter, which refuses to be changed.
 
-        Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`.
+        Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`. Weights that are never
+        trained, which transformers stores as buffers, are left out.
 
         Raises:
             ImportError: PyTorch is not installed.
         """
         for name, value, is_trained in parameters_of(self.model) if recurse else ():
+            if name.endswith(CORRECTION_NAME):
+                continue
             yield f"{prefix}.{name}" if prefix else name, as_parameter(value, is_trained)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
@@ -143,8 +146,8 @@ class CausalLM:
         raise AttributeError(f"the model has no weight {target!r}{nearest(target, names)}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all weights by name (see `named_parameters`), a tied head included."""
-        state = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        """Returns copies of all weights by name (see `named_parameters`), a tied head and buffers included."""
+        state = {name: as_parameter(value, False).detach() for name, value, _ in parameters_of(self.model)}
         tied = tied_name(self.model)
         return {**state, tied[0]: state[tied[1]]} if tied else state
 

@@ -5,7 +5,14 @@ from typing import Any
 
 from groupax.models.config import ModelConfig
 from groupax.models.families.cohere import KEYS, overrides
-from groupax.models.families.fields import head_dim_of, layer_windows, model_config, require, sliding_layers
+from groupax.models.families.fields import (
+    every_nth_is_full,
+    head_dim_of,
+    layer_windows,
+    model_config,
+    require,
+    sliding_layers,
+)
 from groupax.models.families.rope import read_rope
 
 # Keys of released files whose values the architecture fixes.
@@ -26,8 +33,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {"tie_word_embeddings": True, **hf}
     for key, value in FIXED.items():
         require(hf, key, value)
-    pattern = hf.get("sliding_window_pattern") or 4
-    sliding = sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
+    sliding = sliding_layers(hf, every_nth_is_full(hf, 4))
     windows = layer_windows(sliding, hf.get("sliding_window", 4096))
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
     return model_config(

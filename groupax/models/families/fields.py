@@ -119,6 +119,22 @@ def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
+def every_nth_is_full(hf: Mapping[str, Any], period: int) -> Callable[[int], bool]:
+    """Returns the rule by which all layers but every n-th slide, with n from `sliding_window_pattern`.
+
+    Args:
+        hf: Parsed `config.json`.
+        period: The family's default of n.
+
+    Raises:
+        ValueError: It is a string and the file has no `layer_types`, which transformers does not support either.
+    """
+    period = hf.get("sliding_window_pattern") or period
+    if isinstance(period, str) and not hf.get("layer_types"):
+        raise ValueError(f"config.json has sliding_window_pattern={period!r} and no layer_types; list the layers there")
+    return lambda index: (index + 1) % period != 0
+
+
 def layer_windows(sliding: tuple[bool, ...], window: int | None) -> tuple[int | None, ...]:
     """Returns `ModelConfig.windows`, with a window for the sliding layers."""
     return tuple(window if slides else None for slides in sliding)

@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.models.config import ModelConfig, Rope
-from groupax.models.families.fields import head_dim_of, layer_windows, model_config, sliding_layers
+from groupax.models.config import ModelConfig
+from groupax.models.families.fields import every_nth_is_full, head_dim_of, layer_windows, model_config, sliding_layers
 from groupax.models.families.gemma2 import KEYS, overrides, with_defaults
-from groupax.models.families.rope import read_rope, rope_table
+from groupax.models.families.rope import read_ropes_by_kind
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 3: Gemma 2 with norms of queries and keys, and separate rotary embeddings for sliding layers."""
     hf = with_defaults(hf)
-    pattern = hf.get("sliding_window_pattern") or 6
-    sliding = sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
-    local, full = _ropes(hf)
+    sliding = sliding_layers(hf, every_nth_is_full(hf, 6))
+    thetas = hf.get("rope_local_base_freq", 1e4), hf.get("rope_theta", 1e6)
+    local, full = read_ropes_by_kind(hf, head_dim_of(hf), *thetas)
     return model_config(
         hf,
         (*KEYS, "rope_local_base_freq", "sliding_window_pattern"),
@@ -23,15 +23,3 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         qk_norm="head",
         **overrides(hf),
     )
-
-
-def _ropes(hf: Mapping[str, Any]) -> tuple[Rope, Rope]:
-    """Returns the rotary embeddings of layers with a sliding window, and of the others."""
-    head_dim, local_theta, theta = head_dim_of(hf), hf.get("rope_local_base_freq", 1e4), hf.get("rope_theta", 1e6)
-    by_kind = rope_table(hf) if hf.get("rope_parameters") else None
-    if by_kind is None:
-        local, full = {"rope_theta": local_theta}, {"rope_theta": theta, **(hf.get("rope_scaling") or {})}
-    else:
-        local = {"rope_theta": local_theta, **(by_kind.get("sliding_attention") or {})}
-        full = {"rope_theta": theta, **(by_kind.get("full_attention") or {})}
-    return read_rope(hf, head_dim, local), read_rope(hf, head_dim, full)

@@ -15,4 +15,5 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(hf, head_dim_of(hf), kinds={"su": "longrope", "yarn": "longrope"}, partial=True)
     num_layers = needed(hf, "num_hidden_layers")
     windows = (hf.get("sliding_window"),) * num_layers
-    return model_config(hf, ("sliding_window",), ropes=(rope,) * num_layers, windows=windows, fused_projections=True)
+    fused = {"fused_qkv": True, "fused_gate_up": True}
+    return model_config(hf, ("sliding_window",), ropes=(rope,) * num_layers, windows=windows, **fused)

@@ -95,6 +95,34 @@ def read_rope(
     return Rope(theta=theta, dims=dims, scaling=scaling, scale=scale, interleaved=interleaved)
 
 
+def read_ropes_by_kind(
+    hf: Mapping[str, Any], head_dim: int, local_theta: float, full_theta: float
+) -> tuple[Rope, Rope]:
+    """Returns the rotary embeddings of layers with a sliding window, and of the others, which alone may be scaled.
+
+    Args:
+        hf: Parsed `config.json`.
+        head_dim: Number of dims of a head of queries and keys.
+        local_theta, full_theta: Base of either if the file's table does not say.
+
+    Raises:
+        ValueError: `rope_parameters` has no entry for either kind of layer, or see `read_rope`.
+    """
+    table = rope_table(hf) if hf.get("rope_parameters") else None
+    if table is None:
+        local, full = {"rope_theta": local_theta}, {"rope_theta": full_theta, **(hf.get("rope_scaling") or {})}
+        return read_rope(hf, head_dim, local), read_rope(hf, head_dim, full)
+    other = sorted(set(table) - {"sliding_attention", "full_attention"})
+    if other:
+        raise ValueError(
+            f"rope_parameters of a {hf['model_type']} model must have the entries sliding_attention and "
+            f"full_attention, got {short_repr(other)}"
+        )
+    local = {"rope_theta": local_theta, **(table.get("sliding_attention") or {})}
+    full = {"rope_theta": full_theta, **(table.get("full_attention") or {})}
+    return read_rope(hf, head_dim, local), read_rope(hf, head_dim, full)
+
+
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns `rope_parameters` of a file, or `rope_scaling` of an older one; None without either.
 

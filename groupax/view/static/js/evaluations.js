@@ -47,6 +47,7 @@ export class Evaluations {
       this.search.hidden = !rows.length;
       if (rows.length) await this.read();
       else fill(this.body, empty("No evaluations", `${run} has not been evaluated. Set eval_steps and an eval_dataset to evaluate during training.`));
+      drawn();
     } catch (error) {
       if (this.asked === asked) fill(this.body, failure(error, () => this.moved(parameters)));
     }
@@ -90,7 +91,6 @@ export class Evaluations {
       if (this.asked !== asked) return;
       if (before) this.layOutPairs(found);
       else this.layOut(found);
-      drawn();
     } catch (error) {
       if (this.asked === asked) fill(this.body, failure(error, () => this.read()));
     }

@@ -44,7 +44,7 @@ export class SearchAll {
   }
 
   again() {
-    this.before = null;
+    this.next = {};
     this.numSearched = 0;
     this.isEnd = false;
     this.hits.replaceChildren();
@@ -60,11 +60,11 @@ export class SearchAll {
     const wanted = this.hits.children.length + number;
     try {
       do {
-        const answer = await ask("search", { ...this.question(), before: this.before }, stopping.signal);
+        const answer = await ask("search", { ...this.question(), ...this.next }, stopping.signal);
         this.numSearched += answer.num_searched;
         this.hits.append(...answer.hits.map((hit) => this.hit(hit)));
-        this.before = answer.next_before;
-        this.isEnd = this.before === null;
+        this.next = answer.next;
+        this.isEnd = this.next === null;
         this.tell();
       } while (!this.isEnd && this.hits.children.length < wanted);
     } catch (error) {

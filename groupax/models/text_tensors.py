@@ -1,0 +1,61 @@
+"""The tensors of a folder that belong to its text model, by the names that a text model alone would have."""
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from groupax.models.families.text_part import has_text_part
+from groupax.models.tensor_files import TensorFile, Tensors
+
+logger = logging.getLogger(__name__)
+# Prefixes of text models within others, with what stands there in a text model alone.
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+# Tensors of the parts that see images.
+_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
+
+
+def text_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder: Path) -> Tensors:
+    """Returns the tensors of the text model, without those of layers that predict several tokens ahead.
+
+    Args:
+        hf: Parsed `config.json`, of the whole model.
+        num_layers: Number of layers of the text model.
+        tensors: All tensors of the folder.
+        folder: Folder of the model, for the log.
+    """
+    found = dict(tensors)
+    if has_text_part(hf):
+        found = {}
+        for name, file in tensors.items():
+            if not _IMAGES.match(name):
+                own = _own_name(name)
+                found[own] = file if own == name else TensorFile(file.path, {own: name})
+    if num_ahead := hf.get("num_nextn_predict_layers") or 0:
+        ahead = range(num_layers, num_layers + num_ahead)
+        found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
+    if len(found) < len(tensors):
+        logger.warning(
+            "%s: %d of its %d tensors are of parts that groupax does not have, which see images or predict several "
+            "tokens ahead; they are neither read nor saved",
+            *(folder, len(tensors) - len(found), len(tensors)),
+        )
+    return found
+
+
+def _own_name(name: str) -> str:
+    for prefix, own in _PREFIXES:
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+def _layer_index(name: str) -> int:
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
