@@ -27,7 +27,7 @@ from groupax.settings.checkpoints import CheckpointSettings
 from groupax.training.adapters import PolicyLearner
 
 FOLDER = "states"
-TIMES_WAIT, LEAST_S = 300.0, 5.0  # between two states: this multiple of what one costs, and this many seconds
+TIMES_WAIT, LEAST_S = 600.0, 5.0  # between two states: this multiple of what one costs, and this many seconds
 BY_HAND = CheckpointSettings(save_steps=0, save_interval_minutes=0.0, save_total_limit=0)
 
 
