@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from groupax.models.adapter_stack import changes_of, stack_adapters
 from groupax.models.checkpoint import Model
 
 PROMPT = [np.arange(1, 17, dtype=np.int32)]
-SETTINGS = {"kv_bytes": 1 << 28, "chunk_steps": 32}
+SETTINGS: dict[str, Any] = {"kv_bytes": 1 << 28, "chunk_steps": 32}
 
 
 def adapters_of(base: Model, number: int, rank: int) -> list[Model]:

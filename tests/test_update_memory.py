@@ -217,6 +217,12 @@ def test_the_memory_that_is_always_taken_is_among_the_facts_of_a_run(tmp_path):
     assert list(trainer._facts)[-1] == "memory"
 
 
+def test_the_memory_of_an_adapter_has_the_base_once_and_no_moments_of_it(tmp_path):
+    learner = a_trainer(tmp_path, lora_r=2).learner
+    base = sum(x.nbytes for x in jax.tree.leaves(learner.frozen.params) if isinstance(x, jax.Array)) / 1e6
+    assert base <= float(memory_facts(learner)["memory"].split()[0]) < 2 * base
+
+
 @pytest.mark.parametrize(("checkpointing", "runs"), [("none", 1), ("all_dots", 1), ("dots", 2), ("full", 2)])
 def test_attention_kernels_run_again_only_where_their_results_are_not_saved(checkpointing, runs):
     config = read_config({**TINY, "num_hidden_layers": 1})

@@ -61,8 +61,9 @@ def model_facts(model: Model) -> dict[str, str]:
 def memory_facts(learner: PolicyLearner) -> dict[str, str]:
     """Returns how much memory of a device the weights and the optimizer state take throughout the run."""
     frozen = learner.frozen and learner.frozen.params
-    arrays = {id(x): x for x in jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))}
-    held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values() if not is_on_host(x))
+    leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the rest are few numbers
+    held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
     size, unit = (held / 1e9, "GB") if held >= 1e9 else (held / 1e6, "MB")
     return {"memory": f"{size:.3g} {unit} on each device for weights and optimizer state"}
 
