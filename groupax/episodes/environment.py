@@ -73,19 +73,34 @@ class NotNewError(ValueError):
     """A function that creates environments did not create one."""
 
 
+class Seats:
+    """The seats of a rollout's environments that are in use, which are taken and left in many threads."""
+
+    def __init__(self) -> None:
+        self._of_instances: dict[int, Seat] = {}  # by the identity of their environments
+
+    def take(self, instance: object, seat: "Seat") -> bool:
+        """Gives an environment this seat; returns False if it has another one."""
+        return self._of_instances.setdefault(id(instance), seat) is seat
+
+    def leave(self, instance: object) -> bool:
+        """Frees the seat of an environment; returns whether it had one."""
+        return self._of_instances.pop(id(instance), None) is not None
+
+
 class Seat:
     """The place of an environment, which only the process has that makes its calls.
 
     Args:
-        taken: Environments of the rollout that are in use, by identity; updated.
+        seats: Those of the rollout that are in use.
 
     Attributes:
         instance: The environment; None in other processes, and while all of its answers are in the record.
     """
 
-    def __init__(self, taken: dict[int, Any]) -> None:
+    def __init__(self, seats: Seats) -> None:
         self.instance: Any = None
-        self._taken = taken
+        self._seats = seats
 
     def take(self, instance: Any) -> None:
         """Keeps a new environment.
@@ -93,14 +108,14 @@ class Seat:
         Raises:
             NotNewError: It is None, or an environment that another episode uses.
         """
-        if instance is None or id(instance) in self._taken:
+        if instance is None or not self._seats.take(instance, self):
             what = "None" if instance is None else "an environment that another episode uses"
             raise NotNewError(f"the function that creates environments returned {what}; let it return a new one")
-        self._taken[id(instance)] = self.instance = instance
+        self.instance = instance
 
     def leave(self) -> Any:
-        """Returns the environment, which is not in use any more."""
-        return self._taken.pop(id(self.instance), None)
+        """Returns the environment, which is not in use any more; None if it was not in use."""
+        return self.instance if self._seats.leave(self.instance) else None
 
 
 def environment_classes(given: Any) -> dict[str, EnvironmentClass]:

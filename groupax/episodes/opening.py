@@ -13,6 +13,7 @@ from groupax.episodes.closing import Closing
 from groupax.episodes.environment import (
     NotNewError,
     Seat,
+    Seats,
     plain_observation,
     warn_of_failure,
     with_observation,
@@ -43,7 +44,7 @@ class Host(Protocol):
     params: SamplingParams
     step: int
     calls: Calls | None
-    taken: dict[int, Any]
+    seats: Seats
     closing: Closing
 
     def start(
@@ -112,7 +113,7 @@ class Opening:
         self._begin(index, num_retries)
 
     def _begin(self, index: int, num_retries: int) -> None:
-        seat = Seat(self._table.taken)
+        seat = Seat(self._table.seats)
         then = partial(self._reset, index, num_retries, seat)
         arguments = {"place": self._place + index} if self._class.takes_place else {}
         self._call(index, "create", lambda: (self._class.create, arguments), then, seat.take)

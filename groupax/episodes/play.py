@@ -25,7 +25,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
 from groupax.episodes.custom import RolloutRequest, custom_rollouts
-from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, score_of, warn_of_failure
+from groupax.episodes.environment import EnvironmentClass, Seat, Seats, answer_of, score_of, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.record import LEFT, Record
@@ -130,7 +130,7 @@ class Table:
         self._places: Iterator[Place] = iter(())  # for episodes that have not started
         self._openings: dict[int, Opening] = {}  # by the indices of their prompts
         self.closing = Closing(calls, rules.warned)
-        self.taken: dict[int, Any] = {}  # environments in use, by identity
+        self.seats = Seats()
 
     def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
         """Starts the groups of prompts."""
