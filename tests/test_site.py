@@ -66,7 +66,7 @@ def test_the_navigation_has_every_page():
 
     nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     written = [path.name for path in (ROOT / "docs").glob("*.md")]
-    assert sorted(nav) == sorted([*written, *generated_pages()])
+    assert sorted(nav) == sorted([*written, *generated_pages()]), "list the pages in nav of mkdocs.yml"
 
 
 @pytest.mark.heavy

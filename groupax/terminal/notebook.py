@@ -67,12 +67,15 @@ def curve_html(values: Sequence[float], label: str, first: int = 1) -> str:
     ]
     shapes = [f'<polyline points="{points}" fill="none" stroke="#4269d0" stroke-width="1.5"/>' for points in lines]
     labels = [
-        (0, TOP + 4, f"{high:.3g}"),
-        (0, HEIGHT - BOTTOM, f"{low:.3g}"),
-        (LEFT, HEIGHT - 4, f"step {first:,}"),
-        (WIDTH - 90, HEIGHT - 4, f"{last:,}"),
+        (0, TOP + 4, "start", f"{high:.3g}"),
+        (0, HEIGHT - BOTTOM, "start", f"{low:.3g}"),
+        (LEFT, HEIGHT - 4, "start", f"step {first:,}"),
+        (WIDTH - 10, HEIGHT - 4, "end", f"{last:,}"),
     ]
-    texts = [f'<text x="{x}" y="{y}" font-size="11" fill="currentColor">{text}</text>' for x, y, text in labels]
+    texts = [
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor">{text}</text>'
+        for x, y, anchor, text in labels
+    ]
     return (
         f"<div><b>{escaped(label)}</b></div>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" style="max-width:{WIDTH}px;width:100%" role="img" '

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from groupax.view.rollouts import REWARD, completion_lengths, weighted_total
 from groupax.view.runs import Run
 
-BUDGET_S = 0.4  # time limit of a call; the page asks again
+BUDGET_S = 0.25  # time limit of a call; the page asks again
 MAX_STEPS = 120
 MAX_VALUES = 2000  # of a step that are kept, evenly spaced
 NUM_BINS = 32

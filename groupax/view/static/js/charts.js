@@ -184,7 +184,7 @@ export class Chart {
   /** Describes the chart as text. */
   describe() {
     const lines = this.lines.filter((line) => !line.faint);
-    fill(this.legend, lines.length <= MAX_LEGEND ? lines.map((line) => this.legendItem(line)) : el("li", {}, `${lines.length} lines, in the colours of the list of runs`));
+    fill(this.legend, lines.length <= MAX_LEGEND ? lines.map((line) => this.legendItem(line)) : el("li", {}, `${lines.length} lines, in the colors of the list of runs`));
     const summary = lines.slice(0, MAX_LEGEND).map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
     const marks = this.marks.slice(0, MAX_LEGEND).map((mark) => mark.text);
     this.canvas.setAttribute("aria-label", `${this.title} by ${X_AXES[this.axes.x].title}. ${[...summary, ...marks].join("; ")}. Arrow keys read the values.`);

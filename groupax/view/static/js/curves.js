@@ -6,7 +6,8 @@ import { debounced, drawn, el, empty, failure, fill, select } from "./dom.js";
 import { bands } from "./seeds.js";
 import { app, colour, go, runColour, runDash, shownRuns, store, stored } from "./state.js";
 
-const POINTS = 800;
+const POINTS = 800; // of a line
+const ALL_POINTS = 12_000; // of all lines of a metric
 const SECTIONS = [
   ["Learning", [
     ["Reward", ["reward"], "Mean of the weighted sum of all reward functions."],
@@ -227,7 +228,7 @@ export class Curves {
     const names = [...new Set(cards.flatMap((card) => card.names))];
     const run = shownRuns();
     const [from, to] = this.zoom;
-    const question = { name: names, from, to, points: POINTS, by: this.axes.x };
+    const question = { name: names, from, to, points: Math.max(Math.min(POINTS, Math.floor(ALL_POINTS / (run.length || 1))), 100), by: this.axes.x };
     const isAsked = names.length > 0 && run.length > 0;
     const groups = this.runsAs === "band" && isAsked ? await bands(run) : [];
     const single = run.filter((name) => !groups.some((group) => group.runs.includes(name)));

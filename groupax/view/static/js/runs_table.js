@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { debounced, drawn, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
 import { compact, duration } from "./overview.js";
+import { shortened } from "./sidebar.js";
 import { address, app, chooseRuns, runColour, shownRuns, store, stored, toggleRun, unread } from "./state.js";
 
 const MAX_SETTINGS = 12; // columns of settings
@@ -96,7 +97,7 @@ export class RunsTable {
       toggleRun(name);
       this.changed();
     } } });
-    return el("div", { class: "run-name" }, box, dot, el("a", { href: address("overview", { run: name }) }, visible(name)));
+    return el("div", { class: "run-name" }, box, dot, el("a", { href: address("overview", { run: name }), title: name }, shortened(visible(name))));
   }
 
   sortBy(title) {

@@ -5,6 +5,7 @@ import { app, chooseRuns, runColour, shownRuns, toggleRun } from "./state.js";
 
 const NUM_FILTERED = 6; // runs from which on there is a filter
 const NUM_COMPACT = 10; // runs from which on each takes one line
+const NUM_END = 14; // last characters of a name on one line that are always shown
 
 export class Sidebar {
   /** @param {HTMLElement} root @param {(names: string[]) => void} changed is called after the selection has changed */
@@ -47,9 +48,10 @@ export class Sidebar {
       this.changed([name]);
     } } });
     const [status, facts, fault, bad] = [el("span"), el("div", { class: "facts" }), el("p", { class: "fault" }), el("p", { class: "fault" })];
-    const label = el("label", { title: app.runs[name].path }, box, el("span", { class: "name" }, visible(name)));
+    const title = el("span", { class: "name" });
+    const label = el("label", { title: app.runs[name].path }, box, title);
     const only = el("button", { type: "button", class: "only quiet", title: "Show this run only", "aria-label": `Show ${visible(name)} only`, on: { click: () => this.choose([name]) } }, "only");
-    return { item: el("li", {}, el("div", { class: "run-line" }, label, only, status), facts, fault, bad), box, status, facts, fault, bad };
+    return { item: el("li", {}, el("div", { class: "run-line" }, label, only, status), facts, fault, bad), title, box, status, facts, fault, bad };
   }
 
   /** Cards are made once and then changed in place: a click may be under way. */
@@ -62,9 +64,14 @@ export class Sidebar {
     }
     this.search.hidden = names.length < NUM_FILTERED;
     this.choices.hidden = names.length < 2;
-    this.list.classList.toggle("compact", names.length > NUM_COMPACT);
+    const isCompact = names.length > NUM_COMPACT;
+    this.list.classList.toggle("compact", isCompact);
     this.count.textContent = names.length > 1 ? `${chosen.size} of ${plural(names.length, "run")}` : "";
     const listed = new Set(this.listed());
+    for (const [name, { title }] of this.cards) {
+      if (title.textContent && title.children.length > 0 === isCompact) continue;
+      fill(title, isCompact ? shortened(visible(name)) : visible(name));
+    }
     for (const [name, run] of Object.entries(app.runs)) this.drawCard(name, run, chosen.has(name), listed.has(name));
   }
 
@@ -82,4 +89,10 @@ export class Sidebar {
     fault.textContent = visible(run.fault);
     bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
   }
+}
+
+/** A name on one line whose end, in which runs often differ, is never cut. */
+export function shortened(name) {
+  const end = Math.max(name.length - NUM_END, 0);
+  return [el("span", { class: "head" }, name.slice(0, end)), el("span", { class: "tail" }, name.slice(end))];
 }
