@@ -174,7 +174,7 @@ def test_roles_of_a_program_train_adapters_of_their_own(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_program_that_names_no_adapter_of_the_run_learns_which_there_are(tmp_path):
     def wrong(base_url, prompt):
         with pytest.raises(urllib.error.HTTPError) as refused:

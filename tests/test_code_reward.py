@@ -80,7 +80,7 @@ def test_a_program_that_behaves_passes():
 
 
 @needs_bubblewrap
-@pytest.mark.heavy
+@pytest.mark.long
 def test_humaneval():
     rows = read_lines("humaneval", "HumanEval.jsonl.gz")
     assert len(rows) == 164

@@ -182,7 +182,7 @@ PET = {
 }
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_every_completion_of_a_real_model_is_valid(stories):
     validators = pytest.importorskip("jsonschema")
     engine = Engine.load(stories)

@@ -139,9 +139,18 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     return rows, engine.prefixes.num_reused_tokens
 
 
+LONG_CASES = [("llama", 0), ("llama", 5 * 100 * 512), ("gemma2", 0), ("gemma2", 1 << 30)]
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("num_bytes", [1 << 30, 0, 5 * 100 * 512])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "num_bytes"),
+    [
+        ("llama", 1 << 30),
+        ("gemma2", 5 * 100 * 512),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_CASES),
+    ],
+)
 def test_the_order_of_answers_changes_no_bit(family, num_bytes, monkeypatch):
     sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "head_dim": 8}
     model = init_model({**TINY, "model_type": family, **sizes}, seed=1)

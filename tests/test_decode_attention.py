@@ -233,7 +233,12 @@ for B, Q, N, K, H, T, dtype, kv_dtype, settings in (
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("target", "kv_dtype"), [("h100-1", "float8_e4m3fn"), ("a100-1", "float32"), ("rtx4090-1", "float8_e4m3fn")]
+    ("target", "kv_dtype"),
+    [
+        ("h100-1", "float8_e4m3fn"),
+        pytest.param("a100-1", "float32", marks=pytest.mark.long),
+        pytest.param("rtx4090-1", "float8_e4m3fn", marks=pytest.mark.long),
+    ],
 )
 def test_the_kernels_compile_and_update_the_cache_in_place(target, kv_dtype):
     cuda = Path(__file__).parents[1] / "build" / "cuda"

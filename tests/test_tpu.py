@@ -118,8 +118,12 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
     ("devices", "heads"),
     [
         ("v5e-1", {"hidden_size": 1024, "num_attention_heads": 8}),
-        ("v5e-1", {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0}),
-        ("v4-8", {}),
+        pytest.param(
+            "v5e-1",
+            {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0},
+            marks=pytest.mark.long,
+        ),
+        pytest.param("v4-8", {}, marks=pytest.mark.long),
     ],
 )
 def test_decoding_attends_with_a_kernel_that_updates_the_cache_in_place(model, devices, heads):
