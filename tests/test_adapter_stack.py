@@ -107,7 +107,7 @@ def test_a_row_has_the_same_bits_whatever_the_other_adapters_are():
     assert [each.tokens for each in before["two"]] != [each.tokens for each in after["two"]]
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_stored_beginnings_are_those_of_the_same_adapter():
     base = a_base()
     adapters = adapters_of(base)
@@ -154,7 +154,7 @@ def test_what_a_batch_cannot_share_is_refused():
         Engine.of(base, object(), {"another": add_adapter(a_base(seed=1), LoRAConfig(r=2))})
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_sharded_weights_and_fewer_bits():
     base = a_base(num_attention_heads=4, num_key_value_heads=4)
     adapters = adapters_of(base)

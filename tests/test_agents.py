@@ -252,7 +252,7 @@ def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys
     assert "<- 5535" in out
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_example_of_a_calculator_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = (Path(__file__).parents[1] / "examples" / "calculator.py").read_text()

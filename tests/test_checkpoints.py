@@ -300,7 +300,7 @@ def test_another_run_is_moved_aside_with_what_differs(stopped, tmp_path, caplog)
     assert (tmp_path / "run.1" / "checkpoints").is_dir()
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_another_dropout_is_another_run(tmp_path, caplog):
     for dropout in (0.0, 0.5):
         a_trainer(tmp_path, max_steps=1, peft_config=LoRAConfig(r=2, lora_dropout=dropout)).train()

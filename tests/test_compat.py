@@ -419,7 +419,7 @@ def test_a_model_with_the_methods_of_transformers_and_peft(folder, tmp_path, cap
     load_model(tmp_path / "merged_4bit")
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_base_in_8_bits_stays_so(folder, tmp_path):
     eight_bits = hf.BitsAndBytesConfig(load_in_8bit=True)
     base = hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=eight_bits)

@@ -110,7 +110,7 @@ def test_checkpoints_are_models_with_the_state_of_the_trainer(folder, tmp_path):
         a_trainer(out / "checkpoint-2", tmp_path)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_best_checkpoint_is_loaded_at_the_end(folder, tmp_path):
     watch = Watch()
     settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "metric_for_best_model": "loss"}

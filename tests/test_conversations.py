@@ -165,13 +165,16 @@ def test_the_order_of_answers_changes_no_bit(family, num_bytes, monkeypatch):
     assert max(len(tokens) for tokens, _ in played[0]) > 128, "the number of columns has grown"
 
 
-FAMILIES = [("llama", {}), ("gemma2", {"sliding_window": 24, "attn_logit_softcapping": 2.0})]
+FAMILIES = [
+    pytest.param("llama", {}, id="llama"),
+    pytest.param("gemma2", {"sliding_window": 24, "attn_logit_softcapping": 2.0}, id="window", marks=pytest.mark.long),
+]
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # in two layers
 
 
 @pytest.mark.heavy
 @pytest.mark.optimized
-@pytest.mark.parametrize(("family", "change"), FAMILIES, ids=["llama", "window"])
+@pytest.mark.parametrize(("family", "change"), FAMILIES)
 def test_engine_and_trainer_agree_over_200_episodes_stored_in_part_and_computed_again(family, change):
     sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "head_dim": 8}
     model = init_model({**TINY, "model_type": family, **sizes, **change}, seed=1)

@@ -104,7 +104,7 @@ def test_families_too(name):
     assert_same(engine_on(model, 4, tp).generate(PROMPTS, PARAMS), expected)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
     """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
     model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
@@ -252,7 +252,7 @@ def test_commands_load_weights_split(folder, capsys, tmp_path):
     assert main(argv) == 0
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_server_holds_its_models_in_parts(folder):
     command = Serve(
         model=str(folder / "model"), name="base", adapter=(f"adapted={folder / 'adapter'}",), kv_cache_gb=0.1, tp=2

@@ -230,7 +230,7 @@ def test_a_run_at_far_too_high_a_rate_leaves_its_reference(tmp_path):
     assert "kl_runaway" in names
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_run_that_trades_one_reward_for_another_is_hinted_at(tmp_path):
     def varied(completions):
         return [len(set(text)) / 10 for text in completions]

@@ -81,7 +81,7 @@ def as_a_reader(page, namespace):
     return commands
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_reader_of_the_tutorials_gets_what_they_promise(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

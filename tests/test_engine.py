@@ -881,7 +881,7 @@ def test_weights_that_were_released_take_no_memory(tiny_model, settings, prefix_
     assert len(engine.prefixes) == 0
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.03), ("int8", 0.03), ("float8", 0.1)])
 def test_weights_in_fewer_bits_give_nearly_the_same_log_probs(tiny_model, dtype, bound):
     params = SamplingParams(n=2, max_tokens=1, temperature=0.0)

@@ -29,7 +29,7 @@ def trained(model, folder, **settings):
     "settings",
     [
         {"lora_r": 2, "base_weights": "nf4", "eval_steps": 1},
-        {"max_staleness": 1, "rollout_correction": "token_truncate"},
+        pytest.param({"max_staleness": 1, "rollout_correction": "token_truncate"}, marks=pytest.mark.long),
         {
             "filter_zero_variance": True,
             "filter_budget": 2.0,

@@ -485,7 +485,7 @@ def memory_of_long_episode(num_turns):
     return most
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_two_hundred_turns_take_linear_time_and_memory():
     long_episode(5)
     few_s, more_s, most_s = (min(long_episode(num_turns) for _ in range(3)) for num_turns in (50, 100, 200))

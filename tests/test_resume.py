@@ -96,7 +96,7 @@ def steps_in(folder):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.long), 5])
 def test_a_run_stopped_by_a_signal_goes_on_exactly(tmp_path, whole, step):
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     stopped = stopped_at(a_run(tmp_path), step, random.choice([signal.SIGTERM, signal.SIGINT]))

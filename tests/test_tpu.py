@@ -133,6 +133,7 @@ def test_decoding_attends_with_a_kernel_that_updates_the_cache_in_place(model, d
     assert json.loads(done.stdout) == {"kernels": 1, "copies": []}
 
 
+@pytest.mark.long
 def test_a_step_of_decoding_moves_little_more_than_weights_and_cache():
     script = str(Path(__file__).parents[1] / "benchmarks" / "tpu_decode.py")
     done = subprocess.run([sys.executable, script, "--json"], capture_output=True, text=True, check=False)

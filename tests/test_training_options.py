@@ -318,7 +318,7 @@ def test_flops_are_two_per_weight_and_token_and_some_attention():
 
 
 @pytest.mark.optimized
-@pytest.mark.heavy
+@pytest.mark.long
 def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
     """At a rate of 1e-6 a bfloat16 weight cannot move; its float32 master moves as it would in float32."""
     moved = {}
