@@ -394,6 +394,7 @@ def test_the_forms_of_the_tests_can_be_passed():
     assert code_tests([source] * len(FORMS), ["p"] * len(FORMS), tests, ["f"] * len(FORMS)) == [1.0] * len(FORMS)
 
 
+@pytest.mark.heavy
 def test_nothing_passes_without_solving():
     started_s = time.monotonic()
     rows = attempts()
@@ -428,6 +429,7 @@ def as_ordinary_user(source, given):
     return run.stdout
 
 
+@pytest.mark.heavy
 def test_nothing_passes_as_an_ordinary_user():
     rows = [*attempts(FORMS[:1]), (reaches(), "p", "assert f(1) == []", "f")]
     source = (

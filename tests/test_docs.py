@@ -27,15 +27,15 @@ PAGES = [
     "algorithm.md",
     "datasets.md",
     "rewards.md",
-    "engine.md",
     "evaluation.md",
-    "episodes.md",
     "coming_from_trl.md",
     "coming_from_easydel.md",
 ]
 
 
-@pytest.mark.parametrize("page", rest_heavy([*PAGES, "lora.md", "adapters.md", "sft.md"], quick=len(PAGES)))
+@pytest.mark.parametrize(
+    "page", rest_heavy([*PAGES, "engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md"], quick=len(PAGES))
+)
 def test_python_blocks_run(page, tmp_path):
     tokenizer = chat_tokenizer() if page == "episodes.md" else a_tokenizer(eos_token="<eos>")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048 if page == "episodes.md" else 512}

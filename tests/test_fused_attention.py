@@ -219,6 +219,7 @@ def test_narrow_tiles_stay_plain(monkeypatch):
         fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, FusedAttention("cudnn"))
 
 
+@pytest.mark.heavy
 def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
     """As far as that goes without one: jax asks cuDNN for its version first, which is answered for it here, and nothing
     compiles or runs what it then asks of XLA."""

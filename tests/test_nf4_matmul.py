@@ -30,7 +30,9 @@ def some_rows(num_rows, num_inputs, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_rows", rest_heavy([16, 1, 130]))
-@pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [MATRICES[0], *(pytest.param(each, marks=pytest.mark.heavy) for each in MATRICES[1:])], ids=str
+)
 def test_the_kernel_multiplies_by_the_dequantized_matrix(shape, num_rows, dtype):
     weight, x = a_matrix(shape), some_rows(num_rows, shape[1], dtype)
     exact = np.asarray(x, np.float64) @ np.asarray(dequantize_nf4(weight, x.dtype), np.float64).T

@@ -149,6 +149,7 @@ def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypa
     assert not (small / "states").exists()
 
 
+@pytest.mark.heavy
 def test_a_change_is_compared_with_the_run(run):
     own, other = makers(letters, letters)
     settings = GRPOConfig.from_mapping(recorded_run(run).config)

@@ -70,6 +70,7 @@ def test_a_pause_keeps_requests_which_continue_as_if_there_had_been_none(loop, e
     assert tokens_of(rest(later, [later.get(timeout=60)])) == expected.tokens
 
 
+@pytest.mark.heavy
 def test_a_pause_waits_for_running_requests_and_not_for_later_ones(loop):
     told, deltas = started(loop)
     pause = loop.pause("wait")

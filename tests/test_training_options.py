@@ -498,10 +498,12 @@ def test_settings_that_contradict_each_other(settings, message):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"loss_type": "luspo"}, "'luspo' is meant for one ratio per completion"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "'vespo' forms its own weight"),
-    ],
+    rest_heavy(
+        [
+            ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "'vespo' forms its own weight"),
+            ({"loss_type": "luspo"}, "'luspo' is meant for one ratio per completion"),
+        ]
+    ),
     ids=str,
 )
 def test_odd_combinations_are_told(tmp_path, caplog, settings, message):
@@ -780,6 +782,7 @@ def test_failures_and_seconds_of_a_steps_rollouts_add_up():
     }
 
 
+@pytest.mark.heavy
 def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
     def reward(completion_ids, log_metric):
         for name in ("reward", "loss", "step", "num_tokens", "own"):
