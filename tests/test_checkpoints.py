@@ -74,12 +74,12 @@ def stopped(earlier, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"save_steps": 1}, [4, 5]),
-        ({"save_steps": 1, "save_total_limit": 1}, [5]),
-        ({"save_steps": 2, "save_total_limit": None}, [2, 4, 5]),
+        pytest.param({"save_steps": 1}, [4, 5], marks=pytest.mark.long),
+        pytest.param({"save_steps": 1, "save_total_limit": 1}, [5], marks=pytest.mark.long),
+        pytest.param({"save_steps": 2, "save_total_limit": None}, [2, 4, 5], marks=pytest.mark.long),
         ({"save_steps": 2, "save_total_limit": 0, "do_last_save": False}, [2, 4]),
         ({"save_interval_minutes": 1e-9, "save_total_limit": 3}, [3, 4, 5]),
-        ({}, [5]),
+        pytest.param({}, [5], marks=pytest.mark.long),
         ({"save_steps": 1, "metric_for_best_model": "number", "save_total_limit": 1}, [2, 5]),
         ({"save_steps": 1, "metric_for_best_model": "number", "greater_is_better": False}, [3, 4, 5]),
     ],

@@ -1,6 +1,7 @@
 """Families: agreement with `transformers`, which loads every model that we save."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -551,13 +552,18 @@ def torch_logits(model, rows, length):
     return [out[length - len(row) :] for out, row in zip(logits, rows, strict=True)]
 
 
+@partial(jax.jit, static_argnums=0)
+def logits_of(config, params, tokens, starts):
+    hidden = causal_hidden(config, params, tokens, starts)
+    return vocabulary_logits(hidden, head_weights(params), config.logit_softcap)
+
+
 def our_logits(model, rows, length):
     tokens = np.zeros((len(rows), length), np.int32)
     starts = np.array([length - len(row) for row in rows], np.int32)
     for index, row in enumerate(rows):
         tokens[index, starts[index] :] = row
-    hidden = causal_hidden(model.config, model.params, jnp.asarray(tokens), jnp.asarray(starts))
-    logits = vocabulary_logits(hidden, head_weights(model.params), model.config.logit_softcap)
+    logits = logits_of(model.config, model.params, jnp.asarray(tokens), jnp.asarray(starts))
     return [out[start:] for out, start in zip(np.asarray(logits), starts, strict=True)]
 
 

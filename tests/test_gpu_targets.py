@@ -100,7 +100,7 @@ def test_absent_gpus_come_up_on_a_machine_without_any(kind):
 
 
 @needs_cuda
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_run_is_planned_for_a_gpu(tmp_path):
     # widths that cuDNN takes
     model = {**TINY, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 7}

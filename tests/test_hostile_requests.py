@@ -97,10 +97,11 @@ def with_a_fault(body, rng):
     return body
 
 
-def test_requests_with_faults_are_answered_or_refused():
+@pytest.mark.parametrize("num_requests", [300, pytest.param(1500, marks=pytest.mark.long)])
+def test_requests_with_faults_are_answered_or_refused(num_requests):
     rng, model = random.Random(0), served(byte_tokenizer())
     statuses = []
-    for number in range(1500):
+    for number in range(num_requests):
         path = [*BODIES][number % len(BODIES)]
         body = with_a_fault(BODIES[path], rng)
         try:
@@ -114,7 +115,7 @@ def test_requests_with_faults_are_answered_or_refused():
             for each in PROTOCOLS.values():
                 json.dumps([each.error_body(error), each.error_event(error)], ensure_ascii=False).encode()
     assert set(statuses) == {200, 400}
-    assert 100 < statuses.count(200) < 1000
+    assert num_requests / 15 < statuses.count(200) < num_requests * 2 / 3
 
 
 @pytest.mark.parametrize(

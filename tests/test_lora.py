@@ -341,7 +341,7 @@ def test_rollouts_decode_the_adapted_model_in_8_bits(tmp_path):
 # -- dropout
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_dropout_does_not_depend_on_micro_batches(tmp_path):
     results = {}
     for name, options in (("whole", {}), ("small", {"micro_batch_tokens": 16}), ("never", {"share_prefix": "never"})):

@@ -113,7 +113,7 @@ def test_adapters_too(shape):
     assert_same_update(replace(model, adapter=replace(model.adapter, trained=ones)), shape)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_gradients_may_be_added_up_in_bfloat16_which_sends_half_as_much():
     mesh = make_mesh((1, 4, 1, 1, 1))
     model = init_model(TINY, mesh=mesh)

@@ -762,7 +762,7 @@ def test_held_out_results_stand_in_the_card(tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["base", "adapter"])
+@pytest.mark.parametrize("name", [pytest.param("base", marks=pytest.mark.long), "adapter"])
 def test_the_usage_in_a_card_runs(good, tmp_path, name):
     pytest.importorskip("torch")
     pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 from groupax.training.state import apply_update, init_state
 
-from .conftest import TINY, rest_heavy
+from .conftest import TINY
 from .stopped_run import final_state, letters
 from .test_trainer import a_trainer, lines_of
 
@@ -35,8 +35,10 @@ def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("adapts", [False, True], ids=["weights", "adapter"])
-@pytest.mark.parametrize("name", rest_heavy(list(OPTIMIZERS)))
+@pytest.mark.parametrize(
+    "adapts", [pytest.param(False, id="weights"), pytest.param(True, id="adapter", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_updates_in_parts_are_those_at_once(name, adapts):
     mesh = make_mesh((1, 2, 1, 2, 1))
     model = init_model(TINY, mesh=mesh)
@@ -64,7 +66,9 @@ def test_updates_in_parts_are_those_at_once(name, adapts):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("adapts", [False, True], ids=["weights", "adapter"])
+@pytest.mark.parametrize(
+    "adapts", [pytest.param(False, id="weights"), pytest.param(True, id="adapter", marks=pytest.mark.long)]
+)
 def test_a_run_is_the_same_and_goes_on_with_and_without(tmp_path, adapts):
     """On a mesh that splits the weights, with a reference that moves; stopped, and resumed the other way, twice."""
     mesh = make_mesh((1, 4, 1, 1, 1))

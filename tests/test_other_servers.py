@@ -332,7 +332,7 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["VLLM", "SGLang"])
+@pytest.mark.parametrize("name", ["VLLM", pytest.param("SGLang", marks=pytest.mark.long)])
 def test_programs_are_sampled_by_them_too(tmp_path, folder, servers, name):
     server, address = servers[name]
     before = server.num_sampled

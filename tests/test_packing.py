@@ -112,7 +112,7 @@ def test_fewer_rows_than_shards():
     assert sum(len(part.rows) for parts in each.shards for part in parts) == 2
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 @pytest.mark.parametrize("mean", [20, pytest.param(96, marks=pytest.mark.long)])
 @pytest.mark.parametrize("seed", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_over_many_steps_padding_is_little_and_shapes_are_few(mean, seed):
