@@ -171,7 +171,7 @@ def test_an_adapter_on_4_bits_is_merged_into_their_numbers(saved, tmp_path):
     np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_qlora_on_stories(stories, tmp_path):
     """Rewards the letter e; 4-bit base, changes of rank 8."""
 

@@ -84,7 +84,7 @@ def test_a_loop_gives_the_gradients_of_single_layers(change, settings):
     assert_same(model, **settings)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_of_adapters_too_with_the_same_inputs_left_out():
     lora = LoRAConfig(r=4, lora_alpha=8, lora_dropout=0.3, modules_to_save=["norm"])
     model = add_adapter(init_model({**TINY, "num_hidden_layers": 4}, mesh=one_device_mesh()), lora)

@@ -43,7 +43,7 @@ GRPOTrainer._environment_pool = property(
 )
 """
 OF_POOL = "test_train_with_multiple_environments"
-# A part of the tests that takes a minute, of everything that they are about.
+# A part of the tests that takes some minutes, of everything that they are about, to run by itself.
 PART = (
     "test_compute_entropy_mask_lower_threshold",
     "test_get_off_policy_mask_padding",
@@ -166,7 +166,7 @@ def _class_of(source, test):
     return before.rpartition("\nclass ")[2].partition("(")[0].partition(":")[0]
 
 
-@pytest.mark.parity
+@pytest.mark.long
 def test_a_part_of_trls_own_tests_passes(tmp_path):
     outcomes = run_theirs(tmp_path, PART, PLUGIN + POOL)
     assert len(outcomes) == len(PART)

@@ -25,11 +25,11 @@ def world(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parity
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("output_dir", "arguments"),
-    [("functions", ACCURACY), pytest.param("reward_model_and_lora", (*REWARD_MODEL, *LORA), marks=pytest.mark.long)],
+    [("functions", ACCURACY), ("reward_model_and_lora", (*REWARD_MODEL, *LORA))],
 )
 def test_trls_script_of_grpo_saves_a_trained_model(world, output_dir, arguments):
     from . import trl_scripts
