@@ -349,7 +349,7 @@ def real_kinds(learner):
     """What a learner has on its devices, by the names that plans have for it."""
     kinds = {"masters": learner.state.params, "optimizer": learner.state.opt_state}
     if learner.dtype != jnp.float32:
-        kinds["policy"] = learner._trained()
+        kinds["policy"] = learner.trained()
     if learner.frozen:
         kinds["base"] = learner.frozen.params
     elif learner.reference is not None:

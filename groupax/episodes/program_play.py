@@ -43,10 +43,6 @@ class _Request:
     def __init__(self, episode: ProgramEpisode, number: int, asked: Asked, sequences: list[Completion]) -> None:
         self.episode, self.number, self.asked, self.sequences = episode, number, asked, sequences
 
-    @property
-    def is_finished(self) -> bool:
-        return all(sequence.finish_reason for sequence in self.sequences)
-
 
 class ProgramTable:
     """The runs of programs of a rollout.
@@ -126,7 +122,7 @@ class ProgramTable:
             for sequence, _ in self._session.step():
                 if sequence.finish_reason and id(sequence) in self._requests:
                     request = self._requests.pop(id(sequence))
-                    if request.is_finished:
+                    if all(other is not request for other in self._requests.values()):  # the last of its sequences
                         self._answer_sampled(request)
 
     def _waits(self, episode: ProgramEpisode) -> bool:
