@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
@@ -143,10 +144,12 @@ def _decode_chunk(
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
         seen = history if sampling == "general" else None
+        text = _text_tokens(config, logits)
         if constraints is None or chunk.state is None:
-            sampled = sample(logits, uniform[:, index], slots.settings, seen)
+            sampled = sample(logits, uniform[:, index], slots.settings, seen, text)
         else:
             allowed = allowed_tokens(constraints, classes, chunk.state, slots.remaining)
+            allowed = allowed if text is None else allowed & text
             sampled = sample(logits, uniform[:, index], slots.settings, seen, allowed)
             after = state_after(constraints, classes, chunk.state, sampled.token, slots.remaining > 0)
             chunk = replace(chunk, state=after)
@@ -212,6 +215,15 @@ def _feed(
         stop_ids=slots.stop_ids,
     )
     return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
+
+
+def _text_tokens(config: ModelConfig, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:
+    """Returns which tokens may be sampled: none that stands for an image; None if there are no such tokens."""
+    if config.vision is None:
+        return None
+    text = np.ones(logits.shape[1], bool)
+    text[[token for token in config.vision.placeholder_ids if token < len(text)]] = False
+    return jnp.broadcast_to(text[None], logits.shape)
 
 
 def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:

@@ -36,6 +36,7 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
         is_failure=rollout.is_failure,
         adapter=rollout.adapter,
+        images=rollout.images,
     )
 
 
