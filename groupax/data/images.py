@@ -64,8 +64,8 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     num_places = sum(_is_place(part) for message in messages for part in _parts(message))
     if num_places != len(given):
         raise ValueError(
-            f"{where} has {len(given)} images in its column and {num_places} parts {{'type': 'image'}} without an image "
-            "in its messages; give one such part for each image, or none, so that the images come before the text of "
+            f"{where} has {len(given)} images in its column and {num_places} parts {{'type': 'image'}} without an "
+            "image in its messages; give one such part for each image, or none, so that the images come before the text of "
             "the first message of the user"
         )
     rest = iter(given)
