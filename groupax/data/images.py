@@ -65,7 +65,7 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if num_places != len(given):
         raise ValueError(
             f"{where} has {len(given)} images in its column and {num_places} parts {{'type': 'image'}} without an "
-            "image in its messages; give one such part for each image, or none, so that the images come before the text of "
+            "image in its messages; give one such part for each image, or none, so that they come before the text of "
             "the first message of the user"
         )
     rest = iter(given)
@@ -135,8 +135,8 @@ def read_image(value: Any, where: str) -> Any:
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:
         raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {MAX_PIXELS:,} in all are read")
-    if getattr(image, "n_frames", 1) > 1:
-        raise ValueError(f"{where} has {image.n_frames} frames, and a model sees still images; give one of them")
+    if (num_frames := getattr(image, "n_frames", 1)) > 1:
+        raise ValueError(f"{where} has {num_frames} frames, and a model sees still images; give one of them")
     try:
         image.load()
     except Exception as error:  # decoders raise what they like

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from groupax.settings.template_kwargs import check_template_kwargs
 from groupax.types import PromptImages
 
 
+@runtime_checkable
 class ImageEncoder(Protocol):
     """Encodes prompts with images for one model.
 
