@@ -20,7 +20,6 @@ from groupax.models.vision.features import FeatureCache
 from groupax.parallel.mesh import decoding_mesh, splits_model
 from groupax.parallel.peak import free_memory_bytes
 
-
 FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given
 
 
@@ -96,7 +95,7 @@ class EngineCore:
 
     @property
     def vision_params(self) -> Params:
-        """The weights that see images, as they were given: they are not converted, and the same arrays as a trainer's."""
+        """The weights that see images, as they were given: the same arrays as a trainer's, never converted."""
         return self._given["vision"]
 
     def adapter_index(self, adapter: str | None) -> int:

@@ -253,6 +253,7 @@ class Episode:
             environment_reward=self.reward,
             environment=self.instance,
             adapter=self.first.adapter,
+            images=self.first.images,
         )
 
 
