@@ -100,7 +100,7 @@ def _rope_tables(tower: TowerConfig, cells: Int[Array, "B N 2"]) -> Tables:
 
 def _project(
     config: VisionConfig, weights: dict[str, Any], x: Float[Array, "B N D"], after: dict[int, Array]
-) -> Float[Array, "levels B n D"]:
+) -> Float[Array, "levels B n E"]:
     """Merges the vectors of neighbouring patches, which follow each other, to features of each level."""
     num = config.patches_per_feature
     match config.projector:
@@ -124,7 +124,7 @@ def _joined(x: Float[Array, "B N D"], num: int) -> Float[Array, "B n C"]:
     return x.reshape(x.shape[0], -1, num * x.shape[-1])
 
 
-def _merger(weights: dict[str, Any], h: Float[Array, "B n C"]) -> Float[Array, "B n D"]:
+def _merger(weights: dict[str, Any], h: Float[Array, "B n C"]) -> Float[Array, "B n E"]:
     h = _activation("gelu", linear(h, weights["up"], weights["up_bias"]))
     return linear(h, weights["down"], weights["down_bias"])
 
