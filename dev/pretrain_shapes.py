@@ -1,6 +1,6 @@
 """Makes the embedded model of the shapes recipe, `groupax/recipes/shapes/model/`:
 
-    python dev/pretrain_shapes.py --seed 0 --steps 1000
+    python dev/pretrain_shapes.py --seed 0 --steps 3000
 
 It is an Idefics 3 of 0.6M parameters, which transformers loads too, and imperfect on purpose. At first it learns to
 name all shapes of a picture before it counts. Then its corpus is that of many authors, most of whom answer at once.
@@ -261,7 +261,7 @@ def evaluate(model: Model, tokenizer: PreTrainedTokenizerFast) -> dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", type=Path, default=FOLDER)
     args = parser.parse_args()
 
