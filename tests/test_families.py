@@ -192,7 +192,7 @@ CONFIGS = {
     ],
 }
 # Families with five random configurations in `test_random_families`.
-RANDOM = ("deepseek_v3", "exaone4", "glm4", "glm4_moe", "ministral3", "olmo3", "seed_oss")
+RANDOM = ("deepseek_v3", "exaone4", "glm4", "glm4_moe", "gpt_oss", "ministral3", "olmo3", "seed_oss")
 CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
 LENGTHS = (50, 37, 3)
 

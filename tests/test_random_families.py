@@ -118,7 +118,21 @@ def deepseek_v3(rng):
     return hf | sigmoid_mixture(rng, hf["num_hidden_layers"]) | latent | {"rope_parameters": table}
 
 
-DRAWS = {each.__name__: each for each in (deepseek_v3, exaone4, glm4, glm4_moe, ministral3, olmo3, seed_oss)}
+def gpt_oss(rng):
+    hf = common(rng)
+    own = {
+        "layer_types": pick(rng, None, kinds(rng, hf["num_hidden_layers"])),
+        "sliding_window": int(rng.integers(2, 20)),
+        "num_local_experts": int(pick(rng, 4, 6)),
+        "num_experts_per_tok": int(rng.integers(1, 4)),
+        "swiglu_alpha": float(pick(rng, 1.702, 0.7)),
+        "swiglu_limit": float(pick(rng, 7.0, 0.3)),
+        "attention_bias": bool(rng.integers(2)),
+    }
+    return hf | own | {"rope_parameters": pick(rng, None, plain(rng), yarn(rng))}
+
+
+DRAWS = {each.__name__: each for each in (deepseek_v3, exaone4, glm4, glm4_moe, gpt_oss, ministral3, olmo3, seed_oss)}
 
 
 def test_the_families_that_promise_random_configurations_have_them():

@@ -192,8 +192,8 @@ def _feed(
     """Feeds each busy slot's next token, whose keys and values go into its next column."""
     past = Past(cache.prompt_starts, jnp.where(slots.remaining > 0, slots.length + 1, 0))
 
-    def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
-        return attend_past(attn, past, layer, *qkv)
+    def attend(attn: AttentionConfig, layer: LayerCache, *heads: Array) -> tuple[Array, LayerCache]:
+        return attend_past(attn, past, layer, *heads)
 
     params = select_adapters(params, slots.adapter)
     layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]

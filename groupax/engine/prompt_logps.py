@@ -161,7 +161,7 @@ def _score_row(
         first = index * PIECE
         own = first + jnp.arange(PIECE)
         distance = (own[:, None] - columns)[None]
-        attend = Piece(jnp.int32(0), first, distance >= 0, distance, None, False)
+        attend = Piece(jnp.int32(0), first, distance >= 0, distance, own[None, :, None], None, False)
         piece = lax.dynamic_slice_in_dim(tokens, first, PIECE)
         hidden, caches, _ = forward(config, params, piece, own, attend, caches, layout=layout)
         logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)

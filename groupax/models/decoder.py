@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from groupax.models.attention import attend
 from groupax.models.config import AttentionConfig, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
-from groupax.models.experts import Routing, mixture_of_experts
+from groupax.models.experts import Router, Routing, mixture_of_experts
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
@@ -30,9 +30,9 @@ from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
-# (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
-# -> (outputs [M, N, H], the layer's updated cache)
-Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
+# (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H], sinks [N] if the
+# model has them) -> (outputs [M, N, H], the layer's updated cache)
+Attend = Callable[..., tuple[Array, Any]]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
@@ -219,7 +219,7 @@ def _attention(
     weights: Params,
     h: Float[Array, "M D"],
     at: _At,
-    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    attend: Callable[..., tuple[Array, Any]],
     layout: Layout,
 ) -> tuple[Float[Array, "M D"], Any]:
     M, axis = h.shape[0], layout.axis("heads")
@@ -231,11 +231,16 @@ def _attention(
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
         q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
-    q, k = (_rotated(config.ropes[index], at, x) for x in (q, k))
-    q = q if at.query_factors is None else q * at.query_factors
+    rope, growth = config.ropes[index], config.query_growth
+    q, k = (_rotated(rope, at, x) for x in (q, k))
+    if config.qk_norm == "after_rope" and rope is not None:
+        unit = jnp.ones(config.head_dim, q.dtype)
+        q, k = _norm_heads(config, q, k, unit, unit)
+    if growth is not None and (rope is None or not growth.only_without_rope):
+        q = q * at.query_factors
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
-    out, cache = attend(q, k, v)
+    out, cache = attend(q, k, v, *([weights["sinks"]] if config.sinks else []))
     return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
 
 
@@ -278,8 +283,9 @@ def _mlp(
     if config.has_experts(index):
         assert config.experts is not None, "the layer has some"
         matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
-        router = weights["router"], weights.get(ROUTER_CORRECTION)
-        out, routing = mixture_of_experts(config.experts, h, router, *matrices, config.activation, layout)
+        router = Router(weights["router"], weights.get("router_bias"), weights.get(ROUTER_CORRECTION))
+        biases = tuple(weights.get(f"expert_{name}_bias") for name in ("gate", "up", "down"))
+        out, routing = mixture_of_experts(config.experts, h, router, matrices, biases, config.activation, layout)
         if config.experts.shared_ffn_size:
             shared = weights["shared_gate"], weights["shared_up"], weights["shared_down"]
             out = out + gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
@@ -327,9 +333,11 @@ def causal_hidden(
     """Computes the hidden states of left-padded sequences after the final norm; `starts` are their first columns."""
     B, T = tokens.shape
 
-    def attend_causally(attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_causally(
+        attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, None]:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, starts, attn).reshape(B * T, *q.shape[2:]), cache
+        return attend(q, k, v, starts, attn, sinks=sinks).reshape(B * T, *q.shape[2:]), cache
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
     return forward(config, params, tokens.reshape(-1), positions, attend_causally).hidden.reshape(B, T, -1)

@@ -68,8 +68,8 @@ def _coordinates(rope: Rope) -> Int[np.ndarray, "R"]:
 
 
 def query_factors(growth: QueryGrowth, positions: Int[Array, "M"]) -> Float[Array, "M"]:
-    """Computes 1 + slope ln(1 + floor(p / period)) for each position p, in float32."""
-    periods = (positions // growth.period).astype(jnp.float32)
+    """Computes 1 + slope ln(1 + floor((p + offset) / period)) for each position p, in float32."""
+    periods = ((positions + growth.offset) // growth.period).astype(jnp.float32)
     return 1.0 + np.float32(growth.slope) * jnp.log(1.0 + periods)
 
 

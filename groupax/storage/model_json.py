@@ -151,6 +151,8 @@ CONFIG: Mapping[str, Kind] = {
         lambda value: is_integer(value, 0, MAX_LAYERS) or (isinstance(value, str) and set(value) <= set("LG")),
     ).or_null(),
     "text_config": TABLE,
+    "swiglu_alpha": above(0),
+    "swiglu_limit": above(0),
     "tie_word_embeddings": FLAG,
     "topk_group": integer(1, MAX_EXPERTS),
     "torch_dtype": DTYPE,

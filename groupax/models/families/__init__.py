@@ -15,6 +15,7 @@ from groupax.models.families import (
     gemma3_vision,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
     idefics3,
     llama,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "gemma3_text": gemma3.read_config,
     "glm4": glm4.read_config,
     "glm4_moe": glm4_moe.read_config,
+    "gpt_oss": gpt_oss.read_config,
     "granite": granite.read_config,
     "llama": llama.read_config,
     "ministral3": ministral3.read_config,
@@ -89,7 +91,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 NEAREST = {
     "deepseek_v2": "deepseek_v3",
     "glm4_moe_lite": "glm4_moe",
-    "gpt_oss": "qwen3_moe",
     "lfm2": "qwen3",
     "llama4": "llama",
     "llama4_text": "llama",
