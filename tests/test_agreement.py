@@ -145,6 +145,7 @@ FAMILIES = [
             "v_head_dim": 8,
         },
     ),
+    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "swiglu_limit": 0.5}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
 ]
 

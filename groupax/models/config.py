@@ -320,7 +320,10 @@ class ModelConfig:
             raise ValueError(
                 f"rotary embeddings need an even number of dims, at most head_dim, got {odd[0]} of {self.head_dim} dims"
             )
-        if any(window.size < 1 if isinstance(window, Chunks) else window is not None and window < 1 for window in self.windows):
+        if any(
+            window.size < 1 if isinstance(window, Chunks) else window is not None and window < 1
+            for window in self.windows
+        ):
             raise ValueError(f"a window must have at least one position, got {self.windows}")
 
     def attention(self, layer: int) -> AttentionConfig:

@@ -14,7 +14,8 @@ from groupax.models.tensor_files import TensorFile, Tensors
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # The sixteen numbers of 4 bits: a sign, two bits of exponent and one of mantissa.
 _CODE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_BIAS = 127  # of the exponents
+# The factors of the 256 scales, powers of two.
+_FACTORS = np.append(np.ldexp(np.float32(1.0), np.arange(255) - 127), np.float32(np.nan))
 
 
 def dequantized_tensors(tensors: Tensors) -> Tensors:
@@ -104,8 +105,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     weight = np.empty((E, O, G, 16, 2), jnp.bfloat16)
     code = _CODE.astype(jnp.bfloat16)
     for out, block, scale in zip(weight, blocks, scales, strict=True):
-        factor = np.ldexp(np.float32(1.0), scale.astype(np.int32) - _BIAS)[..., None]
-        factor = np.where(scale[..., None] == 255, np.float32(np.nan), factor)
+        factor = _FACTORS[scale][..., None]
         for half, nibbles in enumerate((block & 0x0F, block >> 4)):
             np.multiply(code[nibbles].astype(np.float32), factor, out=out[..., half], casting="unsafe")
     return weight.reshape(E, O, 32 * G)
