@@ -525,14 +525,14 @@ def torch_model(family, change):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            around = (
-                0.0 if (weight.ndim > 1 and "norm" not in name) or name.endswith("bias") or "gemma" in family else 1.0
-            )
+            is_centered = "gemma" in family or (family.startswith(("qwen3_n", "qwen3_5")) and "linear_attn" not in name)
+            around = 0.0 if (weight.ndim > 1 and "norm" not in name) or name.endswith("bias") or is_centered else 1.0
+            around = -2.0 if name.endswith("A_log") else around  # memories of several tokens
             size = 0.15 if weight.ndim > 1 else 0.3
             size = size / logit_scale if "embed" in name or "lm_head" in name else size
             weight.copy_(around + size * torch.randn(weight.shape))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
     return model.eval()
 

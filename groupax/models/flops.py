@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterable
 
-from groupax.models.config import ModelConfig
+from groupax.models.config import GatedDeltaNet, ModelConfig
 from groupax.models.specs import Spec, model_specs
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:
     """Counts the floating-point operations of a forward pass over prompts and the completions of each.
 
-    There are two per token and matrix entry (of a mixture only the token's own experts count), and four per head dim
-    and visible column; norms and softmax are left out. The vocabulary's matrix multiplies completion tokens only.
+    There are two per token and matrix entry (of a mixture only the token's own experts count), four per head dim and
+    visible column, and six per number of a recurrent layer's memory; norms, softmax and convolutions are left out. The
+    vocabulary's matrix multiplies completion tokens only.
 
     Args:
         config: Architecture of the model.
@@ -28,8 +29,16 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
             num_columns[window] += sum(_visible_columns(prompt + length, window) - before for length in completions)
     weights = sum(_active_weights(config, layer) for layer in model_specs(config)["layers"])
     per_column = 4 * config.num_heads * config.update_heads[1]
-    attention = per_column * sum(num_columns[window] for window in config.windows)
-    return 2.0 * weights * num_tokens + attention + 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
+    attention = per_column * sum(num_columns[config.windows[layer]] for layer in config.attention_layers)
+    memory = 6.0 * _memory_size(config) * (config.num_layers - len(config.attention_layers)) * num_tokens
+    head = 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
+    return 2.0 * weights * num_tokens + attention + memory + head
+
+
+def _memory_size(config: ModelConfig) -> int:
+    """Returns the numbers of the memory of a recurrent layer."""
+    net = config.recurrent
+    return net.num_value_heads * net.key_dims * net.value_dims if isinstance(net, GatedDeltaNet) else 0
 
 
 def _active_weights(config: ModelConfig, layer: dict[str, Spec]) -> float:
@@ -38,7 +47,7 @@ def _active_weights(config: ModelConfig, layer: dict[str, Spec]) -> float:
     for spec in layer.values():
         if spec.is_matrix:
             active += math.prod(spec.shape)
-        elif len(spec.shape) == 3:
+        elif spec.axes[0] == "expert":
             assert config.experts is not None, "only experts have stacked matrices"
             active += math.prod(spec.shape) * config.experts.per_token / config.experts.num
     return active

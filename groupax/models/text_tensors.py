@@ -17,7 +17,7 @@ _PREFIXES = (
     ("model.language_model.", "model."),
 )
 # Tensors of the parts that see images.
-_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_IMAGES = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 

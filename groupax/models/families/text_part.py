@@ -8,6 +8,8 @@ from groupax.terminal.printable import short_repr
 # The kinds of text models in each kind of model that also sees images, with the class that transformers loads alone.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
+    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "mistral3": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 # Sizes that files of these text models may leave out.
