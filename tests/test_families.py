@@ -57,6 +57,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0]}
 MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 SLIDING, FULL = "sliding_attention", "full_attention"
+DELTA = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 
 # Settings of each family, at least three, unusual ones among them.
 CONFIGS = {
@@ -190,9 +198,44 @@ CONFIGS = {
             "routed_scaling_factor": 2.5,
         }
     ],
+    "lfm2": [{"layer_types": ["conv", FULL], "block_multiple_of": 16, "conv_L_cache": 4}],
+    "lfm2_moe": [
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, "conv", "conv"],
+            "num_dense_layers": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        }
+    ],
+    "qwen3_next": [
+        {
+            **DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+        }
+    ],
+    "qwen3_5_text": [{**DELTA, "linear_num_value_heads": 2, "attention_bias": True}],
+    "qwen3_5_moe_text": [
+        {
+            **DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        }
+    ],
 }
 # Families with five random configurations in `test_random_families`.
-RANDOM = ("deepseek_v3", "exaone4", "glm4", "glm4_moe", "ministral3", "olmo3", "seed_oss")
+RANDOM = (
+    *("deepseek_v3", "exaone4", "glm4", "glm4_moe", "lfm2", "lfm2_moe", "ministral3", "olmo3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_next", "seed_oss"),
+)
 CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
 LENGTHS = (50, 37, 3)
 

@@ -5,17 +5,21 @@ with its query q:
 
     S <- exp(g) S,    S <- S + k (b (v - kᵀ S)),    output = qᵀ S
 
-In chunks of C tokens the changes follow from a triangular system of C equations (arXiv:2406.06484, section 3.2).
+In chunks of C tokens the changes follow from a triangular system of C equations (arXiv:2406.06484, section 3.2). Its
+inverse is computed by products of blocks: LAPACK's solver, which XLA calls on CPUs, can wait forever where several
+devices of one process call it.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from groupax.models.matmul import matmul, matmul_nt
 
 CHUNK = 64
+LEAF = 16  # columns of matrices that are inverted whole
 
 
 def delta_rule_step(
@@ -48,8 +52,16 @@ def delta_rule(
 
     The last chunk ends with the last column, so that further chunks without tokens in front change no bit.
     """
+    # TPUs and GPUs would otherwise round the factors of products to fewer bits
+    with jax.default_matmul_precision("highest"):
+        return _by_chunk(memory, q, k, v, g, b)
+
+
+def _by_chunk(
+    memory: Array, q: Array, k: Array, v: Array, g: Array, b: Array
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
     B, T, N, V = v.shape
-    C = max(1, min(CHUNK, T))
+    C = min(CHUNK, 1 << max(0, T - 1).bit_length())
     num = -(-T // C)
 
     def chunked(x: Array) -> Array:  # [B, T, N, ...] -> [num, B, N, C, ...]
@@ -61,10 +73,10 @@ def delta_rule(
     is_causal = jnp.tril(jnp.ones((C, C), bool))
     between = jnp.exp(jnp.where(is_causal, decay[..., :, None] - decay[..., None, :], -jnp.inf))
     k_steps = k * b[..., None]
-    # what a token adds depends on the chunk's tokens before it: (I + tril(.., -1)) added = v b - (k b decay) memory
-    system = matmul_nt(k_steps, k) * between
+    # what a token adds depends on the chunk's tokens before it: (I + system) added = v b - (k b decay) memory
+    system = jnp.tril(matmul_nt(k_steps, k) * between, -1)
     sides = jnp.concatenate([v * b[..., None], k_steps * jnp.exp(decay)[..., None]], axis=-1)
-    solved = lax.linalg.triangular_solve(system, sides, left_side=True, lower=True, unit_diagonal=True)
+    solved = matmul(unit_triangular_inverse(system), sides)
     added, read = solved[..., :V], solved[..., V:]
     scores = matmul_nt(q, k) * between
     q_decayed = q * jnp.exp(decay)[..., None]
@@ -84,4 +96,27 @@ def delta_rule(
 
 def unit_vectors(x: Float[Array, "*M K"]) -> Float[Array, "*M K"]:
     """Returns x divided by its length, whose square is raised by 1e-6."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def unit_triangular_inverse(lower: Float[Array, "*M C C"]) -> Float[Array, "*M C C"]:
+    """Returns the inverse of I + lower, for a strictly lower triangular matrix of a power of two of columns.
+
+    The inverse of a matrix of blocks [A, 0; L, B] is [A', 0; -B' L A', B'], with the inverses A' and B' of A and B.
+    """
+    C = lower.shape[-1]
+    if C > LEAF:
+        half = C // 2
+        blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
+        first, second = unit_triangular_inverse(blocks)
+        below = -matmul(matmul(second, lower[..., half:, :half]), first)
+        above = jnp.concatenate([first, jnp.zeros_like(below)], axis=-1)
+        return jnp.concatenate([above, jnp.concatenate([below, second], axis=-1)], axis=-2)
+    row, column = np.indices((C, C))
+    inverse, size = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape), 1
+    while size < C:  # all blocks of a size at once
+        is_below = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
+        between = jnp.where(is_below, lower, 0)
+        change = between if size == 1 else matmul(matmul(inverse, between), inverse)
+        inverse, size = inverse - change, 2 * size
+    return inverse

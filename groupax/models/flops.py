@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from groupax.models.config import GatedDeltaNet, ModelConfig
+from groupax.models.delta_rule import CHUNK
 from groupax.models.specs import Spec, model_specs
 
 
@@ -72,9 +73,26 @@ def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing
     layers = [_saved_numbers(config, layer, index) for index, layer in enumerate(model_specs(config)["layers"])]
     scores = config.num_heads * score_columns
     score_bytes = {"none": (4 + itemsize) * scores, "all_dots": 4 * scores}  # float32, and as factors of the values
-    saved = sum(itemsize * layer[checkpointing] + score_bytes.get(checkpointing, 0) for layer in layers)
-    at_work = max(itemsize * layer["none"] for layer in layers) + score_bytes["none"]
+    memory_bytes = {kind: 4 * number for kind, number in _memory_numbers(config).items()}
+    at_most = [memory_bytes if config.is_recurrent(layer) else score_bytes for layer in range(config.num_layers)]
+    pairs = list(zip(layers, at_most, strict=True))
+    saved = sum(itemsize * layer[checkpointing] + own.get(checkpointing, 0) for layer, own in pairs)
+    at_work = max(itemsize * layer["none"] + own.get("none", 0) for layer, own in pairs)
     return saved + at_work + 4 * config.hidden_size * itemsize
+
+
+def _memory_numbers(config: ModelConfig) -> dict[str, int]:
+    """Counts the numbers per token, in float32, of a recurrent layer's recurrence that checkpointing saves.
+
+    These are the convolution's inputs and outputs, queries, keys, values and what the delta rule computes of them, and
+    a memory per chunk.
+    """
+    net = config.recurrent
+    if not isinstance(net, GatedDeltaNet):
+        return {"none": 2 * config.hidden_size}
+    V, dims = net.num_value_heads, net.key_dims + net.value_dims
+    products = V * (2 * CHUNK + 3 * net.value_dims) + _memory_size(config) // CHUNK
+    return {"none": 3 * net.mixed_dims + V * (5 * dims + CHUNK) + products, "all_dots": products}
 
 
 def _saved_numbers(config: ModelConfig, layer: dict[str, Spec], index: int) -> dict[str, int]:
@@ -90,10 +108,22 @@ def _saved_numbers(config: ModelConfig, layer: dict[str, Spec], index: int) -> d
         assert config.experts is not None, "the layer has experts"
         F, routed = config.experts.per_token * config.experts.ffn_size, config.experts.per_token * D
     qk_norms = NH + KH if "q_norm" in layer else 0
-    products = (2 + ("mlp_out_norm" in layer)) * D + NH + 2 * KH + 2 * F + routed
+    heads, mixed = NH + 2 * KH, qk_norms + 3 * NH + 2 * KH
+    if config.is_recurrent(index):
+        NH, heads, mixed = 0, *_projected_numbers(config)
+    products = (2 + ("mlp_out_norm" in layer)) * D + heads + 2 * F + routed
     return {
-        "none": (2 + num_norms) * D + qk_norms + 3 * NH + 2 * KH + 3 * F + 2 * routed,
+        "none": (2 + num_norms) * D + mixed + 3 * F + 2 * routed,
         "all_dots": products + NH,
         "dots": products,
         "full": D,
     }
+
+
+def _projected_numbers(config: ModelConfig) -> tuple[int, int]:
+    """Counts the numbers per token of a recurrent layer that its matrices give, and those that gates and norms read."""
+    net = config.recurrent
+    if not isinstance(net, GatedDeltaNet):
+        return 3 * config.hidden_size, 5 * config.hidden_size
+    values = net.num_value_heads * net.value_dims
+    return net.mixed_dims + values + 2 * net.num_value_heads, net.mixed_dims + 4 * values

@@ -54,10 +54,9 @@ class DeltaRecurrence:
 
     def _gates(self, inputs: Inputs) -> tuple[Float[Array, "*M V"], Float[Array, "*M V"]]:
         """Returns the logarithms of decays, and the step sizes."""
-        rate = -jnp.exp(self.a_log.astype(jnp.float32))
-        g = _last(rate, inputs.decay) * jax.nn.softplus(
-            inputs.decay.astype(jnp.float32) + _last(self.dt_bias.astype(jnp.float32), inputs.decay)
-        )
+        decay = inputs.decay.astype(jnp.float32)
+        rate, bias = (jnp.broadcast_to(x, decay.shape) for x in (jnp.exp(self.a_log), self.dt_bias))
+        g = -rate * jax.nn.softplus(decay + bias)
         return g, jax.nn.sigmoid(inputs.step).astype(jnp.float32)
 
     def _heads(
@@ -118,8 +117,3 @@ def _fused_inputs(net: GatedDeltaNet, weights: Params, h: Float[Array, "M D"]) -
     mixed = jnp.concatenate([x.reshape(M, -1) for x in (q, k, v)], axis=-1)
     step, decay = jnp.split(linear(h, weights["step_and_decay"]).reshape(M, K, 2 * share), 2, axis=-1)
     return Inputs(mixed, step.reshape(M, -1), decay.reshape(M, -1)), gate.reshape(M, -1, net.value_dims)
-
-
-def _last(x: Float[Array, "V"], like: Float[Array, "*M V"]) -> Float[Array, "*M V"]:
-    """Returns a vector in a shape to be combined with the last dim of an array."""
-    return x.reshape(*(1,) * (like.ndim - 1), -1)

@@ -5,7 +5,7 @@ know of earlier ones. The layers compute everything else token by token; the cal
 tokens follow which.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -25,6 +25,7 @@ class State(NamedTuple):
     memory: Float[Array, "B R V"]
 
 
+@runtime_checkable
 class Recurrence(Protocol):
     """The recurrence of a layer, with the layer's weights.
 
