@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from groupax.models.config import GatedDeltaNet, ModelConfig
 from groupax.models.delta_rule import CHUNK
-from groupax.models.specs import Spec, model_specs
+from groupax.models.spec import Spec
+from groupax.models.specs import model_specs
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:
