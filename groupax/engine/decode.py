@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import ROWS, Cache, pspec_of
+from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, pspec_of
 from groupax.engine.constraint import Constraints, allowed_tokens, constraint_pspecs, slot_classes, state_after
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
@@ -27,6 +28,7 @@ from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import forward, head_weights
 from groupax.models.fused_decode_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
+from groupax.models.recurrence import Recurrence, State
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import gather_weight, partition_specs
 from groupax.parallel.collectives import all_gather
@@ -189,15 +191,22 @@ def _feed(
     slots: Slots,
     layout: Layout,
 ) -> tuple[Float[Array, "B V"], Cache, History]:
-    """Feeds each busy slot's next token, whose keys and values go into its next column."""
+    """Feeds each busy slot's next token, whose keys and values go into its next column and which changes its states."""
     past = Past(cache.prompt_starts, jnp.where(slots.remaining > 0, slots.length + 1, 0))
 
     def attend(attn: AttentionConfig, layer: LayerCache, *heads: Array) -> tuple[Array, LayerCache]:
         return attend_past(attn, past, layer, *heads)
 
+    def recur(recurrence: Recurrence, state: State, inputs: Any) -> tuple[Array, State]:
+        out, after = recurrence.step(state, inputs)
+        is_busy = (slots.remaining > 0)[:, None, None]
+        return out, State(*(jnp.where(is_busy, new, old) for new, old in zip(after, state, strict=True)))
+
     params = select_adapters(params, slots.adapter)
-    layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
-    hidden, layers, _ = forward(config, params, slots.token, slots.position, attend, layers, layout=layout)
+    kept = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
+    caches = layer_caches(config, kept, cache.states)
+    hidden, caches, _ = forward(config, params, slots.token, slots.position, attend, caches, layout=layout, recur=recur)
+    layers, states = by_kind(config, caches)
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
     tokens = past.write(cache.tokens, slots.token, axis=1)
@@ -211,7 +220,8 @@ def _feed(
         num_generated=slots.length,
         stop_ids=slots.stop_ids,
     )
-    return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
+    k, v = [each.k for each in layers], [each.v for each in layers]
+    return logits, replace(cache, tokens=tokens, k=k, v=v, states=states), history
 
 
 def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:

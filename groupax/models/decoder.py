@@ -1,8 +1,9 @@
 """The decoder: one forward pass for training, scoring, prefill and decoding.
 
 The pass works on a flat list of M tokens with their positions. Its uses differ only in which tokens see which, and that
-is up to the caller's `attend`: it receives a layer's queries, keys and values of all M tokens and returns the attention
-output of each token, and the layer's updated cache if there is one.
+is up to the caller: its `attend` receives a layer's queries, keys and values of all M tokens and returns the attention
+output of each token, and the layer's updated cache if there is one. Layers with a recurrent state call its `recur`
+instead, which takes a layer's recurrence through the tokens of each sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend
-from groupax.models.config import AttentionConfig, ModelConfig, Rope
+from groupax.models.config import AttentionConfig, GatedDeltaNet, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Router, Routing, mixture_of_experts
+from groupax.models.gated_delta_net import gated_delta_net
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
+from groupax.models.recurrence import Recurrence, empty_state
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.scan_layers import apply_layers
+from groupax.models.short_convolution import short_convolution
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
@@ -33,6 +37,8 @@ from groupax.parallel.pytree import pytree
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H], sinks [N] if the
 # model has them) -> (outputs [M, N, H], the layer's updated cache)
 Attend = Callable[..., tuple[Array, Any]]
+# (a layer's recurrence, the layer's cache or None, its inputs of all M tokens) -> (outputs [M, ...], the updated cache)
+Recur = Callable[[Recurrence, Any, Any], tuple[Array, Any]]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
@@ -44,7 +50,7 @@ class ForwardOutput(NamedTuple):
 
     Attributes:
         hidden: Hidden states after the final norm, times `hidden_scale`, in the dtype of the parameters.
-        caches: Cache that `attend` returned for each layer.
+        caches: Cache that `attend` or `recur` returned for each layer.
         routings: Routing of the tokens in each layer with experts.
     """
 
@@ -96,12 +102,13 @@ def forward(
     execution: Execution = DIRECT,
     layout: Layout = REPLICATED,
     images: ImageInputs | None = None,
+    recur: Recur | None = None,
 ) -> ForwardOutput:
     """Runs the decoder on a flat list of tokens.
 
-    Layers of the same kind are traced once, so `attend` may read its closure but must not change it. With a layout,
-    inside a shard_map, each device has its shard of the weights and `attend` receives its heads; hidden states are
-    replicated.
+    Layers of the same kind are traced once, so `attend` and `recur` may read their closures but must not change them.
+    With a layout, inside a shard_map, each device has its shard of the weights and `attend` receives its heads; hidden
+    states and recurrent layers are replicated.
 
     Args:
         config: Architecture of the model.
@@ -110,10 +117,11 @@ def forward(
         positions: Position of each token in its sequence, or three coordinates of it (see `Rope.sections`).
         attend: Attention of the caller (see above). Whether the tokens of an image see each other is up to it too (see
             `attention.same_image`).
-        caches: Cache of each layer, passed to `attend`; None for no caches.
+        caches: Cache of each layer, passed to `attend` or `recur`; None for no caches.
         execution: Execution settings; layers with caches are not scanned.
         layout: Sharding of the model.
         images: Features in place of tokens, which are replicated like hidden states; None if all tokens are text.
+        recur: Recurrence of the caller (see above); None for models without recurrent layers.
     """
     x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
@@ -123,7 +131,7 @@ def forward(
     at = _At.positions(config, positions, x.dtype)
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, at, attend, execution, layout, x, weights, cache, index)
+        return _layer(config, at, attend, recur, execution, layout, x, weights, cache, index)
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
@@ -171,6 +179,7 @@ def _layer(
     config: ModelConfig,
     at: _At,
     attend: Attend,
+    recur: Recur | None,
     execution: Execution,
     layout: Layout,
     x: Float[Array, "M D"],
@@ -182,7 +191,10 @@ def _layer(
     attn = config.attention(index)
     h = _norm(config, x, weights.get("attention_norm"))
     bound, is_cached = partial(attend, attn, cache), cache is not None
-    if config.latent is None:
+    if config.is_recurrent(index):
+        assert recur is not None, "callers pass it for models with recurrent layers"
+        attended, cache = _recurrent(config, weights, h, recur, cache)
+    elif config.latent is None:
         attended, cache = _attention(config, index, weights, h, at, bound, layout)
     else:
         rotate = partial(_rotated, config.ropes[index], at)
@@ -213,6 +225,17 @@ def _embed(params: Params, tokens: Int[Array, "M"], execution: Execution, layout
     return psum(jnp.where(is_own[:, None], lookup(table, jnp.where(is_own, own, 0)), 0), axis)
 
 
+def _recurrent(
+    config: ModelConfig, weights: Params, h: Float[Array, "M D"], recur: Recur, cache: Any
+) -> tuple[Float[Array, "M D"], Any]:
+    def bound(recurrence: Recurrence, inputs: Any) -> tuple[Array, Any]:
+        return recur(recurrence, cache, inputs)
+
+    if isinstance(config.recurrent, GatedDeltaNet):
+        return gated_delta_net(config, config.recurrent, weights, h, bound)
+    return short_convolution(weights, h, bound)
+
+
 def _attention(
     config: ModelConfig,
     index: int,
@@ -228,6 +251,9 @@ def _attention(
     if config.qk_norm == "all_heads":
         q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
     v = linear(h, weights["v"], weights.get("v_bias"))
+    gate = None
+    if config.attention_gate:
+        q, gate = jnp.split(q.reshape(M, -1, 2 * config.head_dim), 2, axis=-1)
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
         q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
@@ -241,6 +267,7 @@ def _attention(
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
     out, cache = attend(q, k, v, *([weights["sinks"]] if config.sinks else []))
+    out = out if gate is None else out * jax.nn.sigmoid(gate)
     return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
 
 
@@ -288,7 +315,10 @@ def _mlp(
         out, routing = mixture_of_experts(config.experts, h, router, matrices, biases, config.activation, layout)
         if config.experts.shared_ffn_size:
             shared = weights["shared_gate"], weights["shared_up"], weights["shared_down"]
-            out = out + gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
+            extra = gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
+            if config.experts.has_shared_gate:
+                extra = jax.nn.sigmoid(linear(h, weights["shared_logit"])) * extra
+            out = out + extra
         return out, routing
     biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
     matrices = weights["gate"], weights["up"], weights["down"]
@@ -339,8 +369,14 @@ def causal_hidden(
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
         return attend(q, k, v, starts, attn, sinks=sinks).reshape(B * T, *q.shape[2:]), cache
 
+    def recur_causally(recurrence: Recurrence, cache: None, inputs: Any) -> tuple[Array, None]:
+        columns = jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), inputs)
+        out, _ = recurrence.scan(empty_state(config, B), columns, jnp.arange(T)[None, :] >= starts[:, None])
+        return out.reshape(B * T, *out.shape[2:]), cache
+
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
-    return forward(config, params, tokens.reshape(-1), positions, attend_causally).hidden.reshape(B, T, -1)
+    found = forward(config, params, tokens.reshape(-1), positions, attend_causally, recur=recur_causally)
+    return found.hidden.reshape(B, T, -1)
 
 
 def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:

@@ -133,7 +133,7 @@ def route(
     if experts.norm_topk_prob:
         total = jnp.sum(weights, axis=-1, keepdims=True)
         # sigmoids may all be 0
-        weights = weights / (total if experts.scores == "softmax" else total + np.float32(1e-20))
+        weights = weights / (total if experts.scores == "softmax" else total + np.float32(experts.sum_eps))
     if experts.scale != 1.0:
         weights = weights * np.float32(experts.scale)
     return weights, Routing(probs, chosen)

@@ -20,6 +20,7 @@ from groupax.models.experts import Routing
 from groupax.models.fused_attention import attend, attend_with_prompt
 from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
+from groupax.models.recurrence import Recurrence, State, empty_state
 from groupax.models.specs import Params
 from groupax.models.split import gather_weight
 from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice
@@ -77,8 +78,12 @@ def grouped_logprobs(
     """
     shared = layout.axis("tokens")
     tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
-    attend = partial(_attend, _Rectangles.of(ragged), ragged, execution, shared)
-    hidden, _, routings = forward(config, params, tokens, positions, attend, execution=execution, layout=layout)
+    rectangles = _Rectangles.of(ragged)
+    attend = partial(_attend, rectangles, ragged, execution, shared)
+    recur = partial(_recur, rectangles, ragged, config, layout)
+    hidden, _, routings = forward(
+        config, params, tokens, positions, attend, execution=execution, layout=layout, recur=recur
+    )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     logp, entropy = token_logprobs(
         local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout),
@@ -166,6 +171,33 @@ def _attend_rectangles(
         outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused, sinks))
     flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
     return gather_with_inverse(flat, ragged.slots, rectangles.cells)
+
+
+def _recur(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    config: ModelConfig,
+    layout: Layout,
+    recurrence: Recurrence,
+    cache: None,
+    inputs: Any,
+) -> tuple[Float[Array, "m ..."], None]:
+    """Takes a layer's recurrence through the prompts, and from their ends through the rows (see `decoder.Recur`).
+
+    If devices share the tokens, each goes through all of them.
+    """
+    shared, M = layout.axis("tokens"), ragged.tokens.shape[0]
+    leaves, structure = jax.tree.flatten(inputs)
+    split = [rectangles.split(all_gather(x, shared, 0)[:M], ragged.slots) for x in leaves]
+    prompts, *tiles = (jax.tree.unflatten(structure, each) for each in zip(*split, strict=True))
+    out, state = recurrence.scan(empty_state(config, len(ragged.prompts)), prompts, ragged.prompts >= 0)
+    outs = [out]
+    state = State(*(lookup(x, ragged.prompt_of) for x in state))
+    for cells, own in zip(ragged.tiles, tiles, strict=True):
+        out, state = recurrence.scan(State(*(x[: len(cells)] for x in state)), own, cells >= 0)
+        outs.append(out)
+    flat = jnp.concatenate([out.reshape(-1, *out.shape[2:]) for out in outs])
+    return local_tokens(gather_with_inverse(flat, ragged.slots, rectangles.cells), layout), cache
 
 
 def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:

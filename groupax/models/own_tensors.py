@@ -27,7 +27,7 @@ _OLDER_PREFIXES = (
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
 # Tensors of the parts that see images.
-_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 

@@ -114,8 +114,10 @@ def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
     (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
     """
     turns = scaling.original_max_positions * plain / (2 * np.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
+    between = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = (
+        np.clip((turns - scaling.low_freq_factor) / between, 0.0, 1.0) if between else turns > scaling.low_freq_factor
+    )
     return plain * (kept + (1.0 - kept) / scaling.factor)
 
 

@@ -13,7 +13,7 @@ class Spec:
         axes: Logical axis name (or None) of each dim; `parallel.mesh.RULES` maps them to mesh axes.
         name: Name of the tensor in a Hugging Face checkpoint; with `{expert}` one tensor for each index of the first
             dim.
-        init: Initialization; "normal" draws from N(0, 0.02^2).
+        init: Initialization; "normal" draws from N(0, 0.02^2), "log_uniform" takes logarithms of draws from [0.01, 16).
         first_row: First row of the weight in a tensor that is fused with other weights.
         num_rows: Number of rows of that fused tensor; None if the tensor is the weight.
         row_dim: Dim of its rows.
@@ -25,7 +25,7 @@ class Spec:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     name: str
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "ones", "zeros", "log_uniform"] = "normal"
     first_row: int = 0
     num_rows: int | None = None
     row_dim: int = 0

@@ -9,6 +9,7 @@ from groupax.models.families.fields import layer_windows, model_config, needed, 
 KEYS = (
     "attention_bias",
     "layer_types",
+    "num_experts",
     "num_experts_per_tok",
     "num_local_experts",
     "router_aux_loss_coef",
@@ -20,7 +21,7 @@ KEYS = (
 UNUSED = ("experts_per_token", "initial_context_length")
 DEFAULTS = {
     "head_dim": 64,
-    "num_local_experts": 128,
+    "num_key_value_heads": 8,
     "num_experts_per_tok": 4,
     "rms_norm_eps": 1e-5,
     "sliding_window": 128,
@@ -47,7 +48,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     require(hf, "hidden_act", "silu")
     num_layers, bias = needed(hf, "num_hidden_layers"), hf["attention_bias"]
     experts = Experts(
-        num=hf["num_local_experts"],
+        num=hf.get("num_local_experts") or hf.get("num_experts") or 128,
         per_token=hf["num_experts_per_tok"],
         ffn_size=needed(hf, "intermediate_size"),
         norm_topk_prob=True,  # the same as a softmax over the logits of the chosen ones

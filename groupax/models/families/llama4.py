@@ -29,6 +29,7 @@ KEYS = (
 UNUSED = ("for_llm_compressor",)
 DEFAULTS = {
     "head_dim": 128,
+    "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
     "max_position_embeddings": 131072,
