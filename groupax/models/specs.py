@@ -298,8 +298,9 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         "embed": config.hidden_size,
         "vocab": config.vocab_size,
         "heads": config.num_heads if by_head else 1,
-        "kv_heads": config.num_kv_heads if by_head else 1,
     }
+    if config.latent is None:
+        sizes["kv_heads"] = config.num_kv_heads if by_head else 1
     if not all(map(config.has_experts, range(config.num_layers))):
         sizes["ffn"] = config.ffn_size
     if config.experts is not None:
