@@ -143,12 +143,13 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen3-30b-a3b": (
         QWEN3_30B,
         "h100-8",
-        f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full",
+        f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full --decoding_tp 4",
     ),
     "deepseek-v3": (
         DEEPSEEK_V3,
         "v5p-512",
-        f"--prompts_per_step 256 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full",
+        f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full --decoding_tp 64 "
+        "--offload_optimizer",
     ),
     "llama-3.3-70b-h100": (LLAMA_70B, "h100-64", LONG),
     "llama-3.3-70b-v5p": (LLAMA_70B, "v5p-128", LONG),

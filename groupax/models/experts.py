@@ -68,6 +68,7 @@ def mixture_of_experts(
     biases: Biases = NO_BIASES,
     activation: GatedActivation = "silu",
     layout: Layout = REPLICATED,
+    recorded: Int[Array, "M A"] | None = None,
 ) -> tuple[Float[Array, "M D"], Routing]:
     """Sums weight * down(activation(gate x) * up x) over the chosen experts of each token.
 
@@ -84,8 +85,9 @@ def mixture_of_experts(
         biases: Their biases, if they have any.
         activation: Activation of the experts.
         layout: Sharding of the model.
+        recorded: Experts to choose (see `route`).
     """
-    weights, routing = route(experts, router.logits(x), router.correction)
+    weights, routing = route(experts, router.logits(x), router.correction, recorded)
     chosen, num_own = routing.chosen, matrices[0].shape[0]
     expert_axis, ffn_axis = layout.axis("expert"), layout.axis("expert_ffn")
     all_x, all_weights = (
@@ -110,14 +112,18 @@ def mixture_of_experts(
 
 
 def route(
-    experts: Experts, logits: Float[Array, "M E"], correction: Float[Array, "E"] | None = None
+    experts: Experts,
+    logits: Float[Array, "M E"],
+    correction: Float[Array, "E"] | None = None,
+    recorded: Int[Array, "M A"] | None = None,
 ) -> tuple[Float[Array, "M A"], Routing]:
     """Chooses the experts of each token and their weights, in float32.
 
     The weights are the scores of the chosen experts: the softmax over the logits of all experts (arXiv:2401.04088,
     section 2.1), or their sigmoids (arXiv:2412.19437, equations 13 to 16), divided by their sum if
     `experts.norm_topk_prob`. Experts are chosen by their scores plus the correction, from the groups whose two best
-    experts have the largest sums.
+    experts have the largest sums. Where `recorded` is not negative, its experts are chosen instead; their weights are
+    this router's, and so are the gradients (rollout routing replay, arXiv:2510.11370).
     """
     if experts.scores == "softmax":
         exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
@@ -125,10 +131,11 @@ def route(
     else:
         scores = jax.nn.sigmoid(logits)
         probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    if correction is None and experts.num_groups == 1:
+    if correction is None and experts.num_groups == 1 and recorded is None:
         weights, chosen = lax.top_k(scores, experts.per_token)
     else:
         _, chosen = lax.top_k(_scores_for_choice(experts, scores, correction), experts.per_token)
+        chosen = chosen if recorded is None else jnp.where(recorded < 0, chosen, recorded.astype(chosen.dtype))
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.norm_topk_prob:
         total = jnp.sum(weights, axis=-1, keepdims=True)

@@ -41,6 +41,7 @@ class RaggedBatch:
         tiles: Indices of the rows' tokens, one rectangle per query tile, longest row first; -1 where there is none.
         prompt_of: Prompt of each row of the first tile.
         slots: Index of each token in the concatenated cells of the prompts and tiles; -1 for padding.
+        experts: Experts that were recorded for each token (see `decoder.forward`); None if none were.
     """
 
     tokens: Int[Any, "M"]
@@ -50,6 +51,7 @@ class RaggedBatch:
     tiles: list[Int[Any, "_ _"]]
     prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
+    experts: Int[Any, "M LA"] | None = None
 
 
 def grouped_logprobs(
@@ -82,7 +84,15 @@ def grouped_logprobs(
     attend = partial(_attend, rectangles, ragged, execution, shared)
     recur = partial(_recur, rectangles, ragged, config, layout)
     hidden, _, routings = forward(
-        config, params, tokens, positions, attend, execution=execution, layout=layout, recur=recur
+        config,
+        params,
+        tokens,
+        positions,
+        attend,
+        execution=execution,
+        layout=layout,
+        recorded=None if ragged.experts is None else local_tokens(ragged.experts, layout),
+        recur=recur,
     )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     logp, entropy = token_logprobs(
