@@ -59,14 +59,15 @@ def test_chunks_are_the_rule_token_by_token(num):
     rng = np.random.default_rng(num)
     memory, given = rng.normal(size=(3, 2, 6, 4)), tokens_of_heads(rng, 3, num)
     expected, after = token_by_token(memory, *given)
-    out, found = delta_rule(*in_float32(memory, *given))
+    out, found = jax.jit(delta_rule)(*in_float32(memory, *given))
     np.testing.assert_allclose(out, expected, atol=2e-5)
     np.testing.assert_allclose(found, after, atol=2e-5)
     first = in_float32(memory, *(x[:, 0] for x in given))
-    for a, b in zip(delta_rule_step(*first), token_by_token(memory, *(x[:, :1] for x in given)), strict=True):
+    for a, b in zip(jax.jit(delta_rule_step)(*first), token_by_token(memory, *(x[:, :1] for x in given)), strict=True):
         np.testing.assert_allclose(a, b[:, 0] if b.ndim == 4 and b.shape[1] == 1 else b, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_columns_without_tokens_in_front_change_no_bit():
     rng = np.random.default_rng(0)
     given = in_float32(*tokens_of_heads(rng, 2, 100))
@@ -82,7 +83,7 @@ def test_the_same_key_again_and_again_is_solved_without_growing():
     """Powers of such a matrix grow beyond float32's range of whole numbers; its inverse has only 1 and -1."""
     lower = np.tril(np.ones((64, 64)), -1)
     np.testing.assert_allclose(
-        unit_triangular_inverse(jnp.asarray(lower, jnp.float32)), np.linalg.inv(np.eye(64) + lower), atol=1e-6
+        jax.jit(unit_triangular_inverse)(jnp.asarray(lower, jnp.float32)), np.linalg.inv(np.eye(64) + lower), atol=1e-6
     )
 
 
