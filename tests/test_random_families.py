@@ -315,7 +315,7 @@ def check_adapters(tmp_path, theirs, ours, rows):
         linear = [name.split(".") for name, each in theirs.named_modules() if isinstance(each, torch.nn.Linear)]
         mixers = ("self_attn", "linear_attn", "conv", "shared_expert_gate")
         targets = sorted({name[-1] for name in linear if name[-2:-1] and {*name[-2:]} & {*mixers}})
-    if "num_experts_per_tok" not in ours.hf_config:  # PEFT takes other names of these families for experts
+    elif "num_experts_per_tok" not in ours.hf_config:  # PEFT takes other names of these families for experts
         targets.append("down_proj")
     made = add_adapter(ours, LoRAConfig(r=3, target_modules=targets), seed=1)
     rng = np.random.default_rng(0)
