@@ -138,7 +138,7 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "gpt-oss-20b-lora": (
         GPT_OSS_20B,
         "h100-1",
-        f"--prompts_per_step 16 {SHORT} --lora_r 16 --gradient_checkpointing full",
+        f"--prompts_per_step 16 {SHORT} --lora_r 16 --gradient_checkpointing full --micro_batch_tokens 6144",
     ),
     "qwen3-30b-a3b": (
         QWEN3_30B,
@@ -148,7 +148,7 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "deepseek-v3": (
         DEEPSEEK_V3,
         "v5p-512",
-        f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full --decoding_tp 64 "
+        f"--prompts_per_step 64 {SHORT} --mesh 1,32,8,1,1 --gradient_checkpointing full --decoding_tp 64 "
         "--offload_optimizer",
     ),
     "llama-3.3-70b-h100": (LLAMA_70B, "h100-64", LONG),
