@@ -17,7 +17,7 @@ from groupax.models.specs import Params
 
 
 class Inputs(NamedTuple):
-    """What the recurrence reads of a token: queries, keys and values, and the logits of step sizes and of decays."""
+    """The recurrence's inputs of a token: queries, keys and values, and the logits of step sizes and of decays."""
 
     mixed: Float[Array, "*M C"]
     step: Float[Array, "*M V"]
