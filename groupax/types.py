@@ -174,6 +174,7 @@ class Rollout:
             conversations. They have the rollout's advantage.
         adapter: Name of the adapter that sampled it, in a run that trains several; None for the policy, or the base.
         images: Images of the prompt; None for a prompt of text.
+        experts: Experts that its sampler chose (see `Row.experts`); None if they were not recorded.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -201,6 +202,7 @@ class Rollout:
     branches: tuple[Branch, ...] = ()
     adapter: str | None = None
     images: PromptImages | None = None
+    experts: Int[np.ndarray, "T LA"] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -291,6 +293,8 @@ class Row:
         ref_logp, sampler_logp, policy_mask: Further values per token as in `objective.LossInputs`; None in all rows of
             a step or in none.
         policy_version: Number of optimizer steps that the sampling policy had seen.
+        experts: Experts that the sampler chose for the input of each completion token in each layer with experts, layer
+            by layer; -1 where they were not recorded. None leaves all choices to the model that is trained.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
         adapter: Name of the adapter that it trains, in a run that trains several.
@@ -308,6 +312,7 @@ class Row:
     sampler_logp: Float[np.ndarray, "T"] | None = None
     policy_mask: Bool[np.ndarray, "T"] | None = None
     policy_version: int = 0
+    experts: Int[np.ndarray, "T LA"] | None = None
     is_failure: bool = False
     is_branch: bool = False
     adapter: str | None = None

@@ -197,7 +197,7 @@ def test_prompts_are_computed_once_per_shard_shortest_first():
     assert admission.num_prompts.tolist() == [64, 64]
     assert [[len(first.prompt) for first in own] for own in admission.firsts] == [[20] * 30 + [50] * 2 + [200] * 32] * 2
     for prompt_slot, index in admission.prompt_slots:
-        assert (admission.prompts[prompt_slot // 64][index] == scheduler.slots[prompt_slot].prompt).all()
+        assert (admission.firsts[prompt_slot // 64][index].prompt == scheduler.slots[prompt_slot].prompt).all()
     assert sorted(slot for slot, _ in admission.slots) == list(range(128))
     assert all(scheduler.slots[slot] is sequence for slot, sequence in admission.slots)
     prompts, starts = admission.padded(128, 256)

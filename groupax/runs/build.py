@@ -346,6 +346,7 @@ def engine_for(
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
         adapters=args.adapters,
         features=features,
+        record_experts=args.routing_replay,
     )
     if constraint is not None:  # an error is found before the first rollout
         engine.automata.get(*constraint, min(args.max_completion_length, eval_params(args).max_tokens))
