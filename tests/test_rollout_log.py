@@ -158,7 +158,7 @@ def test_what_reward_functions_log_becomes_a_column_of_a_simple_type(values, kin
 
 def test_files_beyond_the_budget_go_evenly():
     sizes = dict.fromkeys(range(1, 101), 10)
-    gone = to_remove(sizes, 210, best=None)
+    gone = to_remove(sizes, 210)
     left = sorted(sizes.keys() - set(gone))
     assert len(left) == 21
     assert (left[0], left[-1]) == (1, 100)
@@ -167,9 +167,9 @@ def test_files_beyond_the_budget_go_evenly():
 
 
 def test_the_first_the_newest_and_the_best_stay_whatever_the_budget():
-    assert sorted({1, 2, 3, 4, 5} - {*to_remove(dict.fromkeys(range(1, 6), 10), 5, best=4)}) == [1, 4, 5]
-    assert to_remove({1: 10, 2: 10}, 0, best=None) == []
-    assert to_remove({}, 0, best=None) == []
+    assert sorted({1, 2, 3, 4, 5} - {*to_remove(dict.fromkeys(range(1, 6), 10), 5, kept=[4])}) == [1, 4, 5]
+    assert to_remove({1: 10, 2: 10}, 0) == []
+    assert to_remove({}, 0) == []
 
 
 def test_a_log_keeps_to_its_budget_over_processes(tmp_path):
