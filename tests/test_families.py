@@ -16,16 +16,16 @@ from groupax.models.config import DynamicRope, Experts, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
-from groupax.models.families import FAMILIES, NEAREST, read_config
+from groupax.models.families import FAMILIES, NEAREST, VISION_FAMILIES, read_config
 from groupax.models.families.text_part import text_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs
+from groupax.models.own_tensors import own_tensors
 from groupax.models.quantize import decoding_params
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
 from groupax.models.tensor_files import TensorFile
-from groupax.models.text_tensors import text_tensors
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings
@@ -434,7 +434,7 @@ def test_a_routers_correction_stays_in_float32_and_is_not_trained():
 
 @pytest.mark.parametrize(("model_type", "nearest"), NEAREST.items())
 def test_a_family_that_is_not_supported_is_refused_with_the_nearest(model_type, nearest):
-    assert nearest in FAMILIES
+    assert nearest in FAMILIES | VISION_FAMILIES
     with pytest.raises(ValueError, match=rf"'{model_type}' is not supported \(nearest is {nearest}\); supported are"):
         read_config({**BASE, "model_type": model_type})
 
@@ -443,15 +443,15 @@ def test_a_family_that_is_not_supported_is_refused_with_the_nearest(model_type, 
 
 
 def test_tensors_of_a_text_part_have_the_names_of_a_text_model(caplog):
-    hf = {"model_type": "gemma3", "text_config": {**BASE, "model_type": "gemma3_text"}, "eos_token_id": [2, 3]}
+    hf = {"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral"}, "eos_token_id": [2, 3]}
     own = read_config(hf["text_config"])
     assert read_config(hf) == own
     text = text_config(hf)
-    assert (text["architectures"], text["eos_token_id"]) == (["Gemma3ForCausalLM"], 2)
+    assert (text["architectures"], text["eos_token_id"]) == (["MistralForCausalLM"], 2)
     names = ["language_model.model.norm.weight", "model.language_model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
     file = TensorFile(Path("model.safetensors"))
     images = ["vision_tower.embeddings.weight", "model.multi_modal_projector.weight"]
-    found = text_tensors(hf, 2, dict.fromkeys([*names, *images, "other"], file), Path("folder"))
+    found = own_tensors(hf, 2, dict.fromkeys([*names, *images, "other"], file), Path("folder"))
     assert list(found) == ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "other"]
     assert found["model.norm.weight"].stored_names == {"model.norm.weight": names[0]}
     assert "2 of its 6 tensors" in caplog.text
@@ -461,7 +461,7 @@ def test_layers_that_predict_tokens_ahead_are_left_out():
     names = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(4)]
     tensors = dict.fromkeys(names, TensorFile(Path("model.safetensors")))
     hf = {**BASE, "model_type": "glm4_moe", **CONFIGS["glm4_moe"][0], "num_nextn_predict_layers": 1}
-    assert list(text_tensors(hf, 2, tensors, Path("folder"))) == [names[0], names[1], names[3]]
+    assert list(own_tensors(hf, 2, tensors, Path("folder"))) == [names[0], names[1], names[3]]
     assert text_config(hf)["num_nextn_predict_layers"] == 0
 
 
@@ -469,13 +469,13 @@ def test_layers_that_predict_tokens_ahead_are_left_out():
     ("change", "message"),
     [
         ({"text_config": None}, "text_config of config.json is None"),
-        ({"text_config": {"model_type": "llama"}}, "supported in a gemma3 model are gemma3_text"),
-        ({"architectures": ["Gemma3ForSequenceClassification"]}, "causal language models only"),
+        ({"text_config": {"model_type": "llama"}}, "supported in a mistral3 model are ministral3, mistral"),
+        ({"architectures": ["Mistral3ForSequenceClassification"]}, "causal language models only"),
     ],
 )
 def test_models_with_images_whose_text_part_is_not_supported_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        read_config({"model_type": "gemma3", "text_config": {}, **change})
+        read_config({"model_type": "mistral3", "text_config": {}, **change})
 
 
 # -- costs
@@ -643,33 +643,3 @@ def routed_logits(model, tokens):
     flat = jnp.asarray(tokens[0], jnp.int32)
     hidden, _, routings = forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)
     return hidden, routings
-
-
-@pytest.mark.parity
-@pytest.mark.filterwarnings("default")
-@pytest.mark.filterwarnings("error:config.json keys")
-def test_a_model_that_sees_images_is_read_as_its_text_part(tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = {**BASE, **CONFIGS["gemma3_text"][0]}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    settings = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1, "image_token_index": 95}
-    torch.manual_seed(0)
-    theirs = Gemma3ForConditionalGeneration(Gemma3Config(**settings))
-    with torch.no_grad():
-        for weight in theirs.parameters():
-            weight.copy_(0.2 * torch.randn(weight.shape))
-    theirs.eval().save_pretrained(tmp_path / "theirs")
-    ours = load_model(tmp_path / "theirs", mesh=one_device_mesh())
-    rows = [np.random.default_rng(0).integers(3, 90, length) for length in LENGTHS]
-    expected = torch_logits(theirs, rows, length=56)
-    check_logits(our_logits(ours, rows, length=56), expected)
-    save_model(ours, tmp_path / "ours")
-    again, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
-    )
-    assert type(again).__name__ == "Gemma3ForCausalLM"
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    check_logits(torch_logits(again, rows, length=56), expected)

@@ -28,18 +28,30 @@ def attend(
     v: Float[Array, "B T K H"],
     starts: Int[Array, "B"],
     attn: AttentionConfig,
+    blocks: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes causal attention, softmax(scale q kᵀ) v, over left-padded rows.
 
     Each query sees its own position and those before it, from its row's start. With a window it sees only the nearest
     of these. A query before its row's start sees nothing and gets the mean of all values.
+
+    Args:
+        q, k, v: Queries, keys and values.
+        starts: First column of each row.
+        attn: Settings of the layer's attention.
+        blocks: Image of each column (`vision.placement.image_blocks`), -1 for text, of a model that sees whole images:
+            the columns of an image see each other.
     """
     keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     columns = jnp.arange(k.shape[1])[None, None, :]
 
     def attend_block(first: Array | int, q: Array) -> Array:
         position = first + jnp.arange(q.shape[1])
-        visible = (columns >= starts[:, None, None]) & (columns <= position[None, :, None])
+        visible = columns <= position[None, :, None]
+        if blocks is not None:
+            own = blocks.at[:, position].get(mode="fill", fill_value=-1)  # the last block's queries may be padding
+            visible = visible | same_image(own, blocks)
+        visible = (columns >= starts[:, None, None]) & visible
         visible = visible & within_window(position[None, :, None] - columns, attn.window)
         return attend_masked(q, keys, values, visible, attn)
 
@@ -137,6 +149,36 @@ def attend_with_prompt(
         return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
     return _map_query_blocks(attend_block, q, C - q.shape[1])
+
+
+def same_image(queries: Int[Array, "*M T"], keys: Int[Array, "*M S"]) -> Bool[Array, "*M T S"]:
+    """Checks whether a query and a key are tokens of the same image, which see each other if a model sees whole images.
+
+    It widens a causal mask before `within_window` narrows it, which never excludes later positions. The keys of an
+    image must all be computed with its first query, so that it cannot be split over several calls.
+
+    Args:
+        queries, keys: Image of each query and key (`vision.placement.image_blocks`); -1 for text.
+    """
+    return (queries[..., :, None] == keys[..., None, :]) & (queries[..., :, None] >= 0)
+
+
+def attend_to_shown(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N H"],
+    shown: Bool[Array, "B T"],
+    attn: AttentionConfig,
+) -> Float[Array, "B T N H"]:
+    """Computes attention of all queries to all keys that are shown, in both directions."""
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+
+    def attend_block(first: Array | int, q: Array) -> Array:
+        del first
+        visible = jnp.broadcast_to(shown[:, None], (*q.shape[:2], shown.shape[1]))
+        return attend_masked(q, keys, values, visible, attn)
+
+    return _map_query_blocks(attend_block, q)
 
 
 def within_window(distance: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:

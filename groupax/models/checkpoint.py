@@ -18,11 +18,11 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.families.text_part import text_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
+from groupax.models.own_tensors import own_tensors
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import shard_params
 from groupax.models.tensor_files import Tensors, find_tensors
-from groupax.models.text_tensors import text_tensors
 from groupax.models.weight_loading import check_tensors, make_weight_loader, resolve_tied_head
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.settings.adapter import BaseWeights
@@ -122,7 +122,7 @@ def load_model(
         raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
     hf_config = bitsandbytes_format.without_nf4(hf_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    found = text_tensors(whole_config, config.num_layers, find_tensors(folder), folder)
+    found = own_tensors(whole_config, config.num_layers, find_tensors(folder), folder)
     stored, tensors, quantized = _find_weights(config, found, folder, is_nf4)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}

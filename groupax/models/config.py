@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from groupax.models.vision.config import VisionConfig
+
 # Kinds of norms: by the root mean square, the same with weights centered at 0, or by mean and standard deviation.
 NormKind = Literal["rms", "zero_centered_rms", "layer"]
 # Norms of queries and keys: none, per head with shared weights, per head with separate weights, or over all heads.
@@ -73,6 +75,9 @@ class Rope:
         scaling: Method for contexts longer than the original one; None for none.
         scale: Factor of cosines and sines.
         interleaved: Whether pairs are adjacent dims, rather than one of each half.
+        sections: Number of pairs that turn with each coordinate (frame, row, column) of a position in an image; None if
+            positions are numbers. The pairs of a row and of a column are every third one, from the second and the third
+            pair on; the others are the frame's.
     """
 
     theta: float
@@ -80,6 +85,7 @@ class Rope:
     scaling: RopeScaling | None = None
     scale: float = 1.0
     interleaved: bool = False
+    sections: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,7 @@ class ModelConfig:
         norm_names: Names of norms in a checkpoint, by ours, where they are not those of most families.
         fused_qkv: Whether a checkpoint has queries, keys and values in one tensor.
         fused_gate_up: Whether a checkpoint has the two matrices of a feed-forward layer's hidden size in one tensor.
+        vision: The part that sees images; None for a model of text.
     """
 
     model_type: str
@@ -250,6 +257,7 @@ class ModelConfig:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     num_labels: int = 0
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size"):
@@ -284,6 +292,16 @@ class ModelConfig:
             for i, (rope, window) in enumerate(zip(self.ropes, self.windows, strict=True))
         ]
         return kinds.index(kinds[layer])
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the decoder's weights in a checkpoint."""
+        return self.vision.text_prefix if self.vision else "model."
+
+    @property
+    def num_feature_levels(self) -> int:
+        """Number of features of each image token (see `VisionConfig.num_levels`); 0 for a model of text."""
+        return self.vision.num_levels if self.vision else 0
 
     @property
     def update_heads(self) -> tuple[int, int]:

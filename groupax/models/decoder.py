@@ -28,6 +28,7 @@ from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.platform import traced_platform
+from groupax.parallel.pytree import pytree
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (outputs [M, N, H], the layer's updated cache)
@@ -50,6 +51,20 @@ class ForwardOutput(NamedTuple):
     hidden: Float[Array, "M D"]
     caches: list[Any]
     routings: list[Routing]
+
+
+@pytree
+class ImageInputs:
+    """Features of images that take the place of tokens.
+
+    Attributes:
+        features: Features of each level (`vision.tower.encode_images`). Those of level 0 replace the embeddings of
+            their tokens, and those of level l > 0 are added to the hidden states after layer l - 1.
+        feature_index: Index of each token's feature; -1 for text.
+    """
+
+    features: Float[Any, "levels F D"]
+    feature_index: Int[Any, "M"]
 
 
 def _dots_and_kernels(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -75,11 +90,12 @@ def forward(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array, "M"],
-    positions: Int[Array, "M"],
+    positions: Int[Array, "... M"],
     attend: Attend,
     caches: Sequence[Any] | None = None,
     execution: Execution = DIRECT,
     layout: Layout = REPLICATED,
+    images: ImageInputs | None = None,
 ) -> ForwardOutput:
     """Runs the decoder on a flat list of tokens.
 
@@ -91,15 +107,19 @@ def forward(
         config: Architecture of the model.
         params: Weights of the model.
         tokens: Token ids.
-        positions: Position of each token in its sequence.
-        attend: Attention of the caller (see above).
+        positions: Position of each token in its sequence, or three coordinates of it (see `Rope.sections`).
+        attend: Attention of the caller (see above). Whether the tokens of an image see each other is up to it too (see
+            `attention.same_image`).
         caches: Cache of each layer, passed to `attend`; None for no caches.
         execution: Execution settings; layers with caches are not scanned.
         layout: Sharding of the model.
+        images: Features in place of tokens, which are replicated like hidden states; None if all tokens are text.
     """
     x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    if images is not None:
+        x = jnp.where(images.feature_index[:, None] < 0, x, _features(images, 0, x.dtype))
     at = _At.positions(config, positions, x.dtype)
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
@@ -111,12 +131,21 @@ def forward(
 
     def apply_layer(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
         x, caches[index], routing = compiled(x, weights, caches[index], config.first_similar_layer(index))
+        if images is not None and index < num_later:
+            x = x + jnp.where(images.feature_index[:, None] < 0, 0, _features(images, index + 1, x.dtype))
         return x, routing
 
-    kinds = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
+    num_later = 0 if images is None else images.features.shape[0] - 1
+    kinds: list[Any] = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
+    kinds[:num_later] = [("features", index) for index in range(num_later)]  # which no scan may repeat
     x, routings = apply_layers(apply_layer, x, params["layers"], kinds)
     hidden = scaled(_norm(config, x, params["final_norm"]), config.hidden_scale)
     return ForwardOutput(hidden, caches, [routing for routing in routings if routing is not None])
+
+
+def _features(images: ImageInputs, level: int, dtype: Any) -> Float[Array, "M D"]:
+    """Returns the feature of each token; that of a token of text has no meaning."""
+    return lookup(images.features[level].astype(dtype), jnp.maximum(images.feature_index, 0))
 
 
 class _At(NamedTuple):
@@ -131,7 +160,7 @@ class _At(NamedTuple):
     query_factors: Float[Array, "M 1 1"] | None
 
     @classmethod
-    def positions(cls, config: ModelConfig, positions: Int[Array, "M"], dtype: Any) -> "_At":
+    def positions(cls, config: ModelConfig, positions: Int[Array, "... M"], dtype: Any) -> "_At":
         ropes = {rope: rope_tables(rope, config.max_positions, positions, dtype) for rope in config.ropes if rope}
         if config.query_growth is None:
             return cls(ropes, None)

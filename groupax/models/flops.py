@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable
 
 from groupax.models.config import ModelConfig
-from groupax.models.specs import Spec, model_specs
+from groupax.models.spec import Spec
+from groupax.models.specs import model_specs
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:

@@ -80,8 +80,14 @@ def attend(
     starts: Int[Array, "B"],
     attn: AttentionConfig,
     fused: FusedAttention | None,
+    blocks: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Computes `attention.attend`, fused where that is faster; queries before their row's start are then undefined."""
+    """Computes `attention.attend`, fused where that is faster; queries before their row's start are then undefined.
+
+    No kernel has a mask in which images see themselves: with `blocks` it is plain.
+    """
+    if blocks is not None:
+        return attention.attend(q, k, v, starts, attn, blocks)
     if fused is None or not _is_faster(fused, q.shape[1], 0):
         return attention.attend(q, k, v, starts, attn)
     if fused.kernel == "splash":

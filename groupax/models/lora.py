@@ -19,7 +19,8 @@ from jaxtyping import Array, Key
 from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
-from groupax.models.specs import Spec, model_specs, num_params
+from groupax.models.spec import Spec
+from groupax.models.specs import model_specs, num_params
 from groupax.settings.adapter import LoRABias
 from groupax.settings.fields import nearest
 from groupax.storage.model_json import MAX_SIZE, is_integer, is_number
@@ -58,7 +59,8 @@ class LoRAConfig:
         lora_alpha: Numerator of the scale; changes are scaled by lora_alpha / r.
         lora_dropout: Fraction of a change's inputs that is dropped in training.
         target_modules: Modules to adapt: endings of their names ("q_proj", "self_attn.q_proj"), one regular expression
-            for full names, or "all-linear" for all matrices of the layers.
+            for full names, or "all-linear" for all matrices of the language model's layers. The other two, as in PEFT,
+            may also match matrices of the part that sees images.
         bias: Biases to train: "none", "all", or "lora_only" for those of the adapted modules.
         use_rslora: Whether to scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732).
         modules_to_save: Names of modules whose weights are trained fully.
@@ -163,9 +165,10 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
     if lora.target_modules == ALL_LINEAR:
         targets = {name for name, spec in modules.items() if spec.is_layer_matrix} - saved
     _check_modules(config, weights, targets, saved)
-    top = {name: spec for name, spec in specs.items() if isinstance(spec, Spec)}
-    top, *layers = (_trained_specs(each, lora, targets, saved) for each in (top, *specs["layers"]))
-    return {**top, "layers": layers}
+    trained = _trained_specs(specs, lora, targets, saved)
+    if not jax.tree.leaves(trained.get("vision")):
+        trained.pop("vision", None)
+    return trained
 
 
 def _check_modules(config: ModelConfig, weights: Sequence[Spec], targets: set[str], saved: set[str]) -> None:
@@ -179,20 +182,25 @@ def _check_modules(config: ModelConfig, weights: Sequence[Spec], targets: set[st
             f"target_modules may name {others}"
         )
     for name in targets:
-        if not modules[name].is_layer_matrix:
+        if not (modules[name].is_layer_matrix or modules[name].is_vision_matrix):
             raise ValueError(
                 f"target_modules names {name}, which is not a matrix of a layer; train it fully with modules_to_save"
             )
-    if config.tie_embeddings and saved & {"model.embed_tokens", "lm_head"}:
+    if config.tie_embeddings and saved & {f"{config.prefix}embed_tokens", "lm_head"}:
         raise ValueError(
             "modules_to_save names the embedding, which this model also uses as its head; PEFT would train a copy of "
             "one of the two, so that they would differ afterwards; remove it from modules_to_save"
         )
 
 
-def _trained_specs(specs: Params, lora: LoRAConfig, targets: set[str], saved: set[str]) -> Params:
+def _trained_specs(specs: Any, lora: LoRAConfig, targets: set[str], saved: set[str]) -> Any:
+    if isinstance(specs, list):
+        return [_trained_specs(each, lora, targets, saved) for each in specs]
     trained: Params = {}
     for name, spec in specs.items():
+        if not isinstance(spec, Spec):
+            trained[name] = _trained_specs(spec, lora, targets, saved)
+            continue
         module = module_name(spec)
         if spec.name.endswith(".bias"):
             if lora.bias == "all" or (lora.bias == "lora_only" and module in targets) or module in saved:

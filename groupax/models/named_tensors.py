@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from groupax.models.adapted import AdaptedWeight, LowRank
-from groupax.models.specs import Params, Spec
+from groupax.models.spec import Spec
+from groupax.models.specs import Params
 
 
 def trained_params(specs: Any, params: Any) -> Any:

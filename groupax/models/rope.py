@@ -39,9 +39,13 @@ def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
     return scaled.astype(np.float32)
 
 
-def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtype: jnp.dtype) -> Tables:
-    """Computes cosine and sine of each position's angles for the first 2 R dims, [M, 1, 2 R]: in float32, then cast."""
-    angles = positions[:, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, :]
+def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "... M"], dtype: jnp.dtype) -> Tables:
+    """Computes cosine and sine of each position's angles for the first 2 R dims, [M, 1, 2 R]: in float32, then cast.
+
+    Positions in images have three coordinates (see `Rope.sections`).
+    """
+    by_pair = positions[None] if positions.ndim == 1 else positions[_coordinates(rope)]
+    angles = by_pair.T.astype(jnp.float32) * frequencies(rope, max_positions)[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
         cos, sin = cos * np.float32(rope.scale), sin * np.float32(rope.scale)
@@ -51,6 +55,16 @@ def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtyp
         jnp.einsum("mr,rd->md", x, pair_of.astype(np.float32), precision=lax.Precision.HIGHEST) for x in (cos, sin)
     )
     return cos[:, None].astype(dtype), sin[:, None].astype(dtype)
+
+
+def _coordinates(rope: Rope) -> Int[np.ndarray, "R"]:
+    """Returns the coordinate with which each pair turns."""
+    assert rope.sections is not None, "the model has positions in images"
+    pairs = np.arange(rope.dims // 2)
+    coordinates = np.zeros(len(pairs), np.int32)
+    for coordinate in (1, 2):
+        coordinates[(pairs % 3 == coordinate) & (pairs < 3 * rope.sections[coordinate])] = coordinate
+    return coordinates
 
 
 def query_factors(growth: QueryGrowth, positions: Int[Array, "M"]) -> Float[Array, "M"]:

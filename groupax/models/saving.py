@@ -16,7 +16,8 @@ from groupax.models.checkpoint import Model
 from groupax.models.named_tensors import join_tensors, specs_by_name
 from groupax.models.nf4 import Nf4, nf4_bytes, quantize_nf4
 from groupax.models.quantize import dense
-from groupax.models.specs import Spec, model_specs
+from groupax.models.spec import Spec
+from groupax.models.specs import model_specs
 from groupax.models.tensor_files import INDEX_NAME, cast
 from groupax.storage.folders import write_json
 from groupax.storage.replacing import replacing_folder

@@ -1,13 +1,13 @@
 """The table of a model's weights, from which initialization, sharding, loading and saving follow.
 
 Every weight has one `Spec`: its shape and logical axes, its name in a Hugging Face checkpoint, and its initialization.
-To add a weight to a family, add a line here.
+To add a weight to a family, add a line here, or to the part that sees images in `models.vision.specs`.
 """
 
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -16,75 +16,36 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Key
 
 from groupax.models.config import BlockKind, Experts, ModelConfig
+from groupax.models.spec import Spec
+from groupax.models.vision.specs import vision_specs
 from groupax.parallel.mesh import Layout, layout_for
 
 Params = dict[str, Any]
 
-# Names in checkpoints; a tied model has only the embedding.
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Name in checkpoints; a tied model has only the embedding.
+HEAD = "lm_head.weight"
 # The bias that is added to the experts' scores for their choice, which is kept in float32 and not trained.
 ROUTER_CORRECTION, CORRECTION_NAME = "router_correction", "e_score_correction_bias"
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One weight.
-
-    Attributes:
-        shape: Shape as in the checkpoint; matrices are [out, in], the embedding and the head [V, D].
-        axes: Logical axis name (or None) of each dim; `parallel.mesh.RULES` maps them to mesh axes.
-        name: Name of the tensor in a Hugging Face checkpoint; with `{expert}` one tensor for each index of the first
-            dim.
-        init: Initialization; "normal" draws from N(0, 0.02^2).
-        first_row: First row of the weight in a tensor that is fused with other weights.
-        num_rows: Number of rows of that fused tensor; None if the tensor is the weight.
-        is_float32: Whether it is kept in float32 whatever the dtype of the other weights.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    name: str
-    init: Literal["normal", "ones", "zeros"] = "normal"
-    first_row: int = 0
-    num_rows: int | None = None
-    is_float32: bool = False
-
-    @property
-    def is_matrix(self) -> bool:
-        """True if it is a matrix that multiplies all tokens."""
-        return len(self.shape) == 2 and None not in self.axes
-
-    @property
-    def is_layer_matrix(self) -> bool:
-        """True if it is such a matrix of a layer, which may be quantized and adapted."""
-        return self.is_matrix and ".layers." in self.name
-
-    @property
-    def is_stacked(self) -> bool:
-        """True if each index of the first dim is a separate tensor in the checkpoint."""
-        return "{expert}" in self.name
-
-    @property
-    def tensor_names(self) -> list[str]:
-        """The names of the checkpoint's tensors that hold the weight."""
-        return [self.name.format(expert=index) for index in range(self.shape[0])] if self.is_stacked else [self.name]
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each of these tensors."""
-        if self.is_stacked:
-            return self.shape[1:]
-        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
+def embedding_name(config: ModelConfig) -> str:
+    """Returns the name of the embedding in a checkpoint."""
+    return f"{config.prefix}embed_tokens.weight"
 
 
 def model_specs(config: ModelConfig) -> Params:
-    """Returns a model's tree of `Spec`s: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
+    """Returns a model's tree of `Spec`s.
+
+    It has `embed`, `layers` (a list of dicts), `final_norm`, `head` or `score`, and `vision` if the model sees images.
+    """
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
-        "embed": Spec((V, D), ("vocab", "embed"), EMBEDDING),
+        "embed": Spec((V, D), ("vocab", "embed"), embedding_name(config)),
         "layers": [layer_specs(config, index) for index in range(config.num_layers)],
-        "final_norm": Spec((D,), (None,), "model.norm.weight", init=_norm_init(config)),
+        "final_norm": Spec((D,), (None,), f"{config.prefix}norm.weight", init=_norm_init(config)),
     }
+    if config.vision is not None:
+        specs["vision"] = vision_specs(config.vision, D)
     if config.num_labels:
         specs["score"] = Spec((config.num_labels, D), (None, "embed"), "score.weight")
     elif not config.tie_embeddings:
@@ -112,7 +73,7 @@ def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     """Returns the `Spec`s of one layer."""
-    prefix, D = f"model.layers.{index}", config.hidden_size
+    prefix, D = f"{config.prefix}layers.{index}", config.hidden_size
     names = _BLOCK_NORMS[config.block] | dict(config.norm_names)
     specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in names.items()}
     specs |= _latent_specs(config, prefix) if config.latent else _attention_specs(config, prefix)

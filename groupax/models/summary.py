@@ -13,7 +13,8 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
 from groupax.models.nf4 import nf4_bytes
-from groupax.models.specs import Spec, model_specs, num_params
+from groupax.models.spec import Spec
+from groupax.models.specs import model_specs, num_params
 from groupax.storage.folders import check_links, read_json
 from groupax.storage.model_json import validate_config
 

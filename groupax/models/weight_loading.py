@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import quantizer
-from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
+from groupax.models.spec import Spec
+from groupax.models.specs import HEAD, embedding_name, spec_leaves
 from groupax.models.tensor_files import DTYPES, TensorFile, Tensors, cast, check_finite
 from groupax.settings.adapter import BaseWeights
 from groupax.terminal.printable import short_repr
@@ -38,14 +39,15 @@ def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tu
     """
     if not config.tie_embeddings or config.num_labels or HEAD not in tensors:
         return config, tensors
-    if EMBEDDING not in tensors:
-        return config, {**tensors, EMBEDDING: TensorFile(tensors[HEAD].path, {EMBEDDING: HEAD})}
-    if _are_equal(tensors, EMBEDDING, HEAD):
+    embedding = embedding_name(config)
+    if embedding not in tensors:
+        return config, {**tensors, embedding: TensorFile(tensors[HEAD].path, {embedding: HEAD})}
+    if _are_equal(tensors, embedding, HEAD):
         return config, tensors
     logger.warning(
         "%s: config.json has tie_word_embeddings, but %s and %s differ; they are loaded as two weights. If that is "
         "intended, set it to false",
-        *(folder, EMBEDDING, HEAD),
+        *(folder, embedding, HEAD),
     )
     return replace(config, tie_embeddings=False), tensors
 

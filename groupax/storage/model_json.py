@@ -97,6 +97,8 @@ CONFIG: Mapping[str, Kind] = {
     "hidden_activation": TEXT.or_null(),
     "hidden_size": integer(),
     "id2label": TABLE,
+    "image_token_id": TOKEN,
+    "image_token_index": TOKEN,
     "intermediate_size": integer(),
     "kv_lora_rank": integer(),
     "layer_norm_eps": above(0),
@@ -107,6 +109,7 @@ CONFIG: Mapping[str, Kind] = {
     "max_window_layers": integer(0),
     "mlp_bias": FLAG,
     "mlp_only_layers": list_of(integer(0)).or_null(),
+    "mm_tokens_per_image": integer(),
     "model_type": TEXT,
     "moe_intermediate_size": integer(),
     "n_group": integer(1, MAX_EXPERTS),
@@ -141,6 +144,7 @@ CONFIG: Mapping[str, Kind] = {
     "rope_theta": above(1).or_null(),
     "routed_scaling_factor": above(0),
     "router_aux_loss_coef": NOT_NEGATIVE,
+    "scale_factor": integer(),
     "sliding_window": integer().or_null(),
     "sliding_window_pattern": Kind(
         "a whole number, or a string of L and G",
@@ -153,7 +157,31 @@ CONFIG: Mapping[str, Kind] = {
     "use_qk_norm": FLAG,
     "use_sliding_window": FLAG,
     "v_head_dim": integer(),
+    "video_token_id": TOKEN,
+    "vision_config": TABLE,
     "vocab_size": integer(),
+}
+# The `vision_config` of models that see images; sizes may not be pairs.
+VISION: Mapping[str, Kind] = {
+    "deepstack_visual_indexes": list_of(integer(0, MAX_LAYERS)),
+    "depth": integer(1, MAX_LAYERS),
+    "hidden_act": TEXT,
+    "hidden_size": integer(),
+    "image_size": integer(),
+    "in_channels": integer(),
+    "intermediate_size": integer(),
+    "layer_norm_eps": above(0),
+    "num_attention_heads": integer(),
+    "num_channels": integer(),
+    "num_heads": integer(),
+    "num_hidden_layers": integer(1, MAX_LAYERS),
+    "num_position_embeddings": integer(),
+    "out_hidden_size": integer(),
+    "patch_size": integer(),
+    "rope_parameters": TABLE,
+    "spatial_merge_size": integer(),
+    "temporal_patch_size": integer(),
+    "vision_use_head": FLAG,
 }
 # A table of rotary parameters, in either notation; null is the same as no entry.
 ROPE: Mapping[str, Kind] = {

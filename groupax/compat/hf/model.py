@@ -29,7 +29,7 @@ from groupax.models.lora import PREFIX, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
-from groupax.models.specs import CORRECTION_NAME, EMBEDDING, HEAD
+from groupax.models.specs import CORRECTION_NAME, HEAD, embedding_name
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
 
@@ -167,7 +167,7 @@ class CausalLM:
 
     def get_input_embeddings(self) -> Layer:
         """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
-        return Layer(self.get_parameter(self._prefix + EMBEDDING))
+        return Layer(self.get_parameter(self._prefix + embedding_name(self.model.config)))
 
     @property
     def _prefix(self) -> str:

@@ -13,7 +13,7 @@ from groupax.models.checkpoint import Model
 from groupax.models.lora import PREFIX, adapter_specs
 from groupax.models.named_tensors import join_tensors, specs_by_name
 from groupax.models.quantize import dense
-from groupax.models.specs import EMBEDDING, HEAD, model_specs
+from groupax.models.specs import HEAD, embedding_name, model_specs
 
 _CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
@@ -62,7 +62,7 @@ def tied_name(model: Model) -> tuple[str, str] | None:
     if not model.config.tie_embeddings or model.config.num_labels:
         return None
     prefix = "" if model.adapter is None else PREFIX
-    return prefix + HEAD, prefix + EMBEDDING
+    return prefix + HEAD, prefix + embedding_name(model.config)
 
 
 def _tensors(specs: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:

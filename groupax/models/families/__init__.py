@@ -1,6 +1,7 @@
 """Readers of Hugging Face `config.json` files, one module per family of models. Imports no jax."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.models.config import ModelConfig
@@ -11,9 +12,11 @@ from groupax.models.families import (
     exaone4,
     gemma2,
     gemma3,
+    gemma3_vision,
     glm4,
     glm4_moe,
     granite,
+    idefics3,
     llama,
     ministral3,
     mistral,
@@ -24,10 +27,12 @@ from groupax.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
     seed_oss,
     smollm3,
 )
-from groupax.models.families.text_part import TEXT_PARTS, has_text_part, text_config
+from groupax.models.families.text_part import TEXT_PARTS, has_text_part, text_config, text_settings
+from groupax.models.vision.config import VisionConfig
 from groupax.storage.model_json import validate_config
 from groupax.terminal.printable import short_repr
 
@@ -55,6 +60,31 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "smollm3": smollm3.read_config,
 }
 
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A family of models that also see images.
+
+    Attributes:
+        text_kinds: Kinds of its text part, the default first.
+        read_text: Reader of the text part.
+        read_vision: Reader of the part that sees images.
+        tied: Whether its head is the embedding if a file does not say.
+    """
+
+    text_kinds: tuple[str, ...]
+    read_text: Callable[[Mapping[str, Any]], ModelConfig]
+    read_vision: Callable[[Mapping[str, Any]], VisionConfig]
+    tied: bool = False
+
+
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    "gemma3": VisionFamily(("gemma3_text",), gemma3.read_config, gemma3_vision.read_vision, tied=True),
+    "idefics3": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
+    "qwen3_vl": VisionFamily(("qwen3_vl_text",), qwen3_vl.read_text, qwen3_vl.read_vision),
+    "smolvlm": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
+}
+
 # The family that is most like one that is not supported: of the same makers, or else of the same kind.
 NEAREST = {
     "deepseek_v2": "deepseek_v3",
@@ -67,12 +97,12 @@ NEAREST = {
     "qwen3_5": "qwen3",
     "qwen3_5_moe": "qwen3_moe",
     "qwen3_next": "qwen3_moe",
-    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_vl",
 }
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Returns the architecture that a parsed `config.json` describes, of a model that also sees images its text part.
+    """Returns the architecture that a parsed `config.json` describes.
 
     Raises:
         ValueError: The `model_type` is missing or unsupported, a value is missing or invalid, or the file requests
@@ -81,12 +111,29 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     if has_text_part(hf):
         hf = text_config(hf)
     model_type = hf.get("model_type")
+    if isinstance(model_type, str) and model_type in VISION_FAMILIES:
+        return _read_with_vision(VISION_FAMILIES[model_type], validate_config(hf))
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(sorted([*FAMILIES, *TEXT_PARTS]))
+        supported = ", ".join(sorted([*FAMILIES, *VISION_FAMILIES, *TEXT_PARTS]))
         raise ValueError(
             f"model_type {short_repr(model_type)} is not supported{_nearest(model_type)}; supported are {supported}"
         )
     return FAMILIES[model_type](validate_config(hf))
+
+
+def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfig:
+    if hf.get("quantization_config"):
+        raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
+    text = family.read_text(validate_config(text_settings(hf, family.text_kinds, family.tied)))
+    vision = family.read_vision(hf)
+    if text.num_labels:
+        raise ValueError(f"groupax does not support classifiers of {hf['model_type']} models")
+    if vision.num_levels > 1 + text.num_layers:
+        raise ValueError(
+            f"vision_config gives features to {vision.num_levels - 1} layers of the decoder, which has "
+            f"{text.num_layers}"
+        )
+    return replace(text, model_type=hf["model_type"], vision=vision)
 
 
 def _nearest(model_type: Any) -> str:

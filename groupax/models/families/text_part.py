@@ -1,16 +1,15 @@
-"""The text part of models that also see images: its `config.json`. Imports no jax."""
+"""The text part of models that also see images, in their `config.json`. Imports no jax."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from groupax.terminal.printable import short_repr
 
-# The kinds of text models in each kind of model that also sees images, with the class that transformers loads alone.
+# The models of which only the text part is supported: its kinds, with the class that transformers loads alone.
 TEXT_PARTS: dict[str, dict[str, str]] = {
-    "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
     "mistral3": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
-# Sizes that files of these text models may leave out.
+# Sizes that files of models that see images may leave out of the text part.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -21,7 +20,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,
-    }
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "qwen3_vl_text": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 128000,
+    },
 }
 # Keys of the whole file that hold for its text part, unless that has its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype")
@@ -46,10 +61,29 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_part(hf: Mapping[str, Any]) -> dict[str, Any]:
-    kinds, text = TEXT_PARTS[hf["model_type"]], hf.get("text_config")
+    kinds = TEXT_PARTS[hf["model_type"]]
+    text = text_settings(hf, tuple(kinds))
+    tied = (hf.get("text_config") or {}).get("tie_word_embeddings")
+    tied = {} if tied is None else {"tie_word_embeddings": tied}
+    return {**text, **tied, "architectures": [kinds[text["model_type"]]]}
+
+
+def text_settings(hf: Mapping[str, Any], kinds: tuple[str, ...], tied: bool = False) -> dict[str, Any]:
+    """Returns the settings of the text part of a model that also sees images, as those of a model of its kind.
+
+    Args:
+        hf: Parsed `config.json` of the whole model.
+        kinds: Supported kinds of text models, the family's default first.
+        tied: Whether the family's head is the embedding if the file does not say. As in transformers, it is up to the
+            whole model, not to its text part.
+
+    Raises:
+        ValueError: The file has no text part, or one of an unsupported kind.
+    """
+    text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config of config.json is {short_repr(text)}; it must be an object")
-    kind = text.get("model_type", next(iter(kinds)))
+    kind = text.get("model_type", kinds[0])
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(
             f"text_config of config.json has model_type={short_repr(kind)}; supported in a {hf['model_type']} model "
@@ -58,10 +92,11 @@ def _text_part(hf: Mapping[str, Any]) -> dict[str, Any]:
     architectures = hf.get("architectures") or []
     if not isinstance(architectures, list) or any("SequenceClassification" in str(name) for name in architectures):
         raise ValueError(
-            f"architectures of config.json are {short_repr(architectures)}; of a {hf['model_type']} model groupax "
-            "reads the text part of causal language models only"
+            f"architectures of config.json are {short_repr(architectures)}; of {hf['model_type']} models groupax reads "
+            "causal language models only"
         )
     shared = {key: hf[key] for key in _SHARED if hf.get(key) is not None}
-    tied = {"tie_word_embeddings": hf["tie_word_embeddings"]} if hf.get("tie_word_embeddings") is not None else {}
-    own = {key: value for key, value in text.items() if value is not None}
-    return {**_DEFAULTS.get(kind, {}), **shared, **tied, **own, "model_type": kind, "architectures": [kinds[kind]]}
+    own = {key: value for key, value in text.items() if value is not None and key != "architectures"}
+    whole = hf.get("tie_word_embeddings")
+    own["tie_word_embeddings"] = tied if whole is None else whole
+    return {**_DEFAULTS.get(kind, {}), **shared, **own, "model_type": kind}

@@ -1,4 +1,4 @@
-"""The tensors of a folder that belong to its text model, by the names that a text model alone would have."""
+"""The tensors of a folder that groupax reads, by the names that its table of weights has."""
 
 import logging
 import re
@@ -6,23 +6,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from groupax.models.families import VISION_FAMILIES
 from groupax.models.families.text_part import has_text_part
 from groupax.models.tensor_files import TensorFile, Tensors
 
 logger = logging.getLogger(__name__)
 # Prefixes of text models within others, with what stands there in a text model alone.
-_PREFIXES = (
+_TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+)
+# Older prefixes in models that see images, with those of today's.
+_OLDER_PREFIXES = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("model.vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
 )
 # Tensors of the parts that see images.
 _IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 
-def text_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder: Path) -> Tensors:
-    """Returns the tensors of the text model, without those of layers that predict several tokens ahead.
+def own_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder: Path) -> Tensors:
+    """Returns the tensors of a model by the names of its specs.
+
+    Left out are layers that predict several tokens ahead, and the parts of a model that see images if only its text
+    part is supported.
 
     Args:
         hf: Parsed `config.json`, of the whole model.
@@ -32,11 +45,9 @@ def text_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folde
     """
     found = dict(tensors)
     if has_text_part(hf):
-        found = {}
-        for name, file in tensors.items():
-            if not _IMAGES.match(name):
-                own = _own_name(name)
-                found[own] = file if own == name else TensorFile(file.path, {own: name})
+        found = _renamed({name: file for name, file in tensors.items() if not _IMAGES.match(name)}, _TEXT_PREFIXES)
+    elif hf.get("model_type") in VISION_FAMILIES:
+        found = _renamed(tensors, _OLDER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
         ahead = range(num_layers, num_layers + num_ahead)
         found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
@@ -49,11 +60,12 @@ def text_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folde
     return found
 
 
-def _own_name(name: str) -> str:
-    for prefix, own in _PREFIXES:
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return name
+def _renamed(tensors: Tensors, prefixes: tuple[tuple[str, str], ...]) -> dict[str, TensorFile]:
+    found = {}
+    for name, file in tensors.items():
+        own = next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), name)
+        found[own] = file if own == name else TensorFile(file.path, {own: name})
+    return found
 
 
 def _layer_index(name: str) -> int:
