@@ -1,6 +1,7 @@
 """Random steps of four kinds of runs, replayed: whether the bits are equal, and how long each takes.
 
-    python benchmarks/replay.py [--steps 20] [--runs demo adapter stale tools] [--folder FOLDER] [--model FOLDER]
+    python benchmarks/replay.py [--steps 20] [--runs demo adapter stale tools] [--max_steps N]
+        [--folder FOLDER] [--model FOLDER]
 
 demo is the recipe of `make demo`; adapter (LoRA on a base in nf4) and stale (max_staleness 1) are runs on the model in
 --model, stories260K; tools is the recipe calculator. Runs in --folder that are complete are taken as they are. Times
@@ -8,7 +9,6 @@ are those of the replay alone, after its model, its data and its programs are lo
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -19,12 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from groupax.cli.main import main
+from groupax import GRPOTrainer
+from groupax.cli.options import recorded
 from groupax.cli.replay import maker, trained_command
+from groupax.cli.train import Train, inputs_of, train_defaults
 from groupax.parallel.compilation import compilation
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import replay_target
 from groupax.replay.trainer import Target
+from groupax.settings.command_line import parsed
 
 STORIES = ["--max_steps", "40", "--prompts_per_step", "8", "--num_generations", "8", "--max_completion_length", "96"]
 STORIES += ["--learning_rate", "2e-4", "--reward_funcs", "repetition_penalty"]
@@ -36,24 +39,33 @@ RUNS = {
 }
 
 
-def trained(kind: str, folder: Path, model: str) -> Path:
+def trained(kind: str, folder: Path, model: str, max_steps: int | None) -> Path:
     """Trains a run, unless it is there."""
     run = folder / kind
-    if not (run / "model").exists():
-        stories = folder / "stories.jsonl"
-        names = ("Lily", "Tom", "a cat", "the sun", "a big dog", "Mia", "Ben", "a bird")
-        lines = [{"prompt": f"Once upon a time, {who} {did}"} for who in names for did in ("saw", "went to", "was")]
-        stories.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options = [] if "--recipe" in RUNS[kind] else ["--model", model, "--dataset", str(stories)]
-        with contextlib.redirect_stdout(sys.stderr):
-            status = main(["train", *RUNS[kind], *options, "--output_dir", str(run), "--progress_bar", "none"])
-        assert status == 0, f"the run {kind} failed"
+    if (run / "model").exists():
+        return run
+    stories = folder / "stories.jsonl"
+    names = ("Lily", "Tom", "a cat", "the sun", "a big dog", "Mia", "Ben", "a bird")
+    lines = [{"prompt": f"Once upon a time, {who} {did}"} for who in names for did in ("saw", "went to", "was")]
+    stories.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = [*RUNS[kind], "--output_dir", str(run), "--progress_bar", "none"]
+    options += [] if "--recipe" in options else ["--model", model, "--dataset", str(stories)]
+    options += [] if max_steps is None else ["--max_steps", str(max_steps)]
+    command = parsed(Train, "train", options, train_defaults(options))
+    inputs = inputs_of(command)
+    tools, environments = inputs.agents.load()
+    dataset = inputs.dataset(command)
+    args, _ = inputs.fitted(command, dataset)
+    given = inputs.model, inputs.rewards, args, dataset
+    trainer = GRPOTrainer(*given, tools=tools, environments=environments)
+    trainer.run_folder.command = recorded(command)
+    trainer.train()
     return run
 
 
 def replayed(run: Path, steps: list[int]) -> list[tuple[bool, float, float]]:
     """Replays steps; returns of each whether it is equal, and its seconds after loading and in all."""
-    recorded, command = recorded_run(run), trained_command(str(run))
+    run_record, command = recorded_run(run), trained_command(str(run))
     found = []
     for step in steps:
         begun_s, loaded_s = time.perf_counter(), []
@@ -62,18 +74,19 @@ def replayed(run: Path, steps: list[int]) -> list[tuple[bool, float, float]]:
             del trainer
             seen += [time.perf_counter(), compilation().seconds]
 
-        outcome = replay_target(Target(recorded, step), maker(command, "none"), command.args, loaded)
+        outcome = replay_target(Target(run_record, step), maker(command, "none"), command.args, loaded)
         ended_s = time.perf_counter()
         compiled_s = compilation().seconds - loaded_s[1]
         found.append((outcome.is_equal, ended_s - loaded_s[0] - compiled_s, ended_s - begun_s))
+        print(f"  {run.name} {step}: {found[-1]}", file=sys.stderr, flush=True)
     return found
 
 
-def measure(folder: Path, kinds: list[str], num_steps: int, model: str) -> None:
+def measure(folder: Path, kinds: list[str], num_steps: int, model: str, max_steps: int | None) -> None:
     """Prints a line per kind of run."""
     print("run         steps  equal   seconds, median  longest  with loading, median  longest")
     for kind in kinds:
-        run = trained(kind, folder, model)
+        run = trained(kind, folder, model, max_steps)
         known = sorted(recorded_run(run).records)
         steps = np.random.default_rng(0).choice(known, min(num_steps, len(known)), replace=False).tolist()
         found = replayed(run, steps)
@@ -93,6 +106,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--runs", nargs="+", default=[*RUNS], choices=[*RUNS])
+    parser.add_argument("--max_steps", type=int, help="length of the runs; their own by default")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--model", default=str(default))
     return parser.parse_args()
@@ -104,4 +118,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         given.folder = given.folder or Path(scratch)
         given.folder.mkdir(parents=True, exist_ok=True)
-        measure(given.folder, given.runs, given.steps, given.model)
+        measure(given.folder, given.runs, given.steps, given.model, given.max_steps)

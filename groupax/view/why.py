@@ -26,7 +26,7 @@ from groupax.view.arrow import has_mask, scalar_text
 from groupax.view.runs import NotFoundError, Run
 from groupax.view.tokens import token_texts
 
-SHOWN_ROWS, SHOWN_TOKENS = 50, 20
+SHOWN_ROWS, SHOWN_TOKENS = 20, 12
 SHOWN_BYTES = 400  # of a completion
 FACTS = ("reward", "loss", "grad_norm", "kl", "entropy", "learning_rate", "clip_ratio/region_mean")
 COLUMNS = ("prompt_index", "sample_index", "advantage", "completion_ids", "trainer_logps", "policy_logps")

@@ -38,11 +38,11 @@ export class Why {
           el("header", {}, el("span", { class: `severity ${each.severity}` }, each.severity), el("b", {}, visible(each.name).replaceAll("_", " "))),
           el("p", {}, visible(each.text))))),
       this.facts(found.facts),
-      this.rows(found),
-      this.tokens(found.tokens),
       el("section", {}, el("h3", {}, "From a shell"),
         el("dl", { class: "commands" }, Object.entries(found.commands).map(([name, command]) => [
           el("dt", {}, NAMES[name]), el("dd", {}, el("code", {}, visible(command)), copyButton(command))]))),
+      this.rows(found),
+      this.tokens(found.tokens),
     );
     drawn();
   }
@@ -62,7 +62,7 @@ export class Why {
     const title = isExact ? "Rows by their share of the gradient" : "Rows by an estimate of their share of the gradient";
     const note = isExact
       ? "Exact, from groupax replay --why: shares add up to 100 %, and a negative one pulls against the others. They are of the gradient before clipping and the optimizer."
-      : "An estimate from recorded log-probs, advantages and ratios, which knows neither the model's inner gradient nor its direction. The command below computes exact shares.";
+      : "An estimate from recorded log-probs, advantages and ratios, which knows neither the model's inner gradient nor its direction. The command above computes exact shares.";
     return el("section", {},
       el("h3", {}, title),
       found.fault && el("p", { class: "hint" }, visible(found.fault)),
