@@ -91,6 +91,8 @@ class Search:
         last = max(self.moments)
         self._check_metrics(last)
         under = {step: self._measured(self.moments[step], last) for step in self.moments}
+        if not self.condition.holds(under[last]):
+            raise NoCauseError("no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)")
         before = [step for step in self.moments if step < last and not self.condition.holds(under[step])]
         step = max(before) if before else last
         moment = self.moments[step]
