@@ -79,7 +79,7 @@ class VisionFamily:
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "gemma3": VisionFamily(("gemma3_text",), gemma3.read_config, gemma3_vision.read_vision, tied=True),
+    "gemma3": VisionFamily(("gemma3_text",), gemma3.read_text_part, gemma3_vision.read_vision, tied=True),
     "idefics3": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
     "qwen3_vl": VisionFamily(("qwen3_vl_text",), qwen3_vl.read_text, qwen3_vl.read_vision),
     "smolvlm": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
