@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from groupax import __version__
 from groupax.config import GRPOConfig
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.recorded import RecordedRun
@@ -27,7 +26,7 @@ from groupax.replay.session import Make
 from groupax.replay.trainer import ReplayTrainer, Target, first_of_rollout, replay_settings
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE, seal
-from groupax.runs.checkpoints.fingerprint import Identity
+from groupax.runs.checkpoints.fingerprint import Identity, versions
 from groupax.runs.checkpoints.store import OWN
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, row_digest
@@ -191,7 +190,7 @@ def _manifest(
     plays = not rules.has_environments and rules.rollout_func is None
     return Manifest(
         FORMAT,
-        __version__,
+        versions()["groupax"],
         step,
         start,
         str(run.folder.resolve()),

@@ -17,6 +17,7 @@ from groupax.data.tokenizer import load_tokenizer
 from groupax.episodes.record import NOT_RECORDED
 from groupax.events import Message
 from groupax.models.lora import LoRAConfig
+from groupax.parallel.runtime import configure_jax
 from groupax.replay.archive import unpack
 from groupax.replay.bundle import BundleCollector, Manifest, read_manifest, restore_state
 from groupax.replay.recorded import RecordedRun, recorded_run
@@ -141,6 +142,7 @@ def open_bundle(
 
 def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> Bundle:
     """Returns the bundle in a folder (see `open_bundle`)."""
+    configure_jax()  # before its arrays are read, which fixes the number of devices
     manifest, run = read_manifest(folder), recorded_run(folder / "run")
     settings = {name: run.config.get(name) for name in FUNCTIONS}
     named = {name: value for name, value in settings.items() if REFERENCE.fullmatch(str(value))}
