@@ -39,6 +39,7 @@ class FolderSink:
     def _write_rollouts(self, event: StepEnded) -> None:
         """Writes the completions of a step that is logged or may be replayed, and removes those that no longer may."""
         step, num_last = event.step, self.completions.replay_steps
+        num_last = 0 if self.folder.remote else num_last  # nothing is removed from a bucket again
         found = self.folder.steps_with_findings() if num_last else frozenset()
         if event.metrics.get("update_skipped") and num_last:
             found |= {step}
