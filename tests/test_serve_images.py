@@ -34,9 +34,16 @@ def url_of(content, kind="image/png"):
 
 def bomb(width, height):
     """A PNG file of a few bytes that claims to have this size."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + header
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(header)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+
+
+def noise():
+    return png(Image.frombytes("L", (64, 64), bytes(range(256)) * 16))
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +107,13 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
         ([picture("data:image/png;base64,####"), text()], "base64 is damaged"),
         ([picture(url_of(b"no image")), text()], "not an image in one of the formats"),
         ([picture(url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>")), text()], "not an image in one of the formats"),
-        ([picture(url_of(bomb(40_000, 40_000))), text()], "1,600,000,000|40,000 x 40,000 pixels, at most"),
-        ([picture(url_of(png(Image.new("RGB", (64, 64)))[:-60])), text()], "is damaged"),
-        ([picture(url_of(png(Image.new("L", (2, 2))))) for _ in range(17)], "17 images; a request may have 16"),
+        ([picture(url_of(bomb(40_000, 40_000))), text()], "decompression bomb"),
+        ([picture(url_of(bomb(5_000, 5_000))), text()], "5,000 x 5,000 pixels, at most 16,777,216"),
+        ([picture(url_of(noise()[:-40])), text()], "is damaged"),
+        (
+            [picture(url_of(png(Image.new("L", (2, 2))))) for _ in range(17)] + [text()],
+            "17 images; a request may have 16",
+        ),
         ([{"type": "image_url", "image_url": 5}, text()], "must be"),
         ([{"type": "image", "image": "/etc/passwd"}, text()], "images are parts of type image_url"),
         ([text("<image> What is it?")], "tokens that stand for images"),
@@ -112,7 +123,7 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
 def test_what_is_no_image_of_a_message_is_refused(server, parts, message):
     answer = post(server, "/v1/chat/completions", chat(*parts))
     assert answer.status_code == 400, answer.text
-    assert any(part in answer.json()["error"]["message"] for part in message.split("|")), answer.text
+    assert message in answer.json()["error"]["message"], answer.text
 
 
 @pytest.mark.heavy

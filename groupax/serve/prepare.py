@@ -158,6 +158,9 @@ def encoded_chat(
         ApiError: the chat template cannot write it, or the model has no tools, or it has images that the model cannot
             see.
     """
+    if request.image_urls and model.encoder is None:
+        message = f"the chat has images, and {model.name} reads text only; send the text alone, or to a model that sees"
+        raise ApiError(400, message, "messages", "unsupported_value")
     kwargs, tools = template_kwargs(request, model.tokenizer, hints), request.callable_tools
     turn_format = model.turn_formats.of(kwargs, bool(tools))
     if tools and turn_format.calls is None:
@@ -193,9 +196,7 @@ def _encoded_prompt(
         ids = encode_within(model.tokenizer, [text], [True], model.max_positions)
         _check_text(model, ids[0], "messages")
         return ids, None
-    if model.encoder is None:
-        message = f"the chat has images, and {model.name} reads text only; send the text alone, or to a model that sees"
-        raise ApiError(400, message, "messages", "unsupported_value")
+    assert model.encoder is not None, "the model sees images"
     own, images = model.encoder.encode(text, decoded_images(urls), is_rendered=True)
     return [own], images
 
