@@ -205,6 +205,7 @@ def test_every_family_has_cases():
 LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "index"), rest_heavy(LOADED))
 def test_saved_models_load_with_their_windows(tmp_path, family, index):
     model = init_model({**BASE, "model_type": family, **CONFIGS[family][index]}, seed=2)
@@ -291,6 +292,7 @@ def test_the_base_grows_with_the_context_beyond_the_original():
 # -- softcaps
 
 
+@pytest.mark.heavy
 def test_softcapped_log_probs_are_those_of_a_dense_softmax():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((23, 8), (50, 8)))

@@ -200,6 +200,7 @@ def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     assert_same_update(model, FusedAttention("splash", emulated=True), split)
 
 
+@pytest.mark.heavy
 def test_narrow_tiles_stay_plain(monkeypatch):
     def unexpected(*_):
         raise AssertionError

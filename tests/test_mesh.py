@@ -131,6 +131,7 @@ def test_gradients_may_be_added_up_in_bfloat16_which_sends_half_as_much():
     assert 0 < max(differences) < 0.01
 
 
+@pytest.mark.heavy
 def test_each_axis_gives_the_gradients_of_one_device():
     model = init_model({**TINY, "num_hidden_layers": 1}, mesh=one_device_mesh())
     learner = assert_same_update(model, (1, 2, 1, 2, 1))
