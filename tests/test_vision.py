@@ -1,6 +1,7 @@
 """Models that see images: placement of features, towers and decoders against transformers, folders, adapters."""
 
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,14 @@ CASES = [
     ("qwen3_vl", {}, {"num_heads": 2, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}, {}, None),
 ]
 FAMILIES = sorted(VISION_FAMILIES)
+
+
+def rest_long(cases):
+    """Leaves all but the first two cases of each family to `make long`."""
+    seen = Counter()
+    for case in cases:
+        seen[case[0]] += 1
+        yield pytest.param(*case, marks=[pytest.mark.long] if seen[case[0]] > 2 else [])
 
 
 def a_qwen_image(seed=0, grid=(4, 6)):
@@ -151,7 +160,6 @@ def test_buckets_waste_at_most_a_quarter():
     [
         ("gemma3", {}, {"mm_tokens_per_image": 5}, "mm_tokens_per_image=5; groupax supports squares"),
         ("gemma3", {"hidden_act": "relu"}, {}, "hidden_act='relu'; supported are gelu, gelu_pytorch_tanh"),
-        ("smolvlm", {"use_conv": True}, {}, "has \\['use_conv'\\], which groupax does not apply"),
         ("smolvlm", {"model_type": "clip"}, {}, "model_type='clip'; supported in a smolvlm model are"),
         ("smolvlm", {"num_attention_heads": 5}, {}, "hidden_size=24, which 5 heads do not divide"),
         ("smolvlm", {"image_size": [16, 32]}, {}, "image_size=\\[16, 32\\]; it must be a whole number"),
@@ -166,6 +174,17 @@ def test_buckets_waste_at_most_a_quarter():
 def test_what_is_not_supported_is_refused_by_its_name(family, vision, whole, message):
     with pytest.raises(ValueError, match=message):
         read_config(config_of(family, {}, vision, whole))
+
+
+def test_keys_that_are_not_known_are_reported():
+    with pytest.warns(UserWarning, match=r"vision_config of config\.json has keys .* \['use_conv'\]"):
+        read_config(config_of("smolvlm", {}, {"use_conv": True, "use_base_siglip": False}, {}))
+
+
+def test_dropout_of_what_sees_images_is_refused():
+    model = init_model(config_of("qwen3_vl", {}, {}, {}))
+    with pytest.raises(ValueError, match=r"lora_dropout is 0\.1, and target_modules names modules that see images"):
+        add_adapter(model, LoRAConfig(target_modules=["qkv"], lora_dropout=0.1))
 
 
 @pytest.mark.filterwarnings("error")
@@ -191,7 +210,7 @@ def test_adapters_are_of_the_text_unless_names_say_otherwise(family):
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.filterwarnings("error:config.json keys")
-@pytest.mark.parametrize(("family", "text", "vision", "whole", "side"), CASES, ids=str)
+@pytest.mark.parametrize(("family", "text", "vision", "whole", "side"), rest_long(CASES), ids=str)
 def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole, side):
     from transformers import AutoModelForImageTextToText
 

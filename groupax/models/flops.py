@@ -3,9 +3,13 @@
 import math
 from collections.abc import Iterable
 
+import jax
+
 from groupax.models.config import ModelConfig
 from groupax.models.spec import Spec
 from groupax.models.specs import model_specs
+from groupax.models.vision.config import VisionConfig
+from groupax.models.vision.specs import vision_specs
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:
@@ -31,6 +35,22 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
     per_column = 4 * config.num_heads * config.update_heads[1]
     attention = per_column * sum(num_columns[window] for window in config.windows)
     return 2.0 * weights * num_tokens + attention + 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
+
+
+def image_flops(config: VisionConfig, text_size: int, tiles: Iterable[int]) -> float:
+    """Counts the floating-point operations of computing features, like `forward_flops`.
+
+    Args:
+        config: The part of the model that sees images.
+        text_size: Hidden size of the language model.
+        tiles: Number of patches of each tile of the images.
+    """
+    tower, merged, specs = config.tower, config.patches_per_feature, vision_specs(config, text_size)
+    per_patch = tower.patch_dims * tower.hidden_size
+    per_patch += sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs["layers"]) if spec.is_matrix)
+    per_feature = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs["projector"]) if len(spec.shape) == 2)
+    per_column = 4 * tower.hidden_size * tower.num_layers
+    return sum(num * (2.0 * per_patch + 2.0 * per_feature / merged + per_column * num) for num in tiles)
 
 
 def _active_weights(config: ModelConfig, layer: dict[str, Spec]) -> float:
