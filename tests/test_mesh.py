@@ -24,6 +24,7 @@ from groupax.training.learner import Learner
 from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh
+from .test_agreement import DELTA, LFM2
 from .test_config_and_data import a_tokenizer
 
 MIXTURE = {
@@ -82,6 +83,9 @@ CASES = {
     "sp": ({}, (1, 1, 1, 1, 4), {}),
     "experts": (MIXTURE, (1, 2, 2, 1, 1), {"share_prefix": "never", "scan_layers": True}),
     "experts-tp-sp": (MIXTURE, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
+    "convolutions": ({"model_type": "lfm2", **LFM2}, (1, 1, 1, 2, 2), {}),
+    "delta-nets": ({"model_type": "qwen3_5_text", **DELTA}, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
+    "delta-nets-sp": ({"model_type": "qwen3_5_text", **DELTA}, (1, 1, 1, 2, 2), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }

@@ -6,7 +6,7 @@ the prompt end before that one. The engine splits sequences at the same position
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
-from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, tile_ranges
-from groupax.training.packing import MicroBatchPlan, plan_micro_batches
+from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
+from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_parts, plan_micro_batches, round_up
 from groupax.types import Row
 
 
@@ -93,6 +93,30 @@ def pack(
     return [_pack_shards(rows, present, each) for each in planned], [*known, *new]
 
 
+def pack_parts(
+    rows: Sequence[Row],
+    parts: Sequence[Sequence[int]],
+    num_shards: int,
+    share_prefix: SharePrefix = "auto",
+    attention_cost: AttentionCost = PLAIN,
+) -> list[Packed]:
+    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards.
+
+    Args:
+        rows: rows of the step.
+        parts: indices of the rows of each part.
+        num_shards: number of devices that share each micro-batch.
+        share_prefix: as for `pack`; "auto" computes a prompt once.
+        attention_cost: cost of attention.
+    """
+    groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
+    num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
+    shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
+    present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
+    nothing: list[list[RowGroup]] = [[] for _ in range(num_shards - 1)]
+    return [_pack_shards(rows, present, MicroBatchPlan([own, *nothing], shape)) for own in groups]
+
+
 def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
     """Returns the cost of attention by a kernel, or by plain attention."""
     if fused is None:
@@ -125,6 +149,8 @@ def _pack_shard(
         cells[b, :length] = np.arange(first, first + length)
         slots[first : first + length] = b * T + np.arange(length)
     ragged = _ragged(rows, groups, lengths, starts, shape)
+    if any(row.experts is not None for row in rows):
+        ragged = replace(ragged, experts=_experts(rows, groups, starts, shape))
     loss_inputs = _loss_inputs([rows[index] for index in indices], present, shape)
     return MicroBatch(ragged, cells, slots, loss_inputs, _dropout_ids(rows, groups, starts, shape)), row_index
 
@@ -191,6 +217,16 @@ def _ragged(
     by_length = [(starts[row], lengths[row]) for row in longest_first]
     tiles = _tiles(by_length, shape, slots)
     return RaggedBatch(tokens, positions, targets, prompts, tiles, prompts_of_rows, slots)
+
+
+def _experts(rows: Sequence[Row], groups: Sequence[RowGroup], starts: Sequence[int], shape: Shape) -> np.ndarray:
+    """Returns the recorded experts of each token of a shard; those of prompts are not recorded."""
+    width = next(row.experts.shape[1] for row in rows if row.experts is not None)
+    experts = np.full((shape.tokens, width), -1, np.int16)
+    for index, start in zip((index for group in groups for index in group.rows), starts, strict=True):
+        if (own := rows[index].experts) is not None:
+            experts[start : start + len(own)] = own
+    return experts
 
 
 def _tiles(rows: Sequence[tuple[int, int]], shape: Shape, slots: np.ndarray) -> list[np.ndarray]:
