@@ -155,6 +155,18 @@ FAMILIES = [
             "v_head_dim": 8,
         },
     ),
+    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "swiglu_limit": 0.5}),
+    (
+        "llama4_text",
+        {
+            "num_local_experts": 3,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 14,
+            "floor_scale": 8,
+        },
+    ),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
     ("lfm2", LFM2),
     ("qwen3_5_text", DELTA),

@@ -198,6 +198,28 @@ CONFIGS = {
             "routed_scaling_factor": 2.5,
         }
     ],
+    "gpt_oss": [
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.6,
+            "rope_parameters": YARN | {"truncate": False},
+        }
+    ],
+    "llama4_text": [
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 3,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 12,
+            "floor_scale": 8,
+        }
+    ],
     "lfm2": [{"layer_types": ["conv", FULL], "block_multiple_of": 16, "conv_L_cache": 4}],
     "lfm2_moe": [
         {
@@ -233,8 +255,8 @@ CONFIGS = {
 }
 # Families with five random configurations in `test_random_families`.
 RANDOM = (
-    *("deepseek_v3", "exaone4", "glm4", "glm4_moe", "lfm2", "lfm2_moe", "ministral3", "olmo3", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_next", "seed_oss"),
+    *("deepseek_v3", "exaone4", "glm4", "glm4_moe", "gpt_oss", "lfm2", "lfm2_moe", "llama4_text", "ministral3"),
+    *("olmo3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
 )
 CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
 LENGTHS = (50, 37, 3)
@@ -583,9 +605,14 @@ def torch_model(family, change):
 
 
 def torch_logits(model, rows, length):
-    """Returns the logits of left-padded rows of this length."""
+    """Returns the logits of left-padded rows of this length.
+
+    Llama 4's queries grow with their column there, which is their position only in a row without padding.
+    """
     import torch
 
+    if getattr(model.config, "attn_temperature_tuning", False) and len(rows) > 1:
+        return [torch_logits(model, [row], len(row))[0] for row in rows]
     tokens, mask = np.zeros((2, len(rows), length), np.int64)
     for index, row in enumerate(rows):
         tokens[index, length - len(row) :] = row

@@ -8,7 +8,7 @@ from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, load_model,
 from groupax.models.checkpoint import load_adapter
 
 from .conftest import one_device_mesh
-from .test_families import FULL, LENGTHS, RANDOM, SLIDING, check_logits, our_logits, torch_logits, torch_model
+from .test_families import FULL, LENGTHS, LLAMA3, RANDOM, SLIDING, check_logits, our_logits, torch_logits, torch_model
 
 
 def pick(rng, *choices):
@@ -118,6 +118,45 @@ def deepseek_v3(rng):
     return hf | sigmoid_mixture(rng, hf["num_hidden_layers"]) | latent | {"rope_parameters": table}
 
 
+def gpt_oss(rng):
+    hf = common(rng)
+    own = {
+        "layer_types": pick(rng, None, kinds(rng, hf["num_hidden_layers"])),
+        "sliding_window": int(rng.integers(2, 20)),
+        "num_local_experts": int(pick(rng, 4, 6)),
+        "num_experts_per_tok": int(rng.integers(1, 4)),
+        "swiglu_alpha": float(pick(rng, 1.702, 0.7)),
+        "swiglu_limit": float(pick(rng, 7.0, 0.3)),
+        "attention_bias": bool(rng.integers(2)),
+    }
+    return hf | own | {"rope_parameters": pick(rng, None, plain(rng), yarn(rng))}
+
+
+def llama4_text(rng):
+    hf = common(rng)
+    layers = hf["num_hidden_layers"]
+    has_rope = [int(rng.integers(2)) for _ in range(layers)]
+    tables = plain(rng), yarn(rng), plain(rng) | LLAMA3 | {"original_max_position_embeddings": 32}
+    equal = tables[2] | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    own = {
+        "intermediate_size_mlp": int(pick(rng, 40, 56)),
+        "num_local_experts": int(rng.integers(2, 6)),
+        "num_experts_per_tok": int(pick(rng, 1, 1, 2)),
+        "no_rope_layers": pick(rng, None, has_rope),
+        "no_rope_layer_interval": int(rng.integers(2, 5)),
+        "moe_layers": pick(rng, None, [layers - 1], list(range(0, layers, 2))),
+        "interleave_moe_layer_step": int(rng.integers(1, 3)),
+        "attention_chunk_size": pick(rng, *rng.integers(3, 24, 4).tolist(), None),
+        "attn_temperature_tuning": bool(rng.integers(3)),
+        "floor_scale": int(pick(rng, 5, 16)),
+        "attn_scale": float(pick(rng, 0.1, 0.5)),
+        "use_qk_norm": bool(rng.integers(3)),
+        "attention_bias": bool(rng.integers(2)),
+        "rope_parameters": pick(rng, *tables, equal),
+    }
+    return hf | own
+
+
 def mixers(rng, kind, num_layers):
     """Kinds of layers, at least one with attention and one without."""
     return list(rng.permutation([FULL, kind, *(pick(rng, FULL, kind, kind) for _ in range(num_layers - 2))]).tolist())
@@ -192,7 +231,20 @@ def qwen3_next(rng):
 
 
 FAMILIES = (
-    *(deepseek_v3, exaone4, glm4, glm4_moe, lfm2, lfm2_moe, ministral3, olmo3, qwen3_5_moe_text, qwen3_5_text),
+    *(
+        deepseek_v3,
+        exaone4,
+        glm4,
+        glm4_moe,
+        gpt_oss,
+        lfm2,
+        lfm2_moe,
+        llama4_text,
+        ministral3,
+        olmo3,
+        qwen3_5_moe_text,
+        qwen3_5_text,
+    ),
     *(qwen3_next, seed_oss),
 )
 DRAWS = {each.__name__: each for each in FAMILIES}

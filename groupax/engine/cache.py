@@ -94,10 +94,18 @@ def cache_dtype(requested: Any, weights: str, dtype: Any, device: Any) -> Any:
     return chosen
 
 
+def num_cached_heads(config: ModelConfig, tp: int) -> int:
+    """Returns the number of heads of keys and values in a cache: one for each of the devices that share latent vectors.
+
+    Each device attends from its own heads to all latent vectors, and so has a copy of them.
+    """
+    return config.num_kv_heads if config.latent is None else tp
+
+
 def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:
     """Returns the size of one token's keys and values in all layers, on one of the `tp` devices that share them."""
     num_layers = len(config.attention_layers)
-    return 2 * num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize // tp
+    return 2 * num_layers * num_cached_heads(config, tp) * config.head_dim * jnp.dtype(dtype).itemsize // tp
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -143,9 +151,10 @@ def by_kind(config: ModelConfig, caches: Sequence[Any]) -> tuple[list[Any], list
     return [each for recurs, each in pairs if not recurs], [each for recurs, each in pairs if recurs]
 
 
-def empty_cache(config: ModelConfig, num_shards: int, shape: CacheShape, dtype: Any) -> Cache:
+def empty_cache(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) -> Cache:
     """Returns a cache of zeros whose shards have this shape."""
-    K, H, layers = config.num_kv_heads, config.head_dim, config.attention_layers
+    K, H, layers = num_cached_heads(config, mesh.shape["tp"]), config.head_dim, config.attention_layers
+    num_shards = num_data_shards(mesh)
     num_prompts, num_slots = num_shards * shape.num_prompt_slots, num_shards * shape.num_slots
     num_prompt_columns, num_columns = shape.num_prompt_columns, shape.num_columns
     return Cache(
@@ -162,7 +171,7 @@ def empty_cache(config: ModelConfig, num_shards: int, shape: CacheShape, dtype: 
 
 def abstract_cache(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) -> Cache:
     """Returns the shapes, dtypes and shardings of a cache, as a `Cache` of `jax.ShapeDtypeStruct`s."""
-    shapes = jax.eval_shape(lambda: empty_cache(config, num_data_shards(mesh), shape, dtype))
+    shapes = jax.eval_shape(lambda: empty_cache(config, mesh, shape, dtype))
     return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, pspec_of(x))), shapes)
 
 
@@ -170,4 +179,4 @@ def abstract_cache(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: An
 def cache_maker(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) -> Callable[[], Cache]:
     """Returns a jitted function that creates an empty cache on the devices."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract_cache(config, mesh, shape, dtype))
-    return jax.jit(lambda: empty_cache(config, num_data_shards(mesh), shape, dtype), out_shardings=shardings)
+    return jax.jit(lambda: empty_cache(config, mesh, shape, dtype), out_shardings=shardings)

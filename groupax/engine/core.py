@@ -42,6 +42,7 @@ class EngineCore:
         tp: int = 1,
         expected: Demand | None = None,
         adapters: tuple[str, ...] = (),
+        record_experts: bool = False,
     ) -> None:
         if config.num_labels:
             raise ValueError(
@@ -50,7 +51,13 @@ class EngineCore:
             )
         if chunk_steps < 1:
             raise ValueError(f"chunk_steps must be at least 1, got {chunk_steps}")
+        if record_experts and config.experts is None:
+            raise ValueError(
+                f"this {config.model_type} model has no experts to record; leave out record_experts (routing_replay in "
+                "a run)"
+            )
         self.config = config
+        self.records_experts = record_experts
         self.weights = weights
         self.mesh = decoding_mesh(mesh, tp)
         self._gathers = splits_model(mesh) or tp > 1

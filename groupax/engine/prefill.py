@@ -205,6 +205,7 @@ def _prefill(
             starts=begin,
             visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
             distance=(own[:, None] - columns)[None],
+            position=(own[None, :] - begin[:, None])[:, :, None],
             is_unknown=None if known is None else own[None, :] >= unknown[:, None],
             by_block=by_block,
         )
@@ -249,6 +250,7 @@ class Piece:
         starts: [R] columns at which the prompts begin.
         visible: [R, M, S] columns that each column attends to, without a window.
         distance: [1, M, S] how far before it these are.
+        position: [R, M, 1] position of each column in its prompt.
         is_unknown: [R, M] columns that are computed; None computes all.
         by_block: Whether attention is computed by blocks of columns.
     """
@@ -258,11 +260,18 @@ class Piece:
     starts: Array
     visible: Array
     distance: Array
+    position: Array
     is_unknown: Array | None
     by_block: bool
 
     def __call__(
-        self, attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
+        self,
+        attn: AttentionConfig,
+        stored: tuple[Array, Array],
+        q: Array,
+        k: Array,
+        v: Array,
+        sinks: Array | None = None,
     ) -> tuple[Array, tuple[Array, Array]]:
         """Returns the outputs of attention, and the stored keys and values with the new ones."""
         (R, M, _), zero = self.visible.shape, jnp.int32(0)
@@ -276,8 +285,8 @@ class Piece:
         keys = lax.dynamic_update_slice(keys, k, at_keys)
         values = lax.dynamic_update_slice(values, v, at_values)
         own_keys, own_values = (lax.dynamic_slice_in_dim(x, self.row, R) for x in (keys, values))
-        seen = self.visible & within_window(self.distance, attn.window)
-        out = attend_masked(q, own_keys, own_values, seen, attn, self.by_block)
+        seen = self.visible & within_window(self.distance, self.position, attn.window)
+        out = attend_masked(q, own_keys, own_values, seen, attn, self.by_block, sinks)
         return out.reshape(R * M, *q.shape[2:]), (keys, values)
 
     def recur(self, recurrence: Recurrence, stored: State, inputs: Any) -> tuple[Array, State]:

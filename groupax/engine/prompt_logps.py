@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from groupax.engine.cache import ROWS, layer_caches, num_recurrent
+from groupax.engine.cache import ROWS, layer_caches, num_cached_heads, num_recurrent
 from groupax.engine.core import EngineCore
 from groupax.engine.prefill import Piece
 from groupax.engine.sampling import TokenLogps, token_logps
@@ -145,7 +145,7 @@ def _score_row(
     num_shards: int,
     layout: Layout,
 ) -> TokenLogps:
-    S, K, A = len(tokens), config.num_kv_heads // num_shards, min(MAX_LOGPROBS, config.vocab_size)
+    S, K, A = len(tokens), num_cached_heads(config, num_shards) // num_shards, min(MAX_LOGPROBS, config.vocab_size)
     H = config.head_dim
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     columns, targets = jnp.arange(S)[None, :], jnp.concatenate([tokens[1:], jnp.zeros(1, tokens.dtype)])
@@ -163,7 +163,8 @@ def _score_row(
         first = index * PIECE
         own = first + jnp.arange(PIECE)
         distance = (own[:, None] - columns)[None]
-        attend = Piece(jnp.int32(0), first, jnp.zeros(1, jnp.int32), distance >= 0, distance, None, False)
+        begin = jnp.zeros(1, jnp.int32)
+        attend = Piece(jnp.int32(0), first, begin, distance >= 0, distance, own[None, :, None], None, False)
         piece = lax.dynamic_slice_in_dim(tokens, first, PIECE)
         hidden, caches, _ = forward(config, params, piece, own, attend, caches, layout=layout, recur=attend.recur)
         logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from groupax.models.config import GatedDeltaNet, ModelConfig
+from groupax.models.config import Chunks, GatedDeltaNet, ModelConfig, Window
 from groupax.models.delta_rule import CHUNK
 from groupax.models.spec import Spec
 from groupax.models.specs import model_specs
@@ -55,8 +55,11 @@ def _active_weights(config: ModelConfig, layer: dict[str, Spec]) -> float:
     return active
 
 
-def _visible_columns(length: int, window: int | None) -> int:
+def _visible_columns(length: int, window: Window) -> int:
     """Counts the columns that the tokens of a sequence see, including their own."""
+    if isinstance(window, Chunks):
+        whole, rest = divmod(length, window.size)
+        return whole * _visible_columns(window.size, None) + _visible_columns(rest, None)
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 

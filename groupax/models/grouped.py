@@ -41,6 +41,7 @@ class RaggedBatch:
         tiles: Indices of the rows' tokens, one rectangle per query tile, longest row first; -1 where there is none.
         prompt_of: Prompt of each row of the first tile.
         slots: Index of each token in the concatenated cells of the prompts and tiles; -1 for padding.
+        experts: Experts that were recorded for each token (see `decoder.forward`); None if none were.
     """
 
     tokens: Int[Any, "M"]
@@ -50,6 +51,7 @@ class RaggedBatch:
     tiles: list[Int[Any, "_ _"]]
     prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
+    experts: Int[Any, "M LA"] | None = None
 
 
 def grouped_logprobs(
@@ -82,7 +84,15 @@ def grouped_logprobs(
     attend = partial(_attend, rectangles, ragged, execution, shared)
     recur = partial(_recur, rectangles, ragged, config, layout)
     hidden, _, routings = forward(
-        config, params, tokens, positions, attend, execution=execution, layout=layout, recur=recur
+        config,
+        params,
+        tokens,
+        positions,
+        attend,
+        execution=execution,
+        layout=layout,
+        recorded=None if ragged.experts is None else local_tokens(ragged.experts, layout),
+        recur=recur,
     )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     logp, entropy = token_logprobs(
@@ -134,13 +144,15 @@ def _attend(
     q: Float[Array, "m N H"],
     k: Float[Array, "m K H"],
     v: Float[Array, "m K H"],
+    sinks: Float[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "m N H"], None]:
     """Computes a layer's attention (see `decoder.Attend`). If devices share the tokens, each computes some heads."""
     if shared is None:
-        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v), cache
+        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v, sinks), cache
     q, k, v = _gather_tokens(q, k, v, shared)
     M = ragged.tokens.shape[0]
-    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M])
+    sinks = None if sinks is None else local_slice(sinks, shared, 0)
+    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M], sinks)
     out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
     return all_to_all(out, shared, 0, 1), cache
 
@@ -153,19 +165,20 @@ def _attend_rectangles(
     q: Float[Array, "M N H"],
     k: Float[Array, "M K H"],
     v: Float[Array, "M K H"],
+    sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "M N H"]:
     (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (
         rectangles.split(x, ragged.slots) for x in (q, k, v)
     )
     starts, fused = rectangles.starts, execution.attention
-    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused)]
+    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused, sinks=sinks)]
     for last, own_q in enumerate(tile_q):
         B = own_q.shape[0]
         prompt_of = ragged.prompt_of[:B]
         # a tile's queries see the columns of their rows in this tile and in those before it
         own_k, own_v = (jnp.concatenate([x[:B] for x in tiles[: last + 1]], axis=1) for tiles in (tile_k, tile_v))
         prompt = lookup(prompt_k, prompt_of), lookup(prompt_v, prompt_of), starts[prompt_of]
-        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused))
+        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused, sinks))
     flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
     return gather_with_inverse(flat, ragged.slots, rectangles.cells)
 

@@ -27,7 +27,7 @@ _OLDER_PREFIXES = (
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
 # Tensors of the parts that see images.
-_IMAGES = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
+_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 # Layers of these models that predict several tokens ahead, which have names of their own.
 _AHEAD = re.compile(r"mtp\.")
 _WITH_AHEAD = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})

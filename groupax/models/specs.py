@@ -123,7 +123,9 @@ def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     specs["o"] = Spec((D, N * H), ("embed", "heads"), f"{prefix}.self_attn.o_proj.weight")
     if config.o_bias:
         specs["o_bias"] = Spec((D,), (None,), f"{prefix}.self_attn.o_proj.bias", init="zeros")
-    if config.qk_norm != "none":
+    if config.sinks:
+        specs["sinks"] = Spec((N,), ("heads",), f"{prefix}.self_attn.sinks")
+    if config.qk_norm not in ("none", "after_rope"):
         shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
         q_shape, k_shape = shapes[config.qk_norm]
         specs |= {
@@ -228,6 +230,10 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
         "expert_up": Spec((E, F, D), into, f"{prefix}.{experts.up_name}.weight"),
         "expert_down": Spec((E, D, F), out, f"{prefix}.{experts.down_name}.weight"),
     }
+    if experts.fused is not None:
+        specs |= _fused_expert_specs(experts, specs, prefix)
+    if experts.has_bias:
+        specs |= _expert_bias_specs(experts, specs, prefix)
     if experts.has_correction:
         name = f"{prefix}.{experts.correction_name}"
         specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)
@@ -241,6 +247,38 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
         if experts.has_shared_gate:
             specs["shared_logit"] = Spec((1, D), ("mixer", "embed"), f"{name}_gate.weight")
     return specs
+
+
+def _fused_expert_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
+    """Returns the specs of experts whose tensors are transposed, with gate and up in one of them."""
+    rows = _fused_rows(experts)
+    fused = {
+        own: replace(specs[own], name=f"{prefix}.{name}", row_dim=1, is_transposed=True, **rows[own])
+        for own, name in (("expert_gate", experts.gate_name), ("expert_up", experts.up_name))
+    }
+    down = replace(specs["expert_down"], name=f"{prefix}.{experts.down_name}", is_transposed=True)
+    return {**fused, "expert_down": down}
+
+
+def _expert_bias_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
+    """Returns the biases of a router and of experts in fused tensors."""
+    E, rows = experts.num, _fused_rows(experts)
+    router = Spec((E,), (None,), f"{prefix}.{experts.router_name}.bias", init="zeros")
+    biases = {"router_bias": router}
+    for own in ("expert_gate", "expert_up", "expert_down"):
+        spec = specs[own]
+        axes = ("expert", "expert_ffn" if own in rows else None)
+        bias = Spec(spec.shape[:2], axes, f"{spec.name}_bias", init="zeros", row_dim=1, **rows.get(own, {}))
+        biases[f"{own}_bias"] = bias
+    return biases
+
+
+def _fused_rows(experts: Experts) -> dict[str, dict[str, int]]:
+    """Returns the rows of gate and up in a fused tensor, as arguments of `Spec`."""
+    F = experts.ffn_size
+    first, step = (1, 2) if experts.fused == "alternating" else (F, 1)
+    own = {"num_rows": 2 * F, "row_step": step}
+    return {"expert_gate": {"first_row": 0, **own}, "expert_up": {"first_row": first, **own}}
 
 
 def spec_leaves(config: ModelConfig) -> Iterator[Spec]:
@@ -260,8 +298,9 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         "embed": config.hidden_size,
         "vocab": config.vocab_size,
         "heads": config.num_heads if by_head else 1,
-        "kv_heads": config.num_kv_heads if by_head else 1,
     }
+    if config.latent is None:
+        sizes["kv_heads"] = config.num_kv_heads if by_head else 1
     if not all(map(config.has_experts, range(config.num_layers))):
         sizes["ffn"] = config.ffn_size
     if config.experts is not None:

@@ -85,7 +85,12 @@ CONFIG: Mapping[str, Kind] = {
     "architectures": TEXTS,
     "attention_bias": FLAG,
     "attention_out_bias": FLAG,
+    "attention_chunk_size": integer().or_null(),
     "attention_multiplier": above(0),
+    "attn_scale": NOT_NEGATIVE,
+    "attn_temperature_tuning": Kind(
+        "true, false or a whole number", lambda value: isinstance(value, bool) or is_integer(value, 0, MAX_SIZE)
+    ),
     "attn_logit_softcapping": above(0).or_null(),
     "attn_output_gate": FLAG,
     "block_auto_adjust_ff_dim": FLAG,
@@ -102,6 +107,7 @@ CONFIG: Mapping[str, Kind] = {
     "final_logit_softcapping": above(0).or_null(),
     "full_attention_interval": integer(1, MAX_LAYERS),
     "full_attn_idxs": list_of(integer(0, MAX_LAYERS)).or_null(),
+    "floor_scale": integer(),
     "head_dim": integer().or_null(),
     "hidden_act": TEXT.or_null(),
     "hidden_activation": TEXT.or_null(),
@@ -109,7 +115,9 @@ CONFIG: Mapping[str, Kind] = {
     "id2label": TABLE,
     "image_token_id": TOKEN,
     "image_token_index": TOKEN,
+    "interleave_moe_layer_step": integer(1, MAX_LAYERS),
     "intermediate_size": integer(),
+    "intermediate_size_mlp": integer(),
     "kv_lora_rank": integer(),
     "layer_norm_eps": above(0),
     "layer_types": TEXTS,
@@ -127,6 +135,7 @@ CONFIG: Mapping[str, Kind] = {
     "mm_tokens_per_image": integer(),
     "model_type": TEXT,
     "moe_intermediate_size": integer(),
+    "moe_layers": list_of(integer(0, MAX_LAYERS)).or_null(),
     "n_group": integer(1, MAX_EXPERTS),
     "n_routed_experts": integer(1, MAX_EXPERTS),
     "n_shared_experts": integer(0, MAX_EXPERTS),
@@ -169,6 +178,8 @@ CONFIG: Mapping[str, Kind] = {
         lambda value: is_integer(value, 0, MAX_LAYERS) or (isinstance(value, str) and set(value) <= set("LG")),
     ).or_null(),
     "text_config": TABLE,
+    "swiglu_alpha": above(0),
+    "swiglu_limit": above(0),
     "tie_embedding": FLAG,
     "tie_word_embeddings": FLAG,
     "topk_group": integer(1, MAX_EXPERTS),
@@ -279,8 +290,6 @@ def _validate_rope(table: Any, where: str) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} is {short_repr(table)}; it must be {TABLE.description}")
     table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
-    if table.get("low_freq_factor", 0.0) == table.get("high_freq_factor", 1.0):
-        raise ValueError(f"{where} has the same low_freq_factor and high_freq_factor; they must differ")
     kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
     return table | {kind: _validate_rope(table[kind], f"{kind} of {where}") for kind in kinds}
 

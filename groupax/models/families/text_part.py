@@ -10,6 +10,7 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
     "mistral3": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
     "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "llama4": {"llama4_text": "Llama4ForCausalLM"},
 }
 # Sizes that files of models that see images may leave out of the text part.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -29,6 +30,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+    },
+    "llama4_text": {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
     },
     "qwen3_5_moe_text": {
         "vocab_size": 248320,
