@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,12 @@ class RolloutLog:
         return self.folder / f"step_{step:06d}.parquet"
 
     def write(
-        self, step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores], reward: float = float("nan")
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        scores: Mapping[int, TokenScores],
+        reward: float = float("nan"),
+        kept: Collection[int] = (),
     ) -> None:
         """Writes a step's file atomically, and removes others if the budget is exceeded.
 
@@ -44,6 +49,7 @@ class RolloutLog:
             rollouts: Its completions.
             scores: Token scores of the completions that it trained on, by index into `rollouts`.
             reward: Mean reward of the step.
+            kept: Steps whose files stay if the budget is exceeded.
 
         Raises:
             OSError: The disk is full.
@@ -55,35 +61,41 @@ class RolloutLog:
             self._sizes = {_step_of(path): path.stat().st_size for path in self.folder.glob("step_*.parquet")}
         self._sizes[step], self._rewards[step] = self.path(step).stat().st_size, reward
         if sum(self._sizes.values()) > self.max_bytes:
-            self._thin_out(self._sizes, self.max_bytes)
+            self._thin_out(self._sizes, self.max_bytes, kept)
+
+    def remove(self, step: int) -> None:
+        """Removes a step's file, if there is one."""
+        self.path(step).unlink(missing_ok=True)
+        for known in (self._sizes or {}, self._rewards):
+            known.pop(step, None)
 
     def forget(self) -> None:
         """Forgets the sizes of the files, which others have changed."""
         self._sizes, self._rewards = None, {}
 
-    def _thin_out(self, sizes: dict[int, int], max_bytes: int) -> None:
+    def _thin_out(self, sizes: dict[int, int], max_bytes: int, kept: Collection[int]) -> None:
         for step in sizes.keys() - self._rewards.keys():
             self._rewards[step] = _stored_reward(self.path(step))
         known = {step: self._rewards[step] for step in sizes if math.isfinite(self._rewards[step])}
         best = max(known, key=lambda step: known[step]) if known else None
-        for step in to_remove(sizes, int(KEPT_FRAC * max_bytes), best):
+        for step in to_remove(sizes, int(KEPT_FRAC * max_bytes), {*kept, *([] if best is None else [best])}):
             self.path(step).unlink(missing_ok=True)
             del sizes[step]
 
 
-def to_remove(sizes: Mapping[int, int], max_bytes: int, best: int | None) -> list[int]:
+def to_remove(sizes: Mapping[int, int], max_bytes: int, kept: Collection[int] = ()) -> list[int]:
     """Returns the steps whose files to remove: repeatedly the one whose neighbours are closest.
 
     Args:
         sizes: Sizes in bytes by step.
         max_bytes: Budget for the remaining files.
-        best: A step to keep, in addition to the first and the last one.
+        kept: Steps to keep, in addition to the first and the last one.
     """
     steps, total, removed = sorted(sizes), sum(sizes.values()), []
     while total > max_bytes and len(steps) > 2:
         numbers = np.asarray(steps)
         gaps = (numbers[2:] - numbers[:-2]).astype(float)
-        gaps[numbers[1:-1] == best] = np.inf
+        gaps[np.isin(numbers[1:-1], [*kept])] = np.inf
         index = int(gaps.argmin())
         if not np.isfinite(gaps[index]):
             break

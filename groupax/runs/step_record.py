@@ -3,13 +3,13 @@
 data ──► rollout ──► reward ──► advantage ──► loss ──► update
 
 Each stage depends on those before it, so the first one that differs between two computations of a step says where they
-part. Data, rollouts, rewards and advantages have a digest for each group.
+part. Data, rollouts, rewards and advantages have a digest for each group, the loss has one for each row of the update.
 """
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from groupax.types import Rollout, Row
 Stage = Literal["data", "rollout", "reward", "advantage", "loss", "update"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NAME = "record.jsonl"
-GROUP_BYTES, STAGE_BYTES = 4, 8
+GROUP_BYTES, ROW_BYTES, STAGE_BYTES = 4, 3, 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepRecord:
         rollout: Digest of the tokens and the sampler's log-probs of each group.
         reward: Digest of the rewards of each group.
         advantage: Digest of the advantages of each group.
-        loss: Digest of the inputs and results of the loss.
+        loss: Digest of the inputs and log-probs of each row of the update.
         update: Digest of the weights after the update.
     """
 
@@ -54,7 +54,7 @@ class StepRecord:
     rollout: tuple[str, ...]
     reward: tuple[str, ...]
     advantage: tuple[str, ...]
-    loss: str
+    loss: tuple[str, ...]
     update: str
 
     def line(self) -> str:
@@ -84,7 +84,7 @@ def step_record(
         _finite(metrics["loss"]),
         _finite(metrics["grad_norm"]),
         *(tuple(_digest(parts(group), GROUP_BYTES) for group in groups) for parts in _PARTS),
-        loss=_digest(_of_loss(rows, update), STAGE_BYTES),
+        loss=tuple(_digest(each, ROW_BYTES) for each in _of_losses(rows, update)),
         update=weights[: 2 * STAGE_BYTES],
     )
 
@@ -95,8 +95,8 @@ def parsed_records(text: bytes) -> dict[int, StepRecord]:
     for line in text.splitlines():
         try:
             content = json.loads(line)
-            groups = {name: tuple(content[name]) for name in ("data", "rollout", "reward", "advantage")}
-            records[int(content["step"])] = StepRecord(**{**content, **groups})
+            digests = {name: tuple(content[name]) for name in STAGES if name != "update"}
+            records[int(content["step"])] = StepRecord(**{**content, **digests})
         except (ValueError, TypeError, KeyError):
             continue
     return records
@@ -139,14 +139,10 @@ def _of_advantages(group: Sequence[Rollout]) -> list[Any]:
 _PARTS = (_of_data, _of_rollout, _of_rewards, _of_advantages)
 
 
-def _of_loss(rows: Sequence[Row], update: Update) -> list[Any]:
-    parts: list[Any] = []
-    for row in rows:
+def _of_losses(rows: Sequence[Row], update: Update) -> Iterator[list[Any]]:
+    for row, logps, entropies in zip(rows, update.logps, update.entropies, strict=True):
         given = (row.mask, row.advantages, row.old_logp, row.ref_logp, row.sampler_logp, row.policy_mask)
-        parts += ["" if value is None else value for value in given]
-    metrics = update.metrics
-    numbers = np.asarray([metrics["loss"], metrics["grad_norm"]], np.float64)
-    return [*parts, *update.logps, *update.entropies, numbers]
+        yield [*("" if value is None else value for value in given), logps, entropies]
 
 
 def _digest(parts: Iterable[Any], num_bytes: int) -> str:

@@ -22,8 +22,8 @@ from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
-from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, tile_ranges
-from groupax.training.packing import MicroBatchPlan, plan_micro_batches
+from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
+from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_parts, plan_micro_batches, round_up
 from groupax.types import Row
 
 
@@ -91,6 +91,30 @@ def pack(
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
     present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
     return [_pack_shards(rows, present, each) for each in planned], [*known, *new]
+
+
+def pack_parts(
+    rows: Sequence[Row],
+    parts: Sequence[Sequence[int]],
+    num_shards: int,
+    share_prefix: SharePrefix = "auto",
+    attention_cost: AttentionCost = PLAIN,
+) -> list[Packed]:
+    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards.
+
+    Args:
+        rows: rows of the step.
+        parts: indices of the rows of each part.
+        num_shards: number of devices that share each micro-batch.
+        share_prefix: as for `pack`; "auto" computes a prompt once.
+        attention_cost: cost of attention.
+    """
+    groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
+    num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
+    shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
+    present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
+    nothing: list[list[RowGroup]] = [[] for _ in range(num_shards - 1)]
+    return [_pack_shards(rows, present, MicroBatchPlan([own, *nothing], shape)) for own in groups]
 
 
 def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:

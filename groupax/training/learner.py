@@ -33,7 +33,7 @@ from groupax.settings.fields import like
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
-from groupax.training.batch import Packed, attention_cost_with, denominators, pack, unpack
+from groupax.training.batch import Packed, attention_cost_with, denominators, pack, pack_parts, unpack
 from groupax.training.buckets import Shape
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.offload import offload_state
@@ -236,6 +236,29 @@ class Learner:
         if self.settings.objective.entropy_bonus:
             metrics["policy_loss"] = policy_loss(metrics, coef, self.config, self.settings.objective)
         return metrics
+
+    def gradients(self, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> Iterator[Params]:
+        """Yields the gradient of each part of a step's rows: of their terms of the step's loss, without an update.
+
+        The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
+        mixture of experts, which is that of the part alone. What later updates compute does not change.
+
+        Args:
+            rows: Rows of the step.
+            parts: Indices of the rows of each part.
+        """
+        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        try:
+            if self.settings.top_entropy_quantile < 1:
+                rows = self._with_policy_masks(rows)
+        finally:
+            self.shapes = shapes
+        counts = denominators(rows, self.settings.masked_rows_in_denominator)
+        cost = attention_cost_with(self.execution.attention)
+        for packed in pack_parts(rows, parts, num_data_shards(self.mesh), self.settings.share_prefix, cost):
+            accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
+            with self._exclusive():
+                yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
 
     def _accumulate(
         self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float, dropout_rate: float
