@@ -166,9 +166,9 @@ def test_completions_depend_neither_on_slots_nor_on_devices_nor_on_preemption(fa
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", KINDS)
 def test_a_run_trains_on_what_its_engine_sampled(family, tmp_path):
-    model = replace(a_model(family), source=a_tokenizer(tmp_path / "tokenizer"))
+    model = a_model(family)
     args = GRPOConfig(
-        output_dir=tmp_path / "run",
+        output_dir=str(tmp_path / "run"),
         max_steps=2,
         prompts_per_step=2,
         num_generations=4,
@@ -176,17 +176,19 @@ def test_a_run_trains_on_what_its_engine_sampled(family, tmp_path):
         learning_rate=1e-3,
         progress_bar="none",
     )
-    trainer = GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
-        args=args,
-        train_dataset=[{"prompt": text} for text in ("ab", "abc", "a b c", "c")],
-    )
     before = jax.tree.map(np.asarray, model.params)
+    rows = [{"prompt": text} for text in ("ab", "abc", "abcde", "c")]
+
+    def variety(completions, **_):
+        return [float(len(set(text))) for text in completions]
+
+    trainer = GRPOTrainer(
+        model, variety, args, rows, processing_class=a_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    )
     trainer.train()
-    for step in trainer.state.log_history[:2]:
-        assert step["rollout/logp_diff_max"] < 2e-5
-    changed = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - b).max() > 0, trainer.model.params, before)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/logp_diff_max"] < 2e-5 for line in lines if "rollout/logp_diff_max" in line] == [True] * 2
+    changed = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - b).max() > 0, trainer.learner.state.params, before)
     assert all(jax.tree.leaves(changed))
 
 
