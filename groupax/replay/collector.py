@@ -107,7 +107,11 @@ class ReplayCollector(Collector):
         def examples(count: int) -> Sequence[Mapping]:
             return [self.prompts.examples[index] for index in self.visited(cursor.num_prompts, count)]
 
-        return self.run.groups(self._steps(cursor.num_rollouts), examples)
+        groups = self.run.groups(self._steps(cursor.num_rollouts), examples)
+        if groups is None or self.prompts.images is None:
+            return groups
+        images = self.prompts.images_of(self.visited(cursor.num_prompts, len(groups)))
+        return [[replace(row, images=images[row.prompt_index]) for row in group] for group in groups]
 
     def _experience(self, groups: list[Group], cursor: Cursor) -> Experience:
         """Returns recorded groups as a rollout, with rewards and advantages again where this is asked for."""

@@ -195,6 +195,7 @@ class Collector:
             first_prompt=first,
             rules=self.rules,
             record=record,
+            images=self.prompts.images_of(visited),
         )
         try:
             with closing(record), closing(groups):  # on an error too, which keeps them: servers would go on

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from groupax.data.images import named
 from groupax.rollouts.state import Cursor
 from groupax.training.learner import Update
 from groupax.types import Rollout, Row
@@ -104,11 +105,15 @@ def parsed_records(text: bytes) -> dict[int, StepRecord]:
 
 def row_digest(example: Mapping[str, Any]) -> str:
     """Returns the digest of a row of a dataset, as the records of its groups have it."""
-    return _digest([json.dumps(dict(example), sort_keys=True, default=repr)], GROUP_BYTES)
+    return _digest([_as_json(example)], GROUP_BYTES)
 
 
 def _of_data(group: Sequence[Rollout]) -> list[Any]:
-    return [json.dumps(dict(group[0].example), sort_keys=True, default=repr)]
+    return [_as_json(group[0].example)]
+
+
+def _as_json(example: Mapping[str, Any]) -> str:
+    return json.dumps(named(dict(example)), sort_keys=True, default=repr)
 
 
 def _of_rollout(group: Sequence[Rollout]) -> list[Any]:
