@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +192,15 @@ def main() -> None:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
             files.extractall(older, filter="data")
         tools = {
-            "groupax view": (view(args.runs, ROOT), VIEW),
-            f"groupax view, {args.older}": (view(args.runs, older), EARLIER_VIEW),
-            "TensorBoard": (tensorboard(args.runs), TENSORBOARD),
-            "trackio": (trackio(args.runs), TRACKIO),
+            "groupax view": (partial(view, args.runs, ROOT), VIEW),
+            f"groupax view, {args.older}": (partial(view, args.runs, older), EARLIER_VIEW),
+            "TensorBoard": (partial(tensorboard, args.runs), TENSORBOARD),
+            "trackio": (partial(trackio, args.runs), TRACKIO),
         }
         browser = stack.enter_context(opened_browser())
-        for name, (served, ways) in tools.items():
+        for name, (serve, ways) in tools.items():
             if args.only in (None, name):
-                with served as address:
+                with serve() as address:
                     report(name, browser, address, ways, args.repeats, args.pictures)
 
 
