@@ -9,6 +9,9 @@ CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums trainer
 # Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
 QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
 
+# Modules are compiled once, also where the environment says not to keep bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test cpus gpu lint parity long docs bench clean
 
 demo: $(VENV)/.demo

@@ -221,6 +221,11 @@ class GRPOConfig(
                 "completion, which undoes turn_credit 'returns'; set importance_sampling_level to 'sequence_token', "
                 "or to 'token'"
             )
+        if self.routing_replay and self.rollout_servers:
+            raise ValueError(
+                "routing_replay records what this process samples, and rollout_servers send no experts; set "
+                "routing_replay to false, or sample here"
+            )
         if self.max_staleness and self.decoding_tp > 1:
             raise ValueError(
                 f"decoding_tp {self.decoding_tp} and max_staleness {self.max_staleness} exclude each other: the "

@@ -136,6 +136,7 @@ class Rollout:
         branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
             conversations. They have the rollout's advantage.
         adapter: Name of the adapter that sampled it, in a run that trains several; None for the policy, or the base.
+        experts: Experts that its sampler chose (see `Row.experts`); None if they were not recorded.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -162,6 +163,7 @@ class Rollout:
     environment: Any = None
     branches: tuple[Branch, ...] = ()
     adapter: str | None = None
+    experts: Int[np.ndarray, "T LA"] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -252,6 +254,8 @@ class Row:
         ref_logp, sampler_logp, policy_mask: Further values per token as in `objective.LossInputs`; None in all rows of
             a step or in none.
         policy_version: Number of optimizer steps that the sampling policy had seen.
+        experts: Experts that the sampler chose for the input of each completion token in each layer with experts, layer
+            by layer; -1 where they were not recorded. None leaves all choices to the model that is trained.
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
         adapter: Name of the adapter that it trains, in a run that trains several.
@@ -268,6 +272,7 @@ class Row:
     sampler_logp: Float[np.ndarray, "T"] | None = None
     policy_mask: Bool[np.ndarray, "T"] | None = None
     policy_version: int = 0
+    experts: Int[np.ndarray, "T LA"] | None = None
     is_failure: bool = False
     is_branch: bool = False
     adapter: str | None = None

@@ -89,7 +89,7 @@ TINY = {
 
 
 SHARED_RUNS = {"earlier", "logged", "run", "tracked", "whole"}  # fixtures of modules, each a run of the trainer
-HEAVY_RUNS = {"tracked"}  # of these, the ones that take long to make
+HEAVY_RUNS = {"logged", "tracked", "whole"}  # of these, the ones that take long to make
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

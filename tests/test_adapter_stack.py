@@ -61,6 +61,7 @@ def flat(groups):
     return [sequence for group in groups for sequence in group]
 
 
+@pytest.mark.heavy
 def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone():
     base = a_base()
     adapters = adapters_of(base)
@@ -95,6 +96,7 @@ def test_rows_of_several_adapters_of_latent_attention_are_those_of_each_alone():
             np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_a_row_has_the_same_bits_whatever_the_other_adapters_are():
     base = a_base()
     first = adapters_of(base)
@@ -145,6 +147,7 @@ def test_the_arrays_of_an_engine_without_adapters_have_no_trace_of_them():
         engine.sequences(PROMPTS, PARAMS, adapter="one")
 
 
+@pytest.mark.heavy
 def test_what_a_batch_cannot_share_is_refused():
     base = a_base(attention_bias=True)
     full = add_adapter(base, LoRAConfig(r=2, bias="all"))

@@ -124,6 +124,16 @@ def test_short_prompts_and_heads_of_their_own_agree(group_size):
     assert_agree_ill_conditioned(np.concatenate([np.abs(row.rollout_logp - logp) for row, logp in pairs]))
 
 
+LFM2 = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True, "head_dim": None}
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 FAMILIES = [
     ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.3}),
     ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None}),
@@ -145,7 +155,21 @@ FAMILIES = [
             "v_head_dim": 8,
         },
     ),
+    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "swiglu_limit": 0.5}),
+    (
+        "llama4_text",
+        {
+            "num_local_experts": 3,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 14,
+            "floor_scale": 8,
+        },
+    ),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    ("lfm2", LFM2),
+    ("qwen3_5_text", DELTA),
 ]
 
 
@@ -162,9 +186,10 @@ def test_families_agree(family, change):
     assert_agree(rows, trainer_logps(model, rows, 1.0, 4096))
 
 
-@pytest.mark.parametrize("family", rest_heavy(["llama", "qwen2", "qwen3"]))
+@pytest.mark.parametrize("family", rest_heavy(["llama", "qwen2", "qwen3", "lfm2", "qwen3_5_text"]))
 def test_grouped_logps_are_those_of_the_whole_sequence(family):
-    model = init_model({**TINY, "model_type": family, "head_dim": 8}, seed=1)
+    change = {"lfm2": LFM2, "qwen3_5_text": DELTA}.get(family, {})
+    model = init_model({**TINY, "model_type": family, "head_dim": 8, **change}, seed=1)
     rng = np.random.default_rng(1)
     rows = []
     for group, prompt_length in enumerate((1, 2, 8, 9, 31)):

@@ -253,6 +253,7 @@ def test_prompts_that_are_strings_are_continued_by_texts_alone():
     assert not set(map(int, ids)) & set(tokenizer.added_tokens_decoder)
 
 
+@pytest.mark.heavy
 def test_ids_that_do_not_encode_to_themselves_survive(qwen):
     bridge = Bridge(qwen, [LOOKUP])
     pieces = [qwen.convert_tokens_to_ids(character) for character in "hello"]
@@ -264,6 +265,7 @@ def test_ids_that_do_not_encode_to_themselves_survive(qwen):
     assert following[6:].tolist() == encode(qwen, rest).tolist()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "content", ["42", "\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000], ids=["digits", "spaces", "emoji", "megabyte"]
 )

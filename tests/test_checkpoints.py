@@ -208,6 +208,7 @@ def content_of(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.heavy
 def test_if_no_checkpoint_can_be_read_the_run_is_refused_and_nothing_is_touched(stopped, tmp_path):
     for step in (1, 2):
         flip_a_byte(checkpoint(tmp_path, step))
@@ -273,6 +274,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_continued(stopped, tmp_path, 
     assert (tmp_path / "run" / "checkpoints" / "step_000003.aside").is_dir()
 
 
+@pytest.mark.heavy
 def test_leftovers_of_a_killed_process_do_not_count(stopped, tmp_path):
     shutil.copytree(checkpoint(tmp_path, 2), tmp_path / "run" / "checkpoints" / ".step_000009.partial")
     (tmp_path / "run" / ".model.abc").mkdir()
@@ -354,6 +356,7 @@ def test_another_tokenizer_is_refused(stopped, tmp_path):
         trainer.train()
 
 
+@pytest.mark.heavy
 def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog):
     with caplog.at_level("INFO"):
         trainer = a_trainer(tmp_path, max_steps=6, learning_rate=1e-3, resume=str(tmp_path / "run"))
@@ -366,6 +369,7 @@ def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog)
     assert lines[:3] == lines_of(stopped[1])[:3]
 
 
+@pytest.mark.heavy
 def test_an_earlier_checkpoint_can_be_chosen_and_later_ones_are_kept_aside(stopped, tmp_path):
     chosen = str(checkpoint(tmp_path, 1))
     trainer = a_trainer(tmp_path, max_steps=4, resume=chosen, save_total_limit=0)
@@ -378,6 +382,7 @@ def test_an_earlier_checkpoint_can_be_chosen_and_later_ones_are_kept_aside(stopp
     assert steps_in(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside", "step_000004"]
 
 
+@pytest.mark.heavy
 def test_a_run_can_begin_where_another_one_is(stopped, tmp_path):
     trainer = a_trainer(tmp_path / "new", max_steps=4, resume=str(checkpoint(tmp_path, 2)))
     trainer.train()

@@ -442,6 +442,7 @@ SAID = {"do_sample": True, "temperature": 2.0, "top_k": 3, "min_p": 0.01, "max_n
 SAID |= {"num_return_sequences": 2, "pad_token_id": 0}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("said", "given", "params"),
     [

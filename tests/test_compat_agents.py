@@ -144,6 +144,7 @@ def test_results_are_the_texts_of_trl():
     assert list(agents.environments(False).tools) == ["act", "wait"]
 
 
+@pytest.mark.heavy
 def test_what_trl_refuses_is_refused(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "a"}]}]
     with pytest.raises(ValueError, match="No reward source provided"):

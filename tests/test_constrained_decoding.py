@@ -40,6 +40,7 @@ def played(engine, sequences):
     return {(each.prompt_index, each.sample_index): each.tokens for each in engine.stream(sequences)}
 
 
+@pytest.mark.heavy
 def test_constrained_and_free_completions_are_decoded_together(tiny_model):
     engine = engine_for(tiny_model)
     free = engine.sequences(PROMPTS, PARAMS)
@@ -103,6 +104,7 @@ def test_completions_end_within_their_limit(tiny_model, max_tokens):
         assert re.fullmatch("\\{[a-z]*(ab)*\\}-", text_of(sequence))
 
 
+@pytest.mark.heavy
 def test_log_probs_are_those_of_both_distributions(tiny_model):
     engine = engine_for(tiny_model)
     params = replace(PARAMS, temperature=0.7, n=2)

@@ -79,6 +79,7 @@ def test_the_next_turn_is_the_same_however_much_is_stored(engine, max_tokens):
         assert stored.policy_logps == again.policy_logps
 
 
+@pytest.mark.heavy
 def test_places_are_for_one_set_of_weights_and_divide_the_memory(engine):
     session = engine.session()
     [place] = session.converse(1, 100, 30)

@@ -16,7 +16,7 @@ from groupax import Engine, SamplingParams, init_model
 from groupax.engine import decode
 from groupax.engine.cache import cache_dtype
 from groupax.models import decode_attention, tpu_attention, triton_attention
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Chunks
 from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.decoder import logits
 from groupax.models.fused_decode_attention import select_attend_past
@@ -30,7 +30,7 @@ FORMS = {
 }
 
 
-def numpy_attention(attn, past, cache, q, k, v):
+def numpy_attention(attn, past, cache, q, k, v, sinks=None):
     """The result of each row, by its visible columns in the order of its tokens, and the cache with k and v written."""
     prompt_k, prompt_v, keys, values = (np.array(x, np.float64) for x in cache)
     q = np.asarray(q, np.float64)
@@ -44,12 +44,17 @@ def numpy_attention(attn, past, cache, q, k, v):
             from_prompt = slice(int(past.prompt_starts[prompt]), None)
             seen_k = [prompt_k[prompt, head // group][:, from_prompt].T, keys[row, head // group][:, own].T]
             seen_v = [prompt_v[prompt, head // group][from_prompt], values[row, head // group][own]]
-            seen_k, seen_v = (np.concatenate(x)[-(attn.window or 10**9) :] for x in (seen_k, seen_v))
+            num_seen = sum(map(len, seen_k))
+            window = attn.window or 10**9
+            if isinstance(window, Chunks):
+                window = (num_seen - 1) % window.size + 1
+            seen_k, seen_v = (np.concatenate(x)[-window:] for x in (seen_k, seen_v))
             if length:
                 scores = seen_k @ q[row, head] * attn.scale
                 scores = attn.softcap * np.tanh(scores / attn.softcap) if attn.softcap else scores
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ seen_v / weights.sum()
+                sink = 0.0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+                out[row, head] = weights @ seen_v / (weights.sum() + sink)
     return out, keys, values
 
 
@@ -102,6 +107,18 @@ def test_each_row_attends_to_its_visible_columns(case, form):
     assert np.isfinite(out).all()
     np.testing.assert_array_equal(written.k, keys)
     np.testing.assert_array_equal(written.v, values)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("window", [None, 150, Chunks(64)])
+def test_rows_attend_with_sinks_to_their_windows_and_chunks(window, by_block):
+    attn, past = AttentionConfig(0.2, window=window), past_of(LONG, [0, 100])
+    cache, new = draw(8, 2, 4, 2, 32, 260, 200)
+    sinks = jnp.array([-3.0, 0.0, 4.0, 30.0])
+    out, _ = jax.jit(partial(decode_attention.attend_past, attn, by_block=by_block))(past, cache, *new, sinks)
+    expected, _, _ = numpy_attention(attn, past, cache, *new, sinks)
+    live = np.asarray(past.lengths) > 0
+    np.testing.assert_allclose(out[live], expected[live], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

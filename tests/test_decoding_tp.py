@@ -92,6 +92,16 @@ FAMILIES = {
     "parallel-block": ({"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.5, "vocab_size": 97}, 4),
     "qk-norm": ({"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}, 2),
     "experts": ({**MIXTURE, "num_hidden_layers": 1}, 2),
+    "sinks": (
+        {"model_type": "gpt_oss", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 8, "num_key_value_heads": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
+        2,
+    ),
+    "latent-vectors": (
+        {"model_type": "deepseek_v3", "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "v_head_dim": 8}
+        | {"qk_rope_head_dim": 4, "first_k_dense_replace": 1},
+        4,
+    ),
 }
 
 

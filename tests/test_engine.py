@@ -79,12 +79,14 @@ def test_number_of_slots_and_refill_do_not_show(tiny_model, expected, max_slots)
     assert tokens_of(engine_for(tiny_model, max_slots=max_slots).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.optimized
 @pytest.mark.parametrize("chunk_steps", [16, 32])
 def test_chunk_length_does_not_show(tiny_model, expected, chunk_steps):
     assert tokens_of(engine_for(tiny_model, chunk_steps=chunk_steps).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.heavy
 def test_row_order_does_not_show(tiny_model, expected):
     engine = engine_for(tiny_model, max_slots=8)
     sequences = engine.sequences(PROMPTS, PARAMS)
@@ -349,6 +351,7 @@ def test_changed_logits_are_the_definitions(settings):
     np.testing.assert_allclose(out, changed_by_numpy(row, **seen, **settings), rtol=1e-6)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("settings", rest_heavy(CHANGES, quick=3), ids=str)
 def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(settings):
     num_draws = 20_000
@@ -371,6 +374,7 @@ def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(se
     np.testing.assert_allclose(drawn.policy_logp, np.log(truncated(row)[drawn.token]), atol=1e-4)
 
 
+@pytest.mark.heavy
 def test_alternatives_are_the_likeliest_of_the_policy():
     rows = jnp.asarray(np.random.default_rng(7).normal(size=(3, V)), jnp.float32)
     settings = settings_array(3, temperature=0.5, logprobs=4)
@@ -420,6 +424,7 @@ def test_penalties_and_biases_through_the_engine(tiny_model, settings):
         assert sequence.tokens == greedy_by_numpy(tiny_model, prompt.tolist(), 12, **settings)
 
 
+@pytest.mark.heavy
 def test_settings_of_one_sequence_do_not_touch_another(tiny_model, expected):
     engine = engine_for(tiny_model)
     plain = engine.sequences(PROMPTS, PARAMS)
@@ -435,6 +440,7 @@ def test_settings_of_one_sequence_do_not_touch_another(tiny_model, expected):
     assert [[done[p, s] for s in range(PARAMS.n)] for p in range(len(PROMPTS))] == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_plain_program_draws_what_the_general_one_draws(tiny_model, temperature):
     engine = engine_for(tiny_model)
@@ -575,6 +581,7 @@ def test_looking_for_stop_texts_decodes_the_end_of_a_long_completion_only():
     assert find_stop(decode, [*tokens, 25, 25, 25, 3], 4000, stop, 0) == 4003, "25 is za"
 
 
+@pytest.mark.heavy
 def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_text(tiny_model):
     params = SamplingParams(n=2, max_tokens=24, seed=3, temperature=5.0)
     engine = engine_for(tiny_model, tokenizer=Letters(), max_slots=8)

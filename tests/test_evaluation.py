@@ -477,6 +477,7 @@ def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, st
     assert "gsm8k, greedy: 1,319 prompts" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_gsm8k_votes(qwen):
     rows = the_rows("gsm8k", "gsm8k")[:50]
     wrong, other = "<answer>-7</answer>", "<answer>-8</answer>"

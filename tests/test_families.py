@@ -57,6 +57,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0]}
 MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 SLIDING, FULL = "sliding_attention", "full_attention"
+DELTA = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 
 # Settings of each family, at least three, unusual ones among them.
 CONFIGS = {
@@ -190,9 +198,66 @@ CONFIGS = {
             "routed_scaling_factor": 2.5,
         }
     ],
+    "gpt_oss": [
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.6,
+            "rope_parameters": YARN | {"truncate": False},
+        }
+    ],
+    "llama4_text": [
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 3,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 12,
+            "floor_scale": 8,
+        }
+    ],
+    "lfm2": [{"layer_types": ["conv", FULL], "block_multiple_of": 16, "conv_L_cache": 4}],
+    "lfm2_moe": [
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, "conv", "conv"],
+            "num_dense_layers": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        }
+    ],
+    "qwen3_next": [
+        {
+            **DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+        }
+    ],
+    "qwen3_5_text": [{**DELTA, "linear_num_value_heads": 2, "attention_bias": True}],
+    "qwen3_5_moe_text": [
+        {
+            **DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        }
+    ],
 }
 # Families with five random configurations in `test_random_families`.
-RANDOM = ("deepseek_v3", "exaone4", "glm4", "glm4_moe", "ministral3", "olmo3", "seed_oss")
+RANDOM = (
+    *("deepseek_v3", "exaone4", "glm4", "glm4_moe", "gpt_oss", "lfm2", "lfm2_moe", "llama4_text", "ministral3"),
+    *("olmo3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
+)
 CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
 LENGTHS = (50, 37, 3)
 
@@ -205,6 +270,7 @@ def test_every_family_has_cases():
 LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "index"), rest_heavy(LOADED))
 def test_saved_models_load_with_their_windows(tmp_path, family, index):
     model = init_model({**BASE, "model_type": family, **CONFIGS[family][index]}, seed=2)
@@ -291,6 +357,7 @@ def test_the_base_grows_with_the_context_beyond_the_original():
 # -- softcaps
 
 
+@pytest.mark.heavy
 def test_softcapped_log_probs_are_those_of_a_dense_softmax():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((23, 8), (50, 8)))
@@ -525,22 +592,27 @@ def torch_model(family, change):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            around = (
-                0.0 if (weight.ndim > 1 and "norm" not in name) or name.endswith("bias") or "gemma" in family else 1.0
-            )
+            is_centered = "gemma" in family or (family.startswith(("qwen3_n", "qwen3_5")) and "linear_attn" not in name)
+            around = 0.0 if (weight.ndim > 1 and "norm" not in name) or name.endswith("bias") or is_centered else 1.0
+            around = -2.0 if name.endswith("A_log") else around  # memories of several tokens
             size = 0.15 if weight.ndim > 1 else 0.3
             size = size / logit_scale if "embed" in name or "lm_head" in name else size
             weight.copy_(around + size * torch.randn(weight.shape))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
     return model.eval()
 
 
 def torch_logits(model, rows, length):
-    """Returns the logits of left-padded rows of this length."""
+    """Returns the logits of left-padded rows of this length.
+
+    Llama 4's queries grow with their column there, which is their position only in a row without padding.
+    """
     import torch
 
+    if getattr(model.config, "attn_temperature_tuning", False) and len(rows) > 1:
+        return [torch_logits(model, [row], len(row))[0] for row in rows]
     tokens, mask = np.zeros((2, len(rows), length), np.int64)
     for index, row in enumerate(rows):
         tokens[index, length - len(row) :] = row

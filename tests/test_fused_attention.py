@@ -4,6 +4,7 @@ splash's by pallas' interpreter, and of cuDNN's only the call is the same, which
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -94,6 +95,20 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
         return lambda q, k, v: attend(q, k, v, begins, attn)
 
     assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
+
+
+@pytest.mark.heavy
+def test_sinks_add_to_the_sums_of_splash_too():
+    attn, starts = AttentionConfig(0.125, window=70), jnp.array([0, 7, 24])
+    rows = draw(0, 3, 40, 4, 64), draw(1, 3, 40, 2, 64), draw(2, 3, 40, 2, 64)
+    prompts = draw(3, 3, 24, 2, 64), draw(4, 3, 24, 2, 64)
+    sinks = jnp.array([-2.0, 0.0, 1.0, 3.0])
+
+    def behind(attend):
+        return lambda *arrays: attend(*arrays[:5], starts, attn, sinks=arrays[5])
+
+    emulated = partial(splash.attend_with_prompt, interpret=True)
+    assert_alike(behind(emulated), behind(attention.attend_with_prompt), (*rows, *prompts, sinks), True)
 
 
 @pytest.mark.heavy
@@ -200,6 +215,7 @@ def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     assert_same_update(model, FusedAttention("splash", emulated=True), split)
 
 
+@pytest.mark.heavy
 def test_narrow_tiles_stay_plain(monkeypatch):
     def unexpected(*_):
         raise AssertionError

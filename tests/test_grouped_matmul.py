@@ -30,6 +30,7 @@ def emulate_kernels(monkeypatch):
     monkeypatch.setattr(experts, "_grouped_matmul", lambda *arrays: grouped_matmul(*arrays, True))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", rest_heavy(list(CASES)))
 def test_the_kernels_multiply_each_row_by_its_groups_matrix_in_both_directions(case, dtype):

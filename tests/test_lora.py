@@ -166,6 +166,7 @@ def test_a_new_adapter_changes_nothing_and_shares_the_base(tiny_model):
         add_adapter(model, LoRAConfig())
 
 
+@pytest.mark.heavy
 def test_merged_is_unmerged(tmp_path, tiny_model):
     model = trained_randomly(add_adapter(tiny_model, LoRAConfig(r=4, lora_alpha=16)))
     assert np.abs(all_logits(model) - all_logits(tiny_model)).max() > 0.01

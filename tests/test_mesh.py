@@ -24,6 +24,7 @@ from groupax.training.learner import Learner
 from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh
+from .test_agreement import DELTA, LFM2
 from .test_config_and_data import a_tokenizer
 
 MIXTURE = {
@@ -82,6 +83,9 @@ CASES = {
     "sp": ({}, (1, 1, 1, 1, 4), {}),
     "experts": (MIXTURE, (1, 2, 2, 1, 1), {"share_prefix": "never", "scan_layers": True}),
     "experts-tp-sp": (MIXTURE, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
+    "convolutions": ({"model_type": "lfm2", **LFM2}, (1, 1, 1, 2, 2), {}),
+    "delta-nets": ({"model_type": "qwen3_5_text", **DELTA}, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
+    "delta-nets-sp": ({"model_type": "qwen3_5_text", **DELTA}, (1, 1, 1, 2, 2), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }
@@ -131,6 +135,7 @@ def test_gradients_may_be_added_up_in_bfloat16_which_sends_half_as_much():
     assert 0 < max(differences) < 0.01
 
 
+@pytest.mark.heavy
 def test_each_axis_gives_the_gradients_of_one_device():
     model = init_model({**TINY, "num_hidden_layers": 1}, mesh=one_device_mesh())
     learner = assert_same_update(model, (1, 2, 1, 2, 1))

@@ -202,7 +202,6 @@ BAD = {
     "rope: type unknown": (config(rope_scaling={"type": "spiral"}), "'spiral' is not supported"),
     "rope: type a list": (config(rope_scaling={"type": ["linear"]}), r"type=\['linear'\]"),
     "rope: text": (config(rope_scaling="linear"), "rope_scaling of config.json is 'linear'; it must be an object"),
-    "rope: equal bounds": (config(rope_parameters=ROPE | {"low_freq_factor": 4.0}), "they must differ"),
     "rope: context 0": (
         config(rope_parameters=ROPE | {"original_max_position_embeddings": 0}),
         "original_max_position_embeddings=0",

@@ -141,6 +141,7 @@ def test_a_tied_head_of_another_shape_is_refused(tmp_path, tiny_model):
         load_model(folder)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("family", "extra"),
     rest_heavy([("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {"head_dim": 16})]),
@@ -186,6 +187,7 @@ def test_layers_of_one_kind_are_traced_once(tiny_model):
     assert [int(cache) for cache in out.caches] == [1, 2, 3, 4]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("chunk", [1 << 21, 500])
 def test_token_logprobs_are_those_of_a_dense_softmax(chunk):
     rng = np.random.default_rng(0)

@@ -41,6 +41,7 @@ def test_the_kernel_multiplies_by_the_dequantized_matrix(shape, num_rows, dtype)
     np.testing.assert_allclose(ours, exact, rtol=rounding, atol=rounding * np.abs(exact).max() / 10)
 
 
+@pytest.mark.heavy
 def test_many_rows_and_scales_across_rows_are_left_to_the_compiler():
     assert can_multiply(some_rows(MAX_ROWS, 64, "float32"), a_matrix((4, 64)))
     assert not can_multiply(some_rows(MAX_ROWS + 1, 64, "float32"), a_matrix((4, 64)))

@@ -93,6 +93,7 @@ def test_norms_work_under_checkpointing_loops_and_shards(kind):
         np.testing.assert_allclose(own, true, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
 def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
     config = read_config({**TINY, "model_type": "qwen3"})

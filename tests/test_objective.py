@@ -272,6 +272,7 @@ def test_zero_metrics_have_the_names_of_the_full_ones(loss_type, case):
     assert jax.tree.structure(metrics) == jax.tree.structure(zero_metrics(settings))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("importance_sampling_level", rest_heavy(get_args(ImportanceSamplingLevel)))
 @pytest.mark.parametrize("loss_type", rest_heavy(get_args(LossType)))
 @pytest.mark.parametrize("cuts", rest_heavy([[1, 2, 4], [3], [1, 2, 3, 4, 5]]))
@@ -466,6 +467,7 @@ def test_a_fixed_bonus_stays():
     assert applied_coef(state, control) == 0.01
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("estimator", "corrected", "off_policy", "exact"),
     rest_heavy(

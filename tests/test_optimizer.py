@@ -62,6 +62,7 @@ def test_every_optimizer_goes_downhill(name):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(get_args(OptimizerName), quick=2))
 @pytest.mark.parametrize("scope", get_args(WeightDecayScope))
 def test_decay_is_decoupled_and_spares_norms_unless_told(name, scope):

@@ -89,6 +89,7 @@ def test_the_backward_pass_makes_the_numbers_again():
     assert memory.temp_size_in_bytes < 6e6
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", rest_heavy(KINDS))
 def test_loading_quantizes_the_layers_matrices(saved, kind):
     plain, model = load_model(saved), load_model(saved, weights=kind)

@@ -55,6 +55,7 @@ def test_a_recipe_is_whole(name):
     assert {"max_completion_length", "output_dir"} <= set(recipe.config)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["countdown", "calculator"])
 def test_generated_data_is_there_without_a_source(name):
     recipe = load_recipe(name)

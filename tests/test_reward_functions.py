@@ -347,6 +347,7 @@ def test_which_answers_are_right(text, gold, reward):
     assert rewards.math_accuracy([text], [gold]) == [reward]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("reward", [rewards.math_accuracy, rewards.gsm8k_accuracy])
 @pytest.mark.parametrize(
     "text",

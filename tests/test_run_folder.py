@@ -271,6 +271,7 @@ def test_starts_that_made_no_step_leave_one_folder_and_what_the_user_put_there(t
     assert (tmp_path / "run.1" / "notes.txt").exists()
 
 
+@pytest.mark.heavy
 def test_a_start_that_is_refused_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="leaves no room"):
         a_trainer(tmp_path, max_completion_length=5000)

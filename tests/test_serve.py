@@ -220,6 +220,7 @@ def test_a_prompt_that_ends_within_a_character_is_no_context():
     assert decode_after(Bytes(), context_tokens(Bytes(), cut), whole[-1:] + b"x") == "\ufffdx"
 
 
+@pytest.mark.heavy
 def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
     engine = engine_for(tiny_model, 1)
     engine.tokenizer = a_tokenizer_of_words()

@@ -129,6 +129,18 @@ def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, capl
         (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 19 + b"GET /health HTTP/1.0\r\n\r\n", b"200"),
         (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),
     ],
+    ids=[
+        "a long field",
+        "very many fields",
+        "too many fields",
+        "a long path",
+        "one field too many",
+        "many fields",
+        "nonsense",
+        "two lengths",
+        "many requests",
+        "TLS",
+    ],
 )
 def test_heads_are_bounded(loop, head, status):
     with listening(create_app(loop), receive_timeout_s=2.0) as port:

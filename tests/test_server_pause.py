@@ -52,6 +52,7 @@ def tokens_of(deltas):
     return [token for delta in deltas for token in delta.tokens]
 
 
+@pytest.mark.heavy
 def test_a_pause_keeps_requests_which_continue_as_if_there_had_been_none(loop, engine):
     [[expected]] = engine.generate([PROMPT], LONG)
     told, deltas = started(loop)

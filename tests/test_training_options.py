@@ -442,6 +442,7 @@ def test_the_entropy_coefficient_is_reported_as_trl_does_if_asked(tmp_path):
     assert reported == pytest.approx({"groupax": 0.01, "trl": 0.015})  # of this step, and of the next one
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("loss_type", rest_heavy(["grpo", "dr_grpo", "luspo", "sapo", "dapo"], quick=1))
 def test_masked_rows_count_in_the_denominator_only_if_asked(tmp_path, loss_type):
     updates = {}
@@ -571,6 +572,7 @@ def test_ways_of_computing_the_same_update(tmp_path):
             np.testing.assert_allclose(a - c, b - c, atol=1e-7, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.heavy
 def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
     trainer = a_trainer(tmp_path, max_steps=1)
 

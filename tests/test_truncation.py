@@ -87,6 +87,7 @@ def test_a_row_does_not_depend_on_those_beside_it():
         np.testing.assert_array_equal(kept_by_threshold(rows[index : index + 1], 0, 0.9)[0], together[index])
 
 
+@pytest.mark.heavy
 def test_settings_are_per_row():
     row = jnp.asarray(RNG.normal(size=WORDS), jnp.float32)
     rows = jnp.broadcast_to(row - row.max(), (3, WORDS))

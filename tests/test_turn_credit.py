@@ -107,6 +107,7 @@ def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("G", [2, 3, 4])
 def test_advantages_by_returns_give_the_exact_policy_gradient(G):
     np.testing.assert_allclose(expected_gradient(by_returns(), G), exact_gradient(), atol=1e-12)

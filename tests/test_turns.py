@@ -239,6 +239,7 @@ def test_packed_episodes_have_the_loss_and_gradient_of_each_row_by_itself(model,
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_what_the_environment_wrote_last_and_its_values_change_no_gradient(model):
     settings = ObjectiveSettings(loss_type="grpo", beta=0.1)
     rows = ragged_rows(np.random.default_rng(2))

@@ -16,6 +16,7 @@ from groupax.engine.cache_ops import (
     move,
     move_slots,
     move_starts,
+    move_state,
     moves,
     read_slots,
     release,
@@ -39,6 +40,7 @@ PROGRAMS: tuple[Any, ...] = (
     move,
     move_slots,
     move_starts,
+    move_state,
     read_slots,
     release,
     widen,
@@ -104,6 +106,7 @@ class Tracer:
     has_prefixes: bool = False
     is_served: bool = False
     has_adapters: bool = False
+    records_experts: bool = False
 
     @cached_property
     def _static(self) -> dict[str, Any]:
@@ -136,6 +139,7 @@ class Tracer:
         cache, slots = self.cache(shape), self._slots(shape)
         constraints = None if tables is None else self._constraints(shape, tables)
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
+        static["records_experts"] = self.records_experts
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
         return decode_chunk.trace(self.params, cache, slots, constraints, limit if self.is_served else None, **static)
 

@@ -154,6 +154,7 @@ class Batch:
             num_steps=self.chunk_steps,
             sampling=sampling,
             by_block=self.plan.by_block,
+            records_experts=self.core.records_experts,
         )
         fetched = _fetched(chunk, running)
         grown = self.scheduler.append(fetched)

@@ -46,10 +46,11 @@ def moves(
     cache: Cache, rows: Any, prompt_slots: Any, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
 ) -> list[partial[Array] | None]:
     """Returns the call of a jitted function that changes each array of the cache as `resize` does, None for none."""
-    tokens = k = v = prompt_tokens = starts = prompt_k = prompt_v = None
+    tokens = k = v = state = prompt_tokens = starts = prompt_k = prompt_v = None
     if rows is not None:
         in_slots = partial(move, rows=rows, num_columns=num_columns, mesh=mesh)
         tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
+        state = partial(move_state, rows=rows, mesh=mesh)
     if prompt_slots is not None:
         added = num_prompt_columns - cache.num_prompt_columns
         starts = partial(move_starts, rows=prompt_slots, added=added, mesh=mesh)
@@ -57,7 +58,8 @@ def moves(
         prompt_tokens, prompt_k, prompt_v = (partial(widened, axis=axis) for axis in (1, 3, 2))
     layers = range(len(cache.k))
     prompts = [prompt_tokens, starts, *(prompt_k for _ in layers), *(prompt_v for _ in layers)]
-    return [*prompts, tokens, *(k for _ in layers), *(v for _ in layers)]
+    slots = [tokens, *(k for _ in layers), *(v for _ in layers), *(state for _ in jax.tree.leaves(cache.states))]
+    return [*prompts, *slots]
 
 
 @partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
@@ -68,6 +70,17 @@ def move(x: Array, rows: Int[Array, "B"], *, axis: int, num_columns: int, mesh: 
         kept = lax.slice_in_dim(x, 0, min(num_columns, x.shape[axis]), axis=axis)[rows]
         added = num_columns - kept.shape[axis]
         return jnp.pad(kept, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
+
+    in_specs = (pspec_of(x), ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def move_state(x: Array, rows: Int[Array, "B"], *, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the slots' states."""
+
+    def local(x: Array, rows: Array) -> Array:
+        return x[rows]
 
     in_specs = (pspec_of(x), ROWS)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)

@@ -1,5 +1,6 @@
 """The weights, devices and memory that sessions decode with."""
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from groupax.constraints.cache import AutomatonCache
-from groupax.engine.cache import cache_dtype, token_bytes
+from groupax.engine.cache import cache_dtype, plan_for, token_bytes
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
 from groupax.engine.sequence import Sequence, demand_of
@@ -18,6 +19,8 @@ from groupax.models.specs import Params
 from groupax.models.split import shard_params
 from groupax.parallel.mesh import decoding_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -39,6 +42,7 @@ class EngineCore:
         tp: int = 1,
         expected: Demand | None = None,
         adapters: tuple[str, ...] = (),
+        record_experts: bool = False,
     ) -> None:
         if config.num_labels:
             raise ValueError(
@@ -47,7 +51,13 @@ class EngineCore:
             )
         if chunk_steps < 1:
             raise ValueError(f"chunk_steps must be at least 1, got {chunk_steps}")
+        if record_experts and config.experts is None:
+            raise ValueError(
+                f"this {config.model_type} model has no experts to record; leave out record_experts (routing_replay in "
+                "a run)"
+            )
         self.config = config
+        self.records_experts = record_experts
         self.weights = weights
         self.mesh = decoding_mesh(mesh, tp)
         self._gathers = splits_model(mesh) or tp > 1
@@ -66,6 +76,13 @@ class EngineCore:
         self.kv_bytes = kv_bytes
         check_decoding_weights(params, weights)
         self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0])
+        if prefix_bytes and config.recurrent is not None:
+            logger.warning(
+                "prefix_bytes is 0 for %s: layers with a recurrent state keep nothing of a sequence's beginnings, so "
+                "that prompts are always computed whole",
+                config.model_type,
+            )
+            prefix_bytes = 0
         self.prefixes = PrefixCache(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
         self.expected = expected
@@ -114,7 +131,7 @@ class EngineCore:
             jax.block_until_ready(self.params)  # gathered and converted weights take their memory first
             allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
         adapts = self.mesh.devices.flat[0].platform == "cpu"
-        return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots, adapts)
+        return plan_for(self.config, allowed, self.kv_dtype, self.mesh.shape["tp"], self.max_slots, adapts)
 
     def planned_bytes(self) -> int:
         """Returns the most that keys and values of the expected sequences take on a device, at most what is allowed."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import ROWS, Cache, pspec_of
+from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, pspec_of
 from groupax.engine.constraint import Constraints, allowed_tokens, constraint_pspecs, slot_classes, state_after
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
@@ -25,8 +26,10 @@ from groupax.models.adapter_stack import select_adapters
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import forward, head_weights
+from groupax.models.experts import Routing
 from groupax.models.fused_decode_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
+from groupax.models.recurrence import Recurrence, State
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import gather_weight, partition_specs
 from groupax.parallel.collectives import all_gather
@@ -52,6 +55,8 @@ class Chunk:
             plain sampling.
         alternative_logps: Log-probs of the alternatives.
         state: State of each slot in its constraint (see `constraint.Constraints`); None without constraints.
+        experts: Experts that the token before each sampled one went through in each layer with experts, layer by layer;
+            None unless they are recorded.
     """
 
     token: Int[Array, "B C"]
@@ -62,6 +67,7 @@ class Chunk:
     alternatives: Int[Array, "B C A"] | None
     alternative_logps: Float[Array, "B C A"] | None
     state: Int[Array, "B"] | None = None
+    experts: Int[Array, "B C LA"] | None = None
 
 
 Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: the first is the next one's index
@@ -69,7 +75,7 @@ Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: t
 
 @partial(
     jax.jit,
-    static_argnames=("config", "mesh", "num_steps", "sampling", "by_block"),
+    static_argnames=("config", "mesh", "num_steps", "sampling", "by_block", "records_experts"),
     donate_argnames=("cache", "slots"),
 )
 def decode_chunk(
@@ -84,6 +90,7 @@ def decode_chunk(
     num_steps: int,
     sampling: SamplingKind,
     by_block: bool = False,
+    records_experts: bool = False,
 ) -> tuple[Cache, Slots, Chunk]:
     """Samples up to `num_steps` tokens in every busy slot.
 
@@ -96,6 +103,7 @@ def decode_chunk(
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
         by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
+        records_experts: Static: whether the chunk has the experts of each token.
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
     attend_past = select_attend_past(mesh.devices.flat[0], config, by_block)
@@ -103,7 +111,8 @@ def decode_chunk(
     def local(
         params: Params, cache: Cache, slots: Slots, constraints: Constraints | None, limit: Array | None
     ) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, constraints, limit, layout)
+        chunk = _empty_chunk(slots.token.shape[0], num_steps, config, sampling, records_experts)
+        return _decode_chunk(config, attend_past, chunk, sampling, params, cache, slots, constraints, limit, layout)
 
     of_limit = None if limit is None else jax.P()
     in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints), of_limit
@@ -114,7 +123,7 @@ def decode_chunk(
 def _decode_chunk(
     config: ModelConfig,
     attend_past: AttendPast,
-    C: int,
+    chunk: Chunk,
     sampling: SamplingKind,
     params: Params,
     cache: Cache,
@@ -123,8 +132,8 @@ def _decode_chunk(
     limit: Array | None,
     layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
-    """Decodes the slots of one device, with the cache updated in place."""
-    chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size, sampling)
+    """Decodes the slots of one device into an empty chunk, with the cache updated in place."""
+    C = chunk.token.shape[1]
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
 
@@ -141,7 +150,10 @@ def _decode_chunk(
 
     def step(carry: Carry) -> Carry:
         index, slots, cache, chunk = carry
-        logits, cache, history = _feed(config, attend_past, params, cache, slots, layout)
+        logits, cache, history, routings = _feed(config, attend_past, params, cache, slots, layout)
+        if chunk.experts is not None:
+            chosen = jnp.concatenate([routing.chosen for routing in routings], axis=1)
+            chunk = replace(chunk, experts=chunk.experts.at[:, index].set(chosen.astype(chunk.experts.dtype)))
         seen = history if sampling == "general" else None
         if constraints is None or chunk.state is None:
             sampled = sample(logits, uniform[:, index], slots.settings, seen)
@@ -167,9 +179,13 @@ def _several(num: int, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
     return lax.fori_loop(0, num, lambda _, carry: step(carry), carry)
 
 
-def _empty_chunk(B: int, C: int, vocab_size: int, sampling: SamplingKind) -> Chunk:
-    zeros, of_alternatives = jnp.zeros((B, C)), (B, C, min(MAX_LOGPROBS, vocab_size))
+def _empty_chunk(B: int, C: int, config: ModelConfig, sampling: SamplingKind, records_experts: bool) -> Chunk:
+    zeros, of_alternatives = jnp.zeros((B, C)), (B, C, min(MAX_LOGPROBS, config.vocab_size))
     has_alternatives = sampling == "general"
+    experts = None
+    if records_experts:
+        assert config.experts is not None, "the engine refuses models without experts"
+        experts = jnp.zeros((B, C, len(config.experts.layers) * config.experts.per_token), jnp.int16)
     return Chunk(
         token=zeros.astype(jnp.int32),
         policy_logp=zeros,
@@ -178,6 +194,7 @@ def _empty_chunk(B: int, C: int, vocab_size: int, sampling: SamplingKind) -> Chu
         stopped=jnp.zeros(B, bool),
         alternatives=jnp.zeros(of_alternatives, jnp.int32) if has_alternatives else None,
         alternative_logps=jnp.zeros(of_alternatives) if has_alternatives else None,
+        experts=experts,
     )
 
 
@@ -188,16 +205,25 @@ def _feed(
     cache: Cache,
     slots: Slots,
     layout: Layout,
-) -> tuple[Float[Array, "B V"], Cache, History]:
-    """Feeds each busy slot's next token, whose keys and values go into its next column."""
+) -> tuple[Float[Array, "B V"], Cache, History, list[Routing]]:
+    """Feeds each busy slot's next token, whose keys and values go into its next column and which changes its states."""
     past = Past(cache.prompt_starts, jnp.where(slots.remaining > 0, slots.length + 1, 0))
 
-    def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
-        return attend_past(attn, past, layer, *qkv)
+    def attend(attn: AttentionConfig, layer: LayerCache, *heads: Array) -> tuple[Array, LayerCache]:
+        return attend_past(attn, past, layer, *heads)
+
+    def recur(recurrence: Recurrence, state: State, inputs: Any) -> tuple[Array, State]:
+        out, after = recurrence.step(state, inputs)
+        is_busy = (slots.remaining > 0)[:, None, None]
+        return out, State(*(jnp.where(is_busy, new, old) for new, old in zip(after, state, strict=True)))
 
     params = select_adapters(params, slots.adapter)
-    layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
-    hidden, layers, _ = forward(config, params, slots.token, slots.position, attend, layers, layout=layout)
+    kept = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
+    caches = layer_caches(config, kept, cache.states)
+    hidden, caches, routings = forward(
+        config, params, slots.token, slots.position, attend, caches, layout=layout, recur=recur
+    )
+    layers, states = by_kind(config, caches)
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
     tokens = past.write(cache.tokens, slots.token, axis=1)
@@ -211,7 +237,8 @@ def _feed(
         num_generated=slots.length,
         stop_ids=slots.stop_ids,
     )
-    return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
+    k, v = [each.k for each in layers], [each.v for each in layers]
+    return logits, replace(cache, tokens=tokens, k=k, v=v, states=states), history, routings
 
 
 def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:

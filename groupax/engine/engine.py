@@ -49,6 +49,7 @@ class Engine(EngineCore):
             that few programs are compiled; None chooses by each batch alone.
         adapters: Names of the adapters in `params`, if it has several (see `models.adapter_stack`). Sequences of all of
             them and of the base are decoded together.
+        record_experts: Whether sequences have the experts that their tokens went through (see `Sequence.experts`).
 
     Raises:
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.

@@ -1,8 +1,8 @@
 """The limits of the cache. Imports no jax.
 
-The cache of a shard is two rectangles: prompt slots x prompt columns and slots x columns. A plan counts it in tokens,
-together with temporary copies: one layer's old keys and values while rows are moved, and the keys and values of the
-prompts of one admission.
+The cache of a shard is two rectangles: prompt slots x prompt columns and slots x columns, and the slots' states if a
+model has recurrent layers. A plan counts it in tokens, together with temporary copies: one layer's old keys and values,
+or states, while rows are moved, and the keys, values and states of the prompts of one admission.
 """
 
 from collections.abc import Iterable
@@ -78,13 +78,15 @@ class Plan:
 
     Attributes:
         max_tokens: Maximum number of tokens whose keys and values exist at once.
-        num_layers: Number of layers of the model.
+        num_layers: Number of layers with keys and values.
         max_slots: Maximum number of completions decoded at once.
         adapts: Whether the numbers of slots and columns follow the running sequences. Each shape needs a program of its
             own, which pays where idle slots and columns cost time, as on a CPU.
         conversations: What conversations need at most; None without any. With them the number of slots never changes,
             and numbers of columns are powers of two. So the results of a turn do not depend on the others that are
             decoded at the same time, which tools decide by their speed.
+        state_tokens: Size of a sequence's states in recurrent layers, in tokens.
+        num_recurrent: Number of recurrent layers.
     """
 
     max_tokens: int
@@ -92,6 +94,8 @@ class Plan:
     max_slots: int
     adapts: bool = False
     conversations: Demand | None = None
+    state_tokens: int = 0
+    num_recurrent: int = 0
 
     @property
     def by_block(self) -> bool:
@@ -134,8 +138,10 @@ class Plan:
 
     def planned_tokens(self, shape: CacheShape) -> int:
         """Returns the maximum number of tokens whose keys and values exist at once under this shape."""
-        moved = -(-shape.num_tokens // self.num_layers)
-        return shape.num_tokens + moved + shape.max_prompts * shape.num_prompt_columns
+        states = self.state_tokens * shape.num_slots
+        moved = max(-(-shape.num_tokens // self.num_layers), -(-states // max(1, self.num_recurrent)))
+        admitted = shape.max_prompts * (shape.num_prompt_columns + self.state_tokens)
+        return shape.num_tokens + states + moved + admitted
 
     def allows(self, shape: CacheShape) -> bool:
         """Returns whether this shape is within the budget."""

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import ROWS, Cache, pspec_of
+from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, num_recurrent, pspec_of
 from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.engine.slots import Slots
 from groupax.models.adapter_stack import select_adapters
@@ -24,6 +24,7 @@ from groupax.models.column_blocks import BLOCK
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import to_cache
 from groupax.models.decoder import forward
+from groupax.models.recurrence import Recurrence, State, empty_state
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import DATA, Layout
@@ -88,8 +89,10 @@ def admit(
         prompts, starts, num_prompts, source, is_new, admitted, known, adapters = given
         rows = prompts, starts, num_prompts[0], adapters
         size = _piece_size(config, prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
-        keys, values = _prefill(config, params, *rows, cache.k[0], known, layout, size, by_block)
+        keys, values, states = _prefill(config, params, *rows, cache.k[0], known, layout, size, by_block)
         cache = _stored(cache, prompts, starts, source, keys, values)
+        if states:
+            cache = replace(cache, states=_started(cache.states, states, source, is_new))
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
     given = prompts, prompt_starts, num_prompts, source, is_new, admitted, known, adapters
@@ -126,6 +129,24 @@ def _stored(
     )
 
 
+def _started(
+    slots: list[State], prompts: list[State], source: Int[Array, "Q"], is_new: Bool[Array, "B"]
+) -> list[State]:
+    """Returns the slots' states, of which the new ones are those of their prompts."""
+    new, share = jnp.argsort(~is_new), len(is_new) // len(source)  # new slots come first
+
+    def place(index: Array, stored: list[State]) -> list[State]:
+        slot = new[index]
+
+        def put(old: Array, given: Array) -> Array:
+            row = lax.dynamic_slice_in_dim(given, source[slot // share], 1)
+            return lax.dynamic_update_slice_in_dim(old, row, slot, axis=0)
+
+        return jax.tree.map(put, stored, prompts)
+
+    return lax.fori_loop(0, jnp.sum(is_new), place, slots)
+
+
 def _piece_size(
     config: ModelConfig, shape: tuple[int, ...], num_kv_heads: int, by_block: bool, short_pieces: bool
 ) -> tuple[int, int]:
@@ -151,21 +172,22 @@ def _prefill(
     layout: Layout,
     size: tuple[int, int],
     by_block: bool,
-) -> tuple[list[Array], list[Array]]:
-    """Computes the prompts' keys and values, per layer, in pieces of `size`: some prompts, some columns from the first
-    unknown one on.
+) -> tuple[list[Array], list[Array], list[State]]:
+    """Computes what the layers keep of prompts, in pieces of `size`: some prompts, some columns from the first unknown
+    one on.
 
     Returns:
-        The keys and values of the device's heads, in the dtype of `like`.
+        The keys and values of the device's heads, in the dtype of `like`, and the states.
     """
     (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
     num, M = size
     if known is None:
-        keys = [jnp.zeros((P, K, H, S), dtype) for _ in range(config.num_layers)]
-        values = [jnp.zeros((P, K, S, H), dtype) for _ in range(config.num_layers)]
+        keys = [jnp.zeros((P, K, H, S), dtype) for _ in config.attention_layers]
+        values = [jnp.zeros((P, K, S, H), dtype) for _ in config.attention_layers]
         first_unknown = starts
     else:
         keys, values, first_unknown = known.k, known.v, known.first_unknown
+    states = [empty_state(config, P) for _ in range(num_recurrent(config))]
     last_piece, columns = S // M - 1, jnp.arange(S)[None, :]
     first_pieces = jnp.minimum(jnp.min(first_unknown.reshape(-1, num), axis=1) // M, last_piece)
     num_turns = (num_prompts + num - 1) // num
@@ -180,26 +202,37 @@ def _prefill(
         attend = Piece(
             row=row,
             first=first,
+            starts=begin,
             visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
             distance=(own[:, None] - columns)[None],
+            position=(own[None, :] - begin[:, None])[:, :, None],
             is_unknown=None if known is None else own[None, :] >= unknown[:, None],
             by_block=by_block,
         )
         tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
         positions = jnp.maximum(own[None, :] - begin[:, None], 0)
-        layers = list(zip(*stored, strict=True))
+        keys, values, states = stored
+        kept = layer_caches(config, zip(keys, values, strict=True), states)
         own_params = (
             params if adapters is None else _of_prompts(params, lax.dynamic_slice_in_dim(adapters, row, num), M)
         )
-        layers = forward(
-            config, own_params, tokens.reshape(-1), positions.reshape(-1), attend, layers, layout=layout
+        kept = forward(
+            config,
+            own_params,
+            tokens.reshape(-1),
+            positions.reshape(-1),
+            attend,
+            kept,
+            layout=layout,
+            recur=attend.recur,
         ).caches
+        layers, states = by_kind(config, kept)
         is_last = piece == last_piece
         following = jnp.minimum(turn + 1, len(first_pieces) - 1)
         turn, piece = turn + is_last.astype(jnp.int32), jnp.where(is_last, first_pieces[following], piece + 1)
-        return turn, piece, ([keys for keys, _ in layers], [values for _, values in layers])
+        return turn, piece, ([keys for keys, _ in layers], [values for _, values in layers], states)
 
-    start = jnp.int32(0), first_pieces[0], (keys, values)
+    start = jnp.int32(0), first_pieces[0], (keys, values, states)
     return lax.while_loop(lambda carry: carry[0] < num_turns, compute, start)[2]
 
 
@@ -209,26 +242,36 @@ def _of_prompts(params: Params, adapters: Int[Array, "R"], num_columns: int) -> 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Attention of M columns of some prompts to the columns up to them; writes their keys and values.
+    """M columns of some prompts: attention to the columns up to them, which writes keys and values, and recurrences.
 
     Attributes:
         row: The first of the prompts.
         first: The first of the columns.
+        starts: [R] columns at which the prompts begin.
         visible: [R, M, S] columns that each column attends to, without a window.
         distance: [1, M, S] how far before it these are.
+        position: [R, M, 1] position of each column in its prompt.
         is_unknown: [R, M] columns that are computed; None computes all.
         by_block: Whether attention is computed by blocks of columns.
     """
 
     row: Array
     first: Array
+    starts: Array
     visible: Array
     distance: Array
+    position: Array
     is_unknown: Array | None
     by_block: bool
 
     def __call__(
-        self, attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
+        self,
+        attn: AttentionConfig,
+        stored: tuple[Array, Array],
+        q: Array,
+        k: Array,
+        v: Array,
+        sinks: Array | None = None,
     ) -> tuple[Array, tuple[Array, Array]]:
         """Returns the outputs of attention, and the stored keys and values with the new ones."""
         (R, M, _), zero = self.visible.shape, jnp.int32(0)
@@ -242,9 +285,19 @@ class Piece:
         keys = lax.dynamic_update_slice(keys, k, at_keys)
         values = lax.dynamic_update_slice(values, v, at_values)
         own_keys, own_values = (lax.dynamic_slice_in_dim(x, self.row, R) for x in (keys, values))
-        seen = self.visible & within_window(self.distance, attn.window)
-        out = attend_masked(q, own_keys, own_values, seen, attn, self.by_block)
+        seen = self.visible & within_window(self.distance, self.position, attn.window)
+        out = attend_masked(q, own_keys, own_values, seen, attn, self.by_block, sinks)
         return out.reshape(R * M, *q.shape[2:]), (keys, values)
+
+    def recur(self, recurrence: Recurrence, stored: State, inputs: Any) -> tuple[Array, State]:
+        """Returns the outputs of a recurrence, and the stored states with the new ones."""
+        R, M, _ = self.visible.shape
+        inputs = jax.tree.map(lambda x: x.reshape(R, M, *x.shape[1:]), inputs)
+        before = State(*(lax.dynamic_slice_in_dim(x, self.row, R) for x in stored))
+        is_token = (self.first + jnp.arange(M))[None, :] >= self.starts[:, None]
+        out, after = recurrence.scan(before, inputs, is_token)
+        put = (lax.dynamic_update_slice_in_dim(x, new, self.row, 0) for x, new in zip(stored, after, strict=True))
+        return out.reshape(R * M, *out.shape[2:]), State(*put)
 
 
 def _like(mask: Bool[Array, "B"], x: Array) -> Array:

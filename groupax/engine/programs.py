@@ -113,6 +113,7 @@ class Programs:
                 has_prefixes=bool(engine.prefixes.max_bytes),
                 is_served=True,
                 has_adapters=bool(engine.adapters),
+                records_experts=engine.records_experts,
             )
             compiled = self._all_compiled.setdefault((structure, kinds), set())
             if compiled is not self._compiled:

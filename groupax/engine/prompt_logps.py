@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from groupax.engine.cache import ROWS
+from groupax.engine.cache import ROWS, layer_caches, num_cached_heads, num_recurrent
 from groupax.engine.core import EngineCore
 from groupax.engine.prefill import Piece
 from groupax.engine.sampling import TokenLogps, token_logps
@@ -19,6 +19,7 @@ from groupax.models.adapter_stack import select_adapters
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
+from groupax.models.recurrence import empty_state
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import gather_weight, partition_specs
 from groupax.parallel.collectives import all_gather
@@ -144,11 +145,12 @@ def _score_row(
     num_shards: int,
     layout: Layout,
 ) -> TokenLogps:
-    S, K, A = len(tokens), config.num_kv_heads // num_shards, min(MAX_LOGPROBS, config.vocab_size)
+    S, K, A = len(tokens), num_cached_heads(config, num_shards) // num_shards, min(MAX_LOGPROBS, config.vocab_size)
     H = config.head_dim
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     columns, targets = jnp.arange(S)[None, :], jnp.concatenate([tokens[1:], jnp.zeros(1, tokens.dtype)])
-    caches = [(jnp.zeros((1, K, H, S), kv_dtype), jnp.zeros((1, K, S, H), kv_dtype)) for _ in range(config.num_layers)]
+    kept = [(jnp.zeros((1, K, H, S), kv_dtype), jnp.zeros((1, K, S, H), kv_dtype)) for _ in config.attention_layers]
+    caches = layer_caches(config, kept, [empty_state(config, 1) for _ in range(num_recurrent(config))])
     empty = TokenLogps(
         jnp.zeros(S), jnp.zeros(S, jnp.int32), jnp.zeros((S, A), jnp.int32), jnp.zeros((S, A), jnp.float32)
     )
@@ -161,9 +163,10 @@ def _score_row(
         first = index * PIECE
         own = first + jnp.arange(PIECE)
         distance = (own[:, None] - columns)[None]
-        attend = Piece(jnp.int32(0), first, distance >= 0, distance, None, False)
+        begin = jnp.zeros(1, jnp.int32)
+        attend = Piece(jnp.int32(0), first, begin, distance >= 0, distance, own[None, :, None], None, False)
         piece = lax.dynamic_slice_in_dim(tokens, first, PIECE)
-        hidden, caches, _ = forward(config, params, piece, own, attend, caches, layout=layout)
+        hidden, caches, _ = forward(config, params, piece, own, attend, caches, layout=layout, recur=attend.recur)
         logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
         target = lax.dynamic_slice_in_dim(targets, first, PIECE)
         new = token_logps(logits / temperature, target)

@@ -169,6 +169,8 @@ class Scheduler:
             sequence.tokens += chunk.token[slot, :num].tolist()
             sequence.policy_logps += chunk.policy_logp[slot, :num].tolist()
             sequence.sampler_logps += chunk.sampler_logp[slot, :num].tolist()
+            if chunk.experts is not None:
+                sequence.experts += list(chunk.experts[slot, :num])
             if sequence.params.logprobs:
                 assert chunk.alternatives is not None, "fetched when requested"
                 assert chunk.alternative_logps is not None, "fetched when requested"

@@ -28,6 +28,8 @@ class Sequence:
         policy_logps, sampler_logps: Natural log-probs of each token (see `sampling.Sampled`).
         alternatives: The likeliest tokens and their log-probs for each token, `params.logprobs` of them.
         versions: Version of the weights that sampled each token (see `Engine.version`).
+        experts: Experts that the token before each sampled one went through in each layer with experts, layer by layer,
+            [LA] int16; empty if the engine does not record them.
         finish_reason: A stop token or string, the limit of tokens, or `cancel`; None while the sequence runs.
         text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
             until the sequence is finished, and if the engine has no tokenizer.
@@ -50,6 +52,7 @@ class Sequence:
     sampler_logps: list[float] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     text: str = ""
     request: int = 0
@@ -70,7 +73,8 @@ class Sequence:
 
     def cut(self, num_tokens: int) -> None:
         """Drops all but the first tokens."""
-        for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions):
+        lists = self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions, self.experts
+        for values in lists:
             del values[num_tokens:]
         if not num_tokens:
             self.state = 0

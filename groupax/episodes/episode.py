@@ -63,6 +63,7 @@ class Episode:
         self.mask: list[bool] = []
         self.policy_logps: list[float] = []
         self.sampler_logps: list[float] = []
+        self.experts: list[np.ndarray | None] = []  # of each token, None where they were not recorded
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
         self.num_acted = 0
@@ -165,6 +166,7 @@ class Episode:
         self._append(np.asarray(sampled.tokens, np.int32), is_sampled=True)
         self.policy_logps += sampled.policy_logps
         self.sampler_logps += sampled.sampler_logps
+        self.experts += sampled.experts or [None] * len(sampled.tokens)
         self.turns.append(Turn(start, len(self.mask), parsed.content))
         self.messages.append(_message(parsed, self.num_calls))
 
@@ -207,6 +209,7 @@ class Episode:
         self._append(np.asarray(ids, np.int32), is_sampled=False)
         self.policy_logps += [0.0] * len(ids)
         self.sampler_logps += [0.0] * len(ids)
+        self.experts += [None] * len(ids)
         self.messages += [dict(message) for message in messages]
 
     def _append(self, ids: np.ndarray, is_sampled: bool) -> None:
@@ -253,7 +256,17 @@ class Episode:
             environment_reward=self.reward,
             environment=self.instance,
             adapter=self.first.adapter,
+            experts=_stacked(self.experts),
         )
+
+
+def _stacked(experts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Returns the experts of all tokens, -1 where they were not recorded; None if they never were."""
+    recorded = next((each for each in experts if each is not None), None)
+    if recorded is None:
+        return None
+    missing = np.full_like(recorded, -1)
+    return np.stack([missing if each is None else each for each in experts])
 
 
 def _message(parsed: ParsedTurn, num_calls: int) -> dict[str, Any]:

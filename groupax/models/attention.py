@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models import column_blocks
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Chunks, Window
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
 
@@ -29,6 +29,7 @@ def attend(
     starts: Int[Array, "B"],
     attn: AttentionConfig,
     blocks: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes causal attention, softmax(scale q kᵀ) v, over left-padded rows.
 
@@ -41,6 +42,7 @@ def attend(
         attn: Settings of the layer's attention.
         blocks: Image of each column (`vision.placement.image_blocks`), -1 for text, of a model that sees whole images:
             the columns of an image see each other.
+        sinks: Logit of each head that adds to the sum of its softmax, without a value; None for none.
     """
     keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     columns = jnp.arange(k.shape[1])[None, None, :]
@@ -52,8 +54,9 @@ def attend(
             own = blocks.at[:, position].get(mode="fill", fill_value=-1)  # the last block's queries may be padding
             visible = visible | same_image(own, blocks)
         visible = (columns >= starts[:, None, None]) & visible
-        visible = visible & within_window(position[None, :, None] - columns, attn.window)
-        return attend_masked(q, keys, values, visible, attn)
+        distance, in_row = position[None, :, None] - columns, position[None, :, None] - starts[:, None, None]
+        visible = visible & within_window(distance, in_row, attn.window)
+        return attend_masked(q, keys, values, visible, attn, sinks=sinks)
 
     return _map_query_blocks(attend_block, q)
 
@@ -84,6 +87,7 @@ def attend_masked(
     visible: Bool[Array, "B T S"],
     attn: AttentionConfig,
     by_block: bool = False,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes attention with an explicit mask, over keys and values in the cache's layout and dtype.
 
@@ -92,6 +96,7 @@ def attend_masked(
         visible: Columns that each query sees.
         attn: Settings of the layer's attention.
         by_block: Whether to compute by blocks of columns (see `column_blocks`).
+        sinks: Logits of the heads that add to their sums (see `attend`).
     """
     B, T, N, H = q.shape
     K = keys.shape[1]
@@ -102,9 +107,12 @@ def attend_masked(
     by_head = grouped.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
     scores = softcapped(scores_of(by_head, keys).reshape(B, K, N // K, T, -1), attn.softcap)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
-    weights = jnp.exp(scores - _row_max(scores))
+    highest, sink = with_sinks(_row_max(scores), sinks)
+    weights = jnp.exp(scores - highest)
     by_head = weights.reshape(B, K, -1, keys.shape[3])
-    out = values_of(by_head.astype(q.dtype), values) / sum_of(by_head)
+    total = sum_of(by_head)
+    total = total if sink is None else total + sink.reshape(total.shape)
+    out = values_of(by_head.astype(q.dtype), values) / total
     out = out.reshape(B, K, N // K, T, H)
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -117,11 +125,12 @@ def attend_with_prompt(
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
     attn: AttentionConfig,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes attention for rows that continue a left-padded prompt.
 
     Each query sees its row's prompt and, causally, the row itself. The queries are those of the last T of the row's C
-    columns.
+    columns. `sinks` are as in `attend`.
     """
     S, K, C = *prompt_k.shape[1:3], k.shape[1]
     prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
@@ -132,20 +141,23 @@ def attend_with_prompt(
         B, t, N, H = q.shape
         grouped = scaled(q, attn.scale).reshape(B, t, K, N // K, H)
         position = first + jnp.arange(t)[:, None]
+        in_row = S + position[None, None, None] - prompt_starts[:, None, None, None, None]
         to_prompt, to_row = S + position - jnp.arange(S)[None, :], position - jnp.arange(C)[None, :]
-        row_seen = (to_row >= 0) & within_window(to_row, attn.window)
-        prompt_seen = prompt_visible & within_window(to_prompt[None, None, None], attn.window)
+        to_prompt, to_row = to_prompt[None, None, None], to_row[None, None, None]
+        row_seen = (to_row >= 0) & within_window(to_row, in_row, attn.window)
+        prompt_seen = prompt_visible & within_window(to_prompt, in_row, attn.window)
         prompt_scores, row_scores = (
             jnp.where(visible, softcapped(_scores(grouped, keys), attn.softcap), MASKED)
-            for visible, keys in ((prompt_seen, prompt_keys), (row_seen[None, None, None], keys))
+            for visible, keys in ((prompt_seen, prompt_keys), (row_seen, keys))
         )
-        highest = jnp.maximum(_row_max(prompt_scores), _row_max(row_scores))
+        highest, sink = with_sinks(jnp.maximum(_row_max(prompt_scores), _row_max(row_scores)), sinks)
         prompt_weights, row_weights = jnp.exp(prompt_scores - highest), jnp.exp(row_scores - highest)
         prompt_out, row_out = (
             _weighted_values(weights.astype(q.dtype), values)
             for weights, values in ((prompt_weights, prompt_values), (row_weights, values))
         )
-        out = (prompt_out + row_out) / (_row_sum(prompt_weights) + _row_sum(row_weights))
+        total = _row_sum(prompt_weights) + _row_sum(row_weights)
+        out = (prompt_out + row_out) / (total if sink is None else total + sink)
         return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
     return _map_query_blocks(attend_block, q, C - q.shape[1])
@@ -181,9 +193,24 @@ def attend_to_shown(
     return _map_query_blocks(attend_block, q)
 
 
-def within_window(distance: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:
-    """Checks whether a position at this distance before the query is in its window."""
+def within_window(
+    distance: Int[Array, "*M S"], position: Int[Array, "*N 1"], window: Window
+) -> Bool[Array, "*L S"] | bool:
+    """Checks whether a position at this distance before the query, whose own position is given, is in its window."""
+    if isinstance(window, Chunks):
+        return distance <= position % window.size
     return True if window is None else distance < window
+
+
+def with_sinks(
+    highest: Float[Array, "B K G *T 1"], sinks: Float[Array, "N"] | None
+) -> tuple[Float[Array, "B K G *T 1"], Float[Array, "B K G *T 1"] | None]:
+    """Returns the highest logits with those of sinks among them, and what the sinks add to the sums of exponentials."""
+    if sinks is None:
+        return highest, None
+    logits = sinks.astype(jnp.float32).reshape(1, *highest.shape[1:3], *(1,) * (highest.ndim - 3))
+    highest = jnp.maximum(highest, lax.stop_gradient(logits))
+    return highest, jnp.exp(logits - highest)
 
 
 def _row_max(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:

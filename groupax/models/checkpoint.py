@@ -16,8 +16,10 @@ from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
+from groupax.models.families.gpt_oss import without_mxfp4
 from groupax.models.families.text_part import text_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
+from groupax.models.mxfp4_format import dequantized_tensors
 from groupax.models.own_tensors import own_tensors
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
@@ -120,9 +122,9 @@ def load_model(
     is_nf4 = bitsandbytes_format.is_nf4(hf_config.get("quantization_config"))
     if is_nf4 and weights not in ("same", "nf4"):
         raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
-    hf_config = bitsandbytes_format.without_nf4(hf_config)
+    hf_config = without_mxfp4(bitsandbytes_format.without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    found = own_tensors(whole_config, config.num_layers, find_tensors(folder), folder)
+    found = own_tensors(whole_config, config.num_layers, dequantized_tensors(find_tensors(folder)), folder)
     stored, tensors, quantized = _find_weights(config, found, folder, is_nf4)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}

@@ -7,14 +7,17 @@ from groupax.models.vision.config import VisionConfig
 
 # Kinds of norms: by the root mean square, the same with weights centered at 0, or by mean and standard deviation.
 NormKind = Literal["rms", "zero_centered_rms", "layer"]
-# Norms of queries and keys: none, per head with shared weights, per head with separate weights, or over all heads.
-QKNorm = Literal["none", "head", "each_head", "all_heads"]
+# Norms of queries and keys: none, per head with shared weights, per head with separate weights, over all heads, or per
+# head without weights, after rotary embeddings and only in layers that have these.
+QKNorm = Literal["none", "head", "each_head", "all_heads", "after_rope"]
 # Activations of feed-forward layers, by Hugging Face's names.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 # Norms of a block: before attention and feed-forward, after them, both, or one before the two in parallel.
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel"]
 # Scores of experts: a softmax over all of them, or the sigmoid of each one's logit.
 ExpertScores = Literal["softmax", "sigmoid"]
+# How a checkpoint has the two matrices of a hidden size in one tensor: as halves, or with a column of each in turn.
+FusedExperts = Literal["halves", "alternating"]
 
 
 @dataclass(frozen=True)
@@ -89,31 +92,61 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """The gated activation (up + 1) gate sigmoid(alpha gate) of a gate of at most `limit`, and up within +- `limit`.
+
+    Source: gpt-oss's released model code.
+    """
+
+    alpha: float
+    limit: float
+
+
+# Gated activations: an activation of the gate times the other factor, or one of both together.
+GatedActivation = Activation | ClampedSwiglu
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The window of a query that sees its own chunk only, as sequences are cut into chunks of `size` positions."""
+
+    size: int
+
+
+# Number of positions that a query sees, including its own, or its chunk; None for all positions up to its own.
+Window = int | Chunks | None
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Attention of one layer.
 
     Attributes:
         scale: Factor of the products of queries and keys.
         softcap: Scores become softcap tanh(score / softcap); None leaves them unchanged.
-        window: Number of positions that a query sees, including its own; None for all up to its own.
+        window: Positions that a query sees (see `Window`).
     """
 
     scale: float
     softcap: float | None = None
-    window: int | None = None
+    window: Window = None
 
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries that grow with their position p, by the factor 1 + slope ln(1 + floor(p / period)).
+    """Queries that grow with their position p, by the factor 1 + slope ln(1 + floor((p + offset) / period)).
 
     Attributes:
         slope: Slope of the growth; 0 for none.
         period: Number of positions with the same factor, usually the context before it was extended.
+        offset: Number that is added to positions.
+        only_without_rope: Whether only the layers without rotary embeddings have it.
     """
 
     slope: float
     period: int
+    offset: int = 0
+    only_without_rope: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +181,56 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConvolution:
+    """Gated causal convolutions over few tokens (LFM2), in place of attention.
+
+    Attributes:
+        layers: Indices of the layers that have them.
+        size: Number of tokens that a convolution sees, the newest one included.
+        has_bias: Whether the convolution and the matrices before and after it have biases.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet:
+    """Linear attention with a memory that the gated delta rule updates (arXiv:2412.06464), in place of attention.
+
+    Attributes:
+        layers: Indices of the layers that have it.
+        size: Number of tokens that the convolution of queries, keys and values sees, the newest one included.
+        num_key_heads: Number of heads of queries and keys, each for as many neighbouring heads of values.
+        num_value_heads: Number of heads of values, each of which has a memory.
+        key_dims, value_dims: Dims of each head.
+        fused: Whether a checkpoint has the matrices of queries, keys, values and output gates in one tensor, head by
+            head of the keys, and so those of the two gates of the memory.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dims: int
+    value_dims: int
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"the value heads of linear attention must be a multiple of its key heads, got {self.num_value_heads} "
+                f"and {self.num_key_heads}"
+            )
+
+    @property
+    def mixed_dims(self) -> int:
+        """Dims of all heads of queries, keys and values together."""
+        return 2 * self.num_key_heads * self.key_dims + self.num_value_heads * self.value_dims
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts instead of a feed-forward layer.
 
@@ -164,7 +247,14 @@ class Experts:
         num_groups: Number of groups of neighbouring experts.
         groups_per_token: Number of groups that a token's experts are chosen from.
         shared_ffn_size: Hidden size of the feed-forward layer that every token goes through besides; 0 for none.
+        weighs_inputs: Whether the router's weights multiply the inputs of experts, rather than their outputs.
+        has_bias: Whether the router and the matrices of experts have biases.
+        fused: Whether and how a checkpoint has `gate_name` and `up_name` in one tensor [E, D, 2 F], which both of these
+            name, and the third matrix of all experts in another one, [E, F, D]; None for a tensor per matrix.
+        has_shared_gate: Whether the output of that layer is multiplied by the sigmoid of a logit per token.
+        sum_eps: Number that is added to the sum of sigmoids that the router's weights are divided by.
         router_name, gate_name, up_name, down_name: Names of a layer's weights in a checkpoint; `{expert}` is an index.
+        correction_name, shared_name: Names of the correction and of the layer for every token.
     """
 
     num: int
@@ -179,10 +269,17 @@ class Experts:
     num_groups: int = 1
     groups_per_token: int = 1
     shared_ffn_size: int = 0
+    weighs_inputs: bool = False
+    has_bias: bool = False
+    fused: FusedExperts | None = None
+    has_shared_gate: bool = False
+    sum_eps: float = 1e-20
     router_name: str = "mlp.gate"
     gate_name: str = "mlp.experts.{expert}.gate_proj"
     up_name: str = "mlp.experts.{expert}.up_proj"
     down_name: str = "mlp.experts.{expert}.down_proj"
+    correction_name: str = "mlp.gate.e_score_correction_bias"
+    shared_name: str = "mlp.shared_experts"
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.num:
@@ -211,14 +308,19 @@ class ModelConfig:
     Attributes:
         max_positions: Length of the longest sequence.
         ropes: Rotary embeddings of each layer; None for a layer without positions.
-        windows: Sliding window of each layer; None for a layer that sees all earlier positions.
+        windows: Window of each layer.
         attention_scale: Factor of the products of queries and keys.
         query_growth: Growth of the queries with their position; None for none.
         latent: Latent attention; then a cache has one head of keys and values. None for ordinary attention.
+        sinks: Whether each head has a logit that adds to the sum of its softmax, without a value.
+        recurrent: What some layers have in place of attention; None if all have attention.
+        attention_gate: Whether outputs of attention are multiplied by sigmoids, whose logits the matrix of the queries
+            gives after each head's queries.
         attention_softcap, logit_softcap: Scores and logits x become softcap tanh(x / softcap).
         embedding_scale, residual_scale, logit_scale: Factors of embeddings, of each block's output, and of logits.
         experts: Mixture of experts; None for a dense model.
-        norm_names: Names of norms in a checkpoint, by ours, where they are not those of most families.
+        module_names: Names of a layer's modules in a checkpoint, by ours, where they are not those of most families;
+            also that of the final norm.
         fused_qkv: Whether a checkpoint has queries, keys and values in one tensor.
         fused_gate_up: Whether a checkpoint has the two matrices of a feed-forward layer's hidden size in one tensor.
         vision: The part that sees images; None for a model of text.
@@ -234,26 +336,29 @@ class ModelConfig:
     ffn_size: int
     max_positions: int
     ropes: tuple[Rope | None, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     attention_scale: float
     norm: NormKind = "rms"
     norm_eps: float = 1e-6
     block: BlockKind = "pre_norm"
     qk_norm: QKNorm = "none"
-    activation: Activation = "silu"
+    activation: GatedActivation = "silu"
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     query_growth: QueryGrowth | None = None
     latent: LatentAttention | None = None
+    sinks: bool = False
+    recurrent: ShortConvolution | GatedDeltaNet | None = None
+    attention_gate: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
-    norm_names: tuple[tuple[str, str], ...] = ()
+    module_names: tuple[tuple[str, str], ...] = ()
     fused_qkv: bool = False
     fused_gate_up: bool = False
     num_labels: int = 0
@@ -278,8 +383,16 @@ class ModelConfig:
             raise ValueError(
                 f"rotary embeddings need an even number of dims, at most head_dim, got {odd[0]} of {self.head_dim} dims"
             )
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"a sliding window must be at least 1, got {self.windows}")
+        if any(
+            window.size < 1 if isinstance(window, Chunks) else window is not None and window < 1
+            for window in self.windows
+        ):
+            raise ValueError(f"a window must have at least one position, got {self.windows}")
+        if not self.attention_layers:
+            raise ValueError(
+                f"none of the {self.num_layers} layers has attention, by which groupax counts the memory of sequences; "
+                "layer_types must have at least one full_attention"
+            )
 
     def attention(self, layer: int) -> AttentionConfig:
         """Returns the attention of a layer."""
@@ -288,7 +401,7 @@ class ModelConfig:
     def first_similar_layer(self, layer: int) -> int:
         """Returns the first layer of the same kind."""
         kinds = [
-            (rope, window, self.has_experts(i))
+            (rope, window, self.has_experts(i), self.is_recurrent(i))
             for i, (rope, window) in enumerate(zip(self.ropes, self.windows, strict=True))
         ]
         return kinds.index(kinds[layer])
@@ -314,6 +427,15 @@ class ModelConfig:
     def hidden_scale(self) -> float:
         """Factor of the last hidden states, which scales the logits."""
         return 1.0 if self.num_labels else self.logit_scale
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Indices of the layers with attention."""
+        return [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Returns whether a layer has a recurrent state in place of attention."""
+        return self.recurrent is not None and layer in self.recurrent.layers
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer is a mixture of experts."""

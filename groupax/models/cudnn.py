@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Chunks
 
 # cuDNN's kernel, or XLA's lowering of the same call, which runs on any device.
 Implementation = Literal["cudnn", "xla"]
@@ -27,6 +27,7 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Computes `attention.attend` without a softcap; queries before their row's start get undefined results."""
     assert attn.softcap is None, "cuDNN has no softcap"
+    assert not isinstance(attn.window, Chunks), "cuDNN has no chunks"
     window = None if attn.window is None else (attn.window - 1, 0)
     out = jax.nn.dot_product_attention(
         *(_roll_left(x, starts) for x in (q, k, v)),

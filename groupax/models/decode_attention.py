@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.attention import MASKED, within_window
+from groupax.models.attention import MASKED, with_sinks, within_window
 from groupax.models.column_blocks import key_scores, total_weights, weighted_values
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Window
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
 from groupax.parallel.pytree import pytree
@@ -31,19 +31,25 @@ class Past:
     prompt_starts: Int[Array, "Q"]
     lengths: Int[Array, "B"]
 
-    def visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "B T"]:
+    def visible(self, num_columns: int, num_prompt_columns: int = 0, window: Window = None) -> Bool[Array, "B T"]:
         """Returns which own columns each row sees, with a window only the newest ones."""
         distance = self.lengths[:, None] - 1 - jnp.arange(num_columns)[None, :]
-        return (distance >= 0) & within_window(distance, window)
+        return (distance >= 0) & within_window(distance, self._positions(num_prompt_columns), window)
 
-    def prompt_visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "Q S"] | Bool[Array, "B S"]:
+    def prompt_visible(self, num_columns: int, window: Window = None) -> Bool[Array, "Q S"] | Bool[Array, "B S"]:
         """Returns which columns of its prompt each row sees, with a window those that are near enough to the row."""
         columns = jnp.arange(num_columns)[None, :]
         visible = columns >= self.prompt_starts[:, None]
         if window is None:
             return visible
         distance = self.lengths[:, None] - 1 + num_columns - columns
-        return jnp.repeat(visible, len(distance) // len(visible), axis=0) & within_window(distance, window)
+        visible = jnp.repeat(visible, len(distance) // len(visible), axis=0)
+        return visible & within_window(distance, self._positions(num_columns), window)
+
+    def _positions(self, num_prompt_columns: int) -> Int[Array, "B 1"]:
+        """Returns the position of each row's newest token in its sequence."""
+        prompts = jnp.repeat(num_prompt_columns - self.prompt_starts, len(self.lengths) // len(self.prompt_starts))
+        return (prompts + self.lengths - 1)[:, None]
 
     def write(self, x: Array, newest: Array, axis: int) -> Array:
         """Returns the rows' arrays `x`, whose columns are at `axis`, with the newest column of each busy row."""
@@ -76,19 +82,25 @@ def attend_past(
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
+    sinks: Float[Array, "N"] | None = None,
     by_block: bool = False,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest tokens' keys and values into the cache, and computes their queries' attention.
 
-    With `by_block` it computes by blocks of columns (see `column_blocks`).
+    With `by_block` it computes by blocks of columns (see `column_blocks`); `sinks` are as in `attention.attend`.
     """
     keys = past.write(cache.k, to_cache(k, cache.k.dtype), axis=3)
     cache = cache._replace(k=keys, v=past.write(cache.v, to_cache(v, cache.v.dtype), axis=2))
-    return attend_cached(attn, past, cache, q, by_block), cache
+    return attend_cached(attn, past, cache, q, sinks, by_block), cache
 
 
 def attend_cached(
-    attn: AttentionConfig, past: Past, cache: LayerCache, q: Float[Array, "B N H"], by_block: bool = False
+    attn: AttentionConfig,
+    past: Past,
+    cache: LayerCache,
+    q: Float[Array, "B N H"],
+    sinks: Float[Array, "N"] | None = None,
+    by_block: bool = False,
 ) -> Float[Array, "B N H"]:
     """Computes attention of one query per row over its prompt's and its own visible columns.
 
@@ -117,13 +129,14 @@ def attend_cached(
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, S), G, axis=2)
     prompt_scores = jnp.where(prompt_visible, prompt_scores, MASKED)
     row_scores = softcapped(scores_of(queries, keys), attn.softcap)
-    visible = past.visible(values.shape[2], attn.window)
+    visible = past.visible(values.shape[2], S, attn.window)
     row_scores = jnp.where(visible[:, None, None], row_scores, MASKED)
-    highest = jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores))
+    highest, sink = with_sinks(jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores)), sinks)
     prompt_weights, row_weights = jnp.exp(prompt_scores - to_prompts(highest)), jnp.exp(row_scores - highest)
     prompt_out = values_of(prompt_weights.astype(values.dtype), prompt_v)
     row_out = values_of(row_weights.astype(values.dtype), values)
-    out = (to_rows(prompt_out) + row_out) / (to_rows(sum_of(prompt_weights)) + sum_of(row_weights))
+    total = to_rows(sum_of(prompt_weights)) + sum_of(row_weights)
+    out = (to_rows(prompt_out) + row_out) / (total if sink is None else total + sink)
     return out.astype(q.dtype).reshape(B, N, H)
 
 

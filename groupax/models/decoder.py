@@ -1,8 +1,9 @@
 """The decoder: one forward pass for training, scoring, prefill and decoding.
 
 The pass works on a flat list of M tokens with their positions. Its uses differ only in which tokens see which, and that
-is up to the caller's `attend`: it receives a layer's queries, keys and values of all M tokens and returns the attention
-output of each token, and the layer's updated cache if there is one.
+is up to the caller: its `attend` receives a layer's queries, keys and values of all M tokens and returns the attention
+output of each token, and the layer's updated cache if there is one. Layers with a recurrent state call its `recur`
+instead, which takes a layer's recurrence through the tokens of each sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend
-from groupax.models.config import AttentionConfig, ModelConfig, Rope
+from groupax.models.config import AttentionConfig, GatedDeltaNet, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
-from groupax.models.experts import Routing, mixture_of_experts
+from groupax.models.experts import Router, Routing, mixture_of_experts
+from groupax.models.gated_delta_net import gated_delta_net
 from groupax.models.latent_attention import latent_attention
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
+from groupax.models.recurrence import Recurrence, empty_state
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.scan_layers import apply_layers
+from groupax.models.short_convolution import short_convolution
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
@@ -30,9 +34,13 @@ from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
-# (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
-# -> (outputs [M, N, H], the layer's updated cache)
-Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
+# (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H], sinks [N] if the
+# model has them) -> (outputs [M, N, H], the layer's updated cache)
+Attend = Callable[..., tuple[Array, Any]]
+# (a layer's recurrence, the layer's cache or None, its inputs of all M tokens) -> (outputs [M, ...], the updated cache)
+Recur = Callable[[Recurrence, Any, Any], tuple[Array, Any]]
+# A layer's weights, and the experts that were recorded for its tokens, [M, A], if there are any.
+_Given = tuple[Params, Array | None]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
@@ -44,7 +52,7 @@ class ForwardOutput(NamedTuple):
 
     Attributes:
         hidden: Hidden states after the final norm, times `hidden_scale`, in the dtype of the parameters.
-        caches: Cache that `attend` returned for each layer.
+        caches: Cache that `attend` or `recur` returned for each layer.
         routings: Routing of the tokens in each layer with experts.
     """
 
@@ -96,12 +104,14 @@ def forward(
     execution: Execution = DIRECT,
     layout: Layout = REPLICATED,
     images: ImageInputs | None = None,
+    recorded: Int[Array, "M LA"] | None = None,
+    recur: Recur | None = None,
 ) -> ForwardOutput:
     """Runs the decoder on a flat list of tokens.
 
-    Layers of the same kind are traced once, so `attend` may read its closure but must not change it. With a layout,
-    inside a shard_map, each device has its shard of the weights and `attend` receives its heads; hidden states are
-    replicated.
+    Layers of the same kind are traced once, so `attend` and `recur` may read their closures but must not change them.
+    With a layout, inside a shard_map, each device has its shard of the weights and `attend` receives its heads; hidden
+    states and recurrent layers are replicated.
 
     Args:
         config: Architecture of the model.
@@ -110,10 +120,13 @@ def forward(
         positions: Position of each token in its sequence, or three coordinates of it (see `Rope.sections`).
         attend: Attention of the caller (see above). Whether the tokens of an image see each other is up to it too (see
             `attention.same_image`).
-        caches: Cache of each layer, passed to `attend`; None for no caches.
+        caches: Cache of each layer, passed to `attend` or `recur`; None for no caches.
         execution: Execution settings; layers with caches are not scanned.
         layout: Sharding of the model.
         images: Features in place of tokens, which are replicated like hidden states; None if all tokens are text.
+        recorded: Experts that each token chooses in each layer with experts, layer by layer; -1 where its router does.
+            None leaves all choices to the routers.
+        recur: Recurrence of the caller (see above); None for models without recurrent layers.
     """
     x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
@@ -122,15 +135,15 @@ def forward(
         x = jnp.where(images.feature_index[:, None] < 0, x, _features(images, 0, x.dtype))
     at = _At.positions(config, positions, x.dtype)
 
-    def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, at, attend, execution, layout, x, weights, cache, index)
+    def layer(x: Array, given: _Given, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
+        return _layer(config, at, attend, recur, execution, layout, x, given, cache, index)
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
     caches = list(caches) if caches is not None else [None] * config.num_layers
 
-    def apply_layer(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
-        x, caches[index], routing = compiled(x, weights, caches[index], config.first_similar_layer(index))
+    def apply_layer(x: Array, given: _Given, index: int) -> tuple[Array, Routing | None]:
+        x, caches[index], routing = compiled(x, given, caches[index], config.first_similar_layer(index))
         if images is not None and index < num_later:
             x = x + jnp.where(images.feature_index[:, None] < 0, 0, _features(images, index + 1, x.dtype))
         return x, routing
@@ -138,9 +151,21 @@ def forward(
     num_later = 0 if images is None else images.features.shape[0] - 1
     kinds: list[Any] = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
     kinds[:num_later] = [("features", index) for index in range(num_later)]  # which no scan may repeat
-    x, routings = apply_layers(apply_layer, x, params["layers"], kinds)
+    layers = list(zip(params["layers"], _choices(config, recorded), strict=True))
+    x, routings = apply_layers(apply_layer, x, layers, kinds)
     hidden = scaled(_norm(config, x, params["final_norm"]), config.hidden_scale)
     return ForwardOutput(hidden, caches, [routing for routing in routings if routing is not None])
+
+
+def _choices(config: ModelConfig, recorded: Int[Array, "M LA"] | None) -> list[Array | None]:
+    """Returns the recorded experts of each layer, [M, A]."""
+    choices: list[Array | None] = [None] * config.num_layers
+    if recorded is not None:
+        assert config.experts is not None, "recorded of a model with experts"
+        each = jnp.split(recorded, len(config.experts.layers), axis=1)
+        for layer, own in zip(sorted(config.experts.layers), each, strict=True):
+            choices[layer] = own
+    return choices
 
 
 def _features(images: ImageInputs, level: int, dtype: Any) -> Float[Array, "M D"]:
@@ -171,25 +196,30 @@ def _layer(
     config: ModelConfig,
     at: _At,
     attend: Attend,
+    recur: Recur | None,
     execution: Execution,
     layout: Layout,
     x: Float[Array, "M D"],
-    weights: Params,
+    given: "_Given",
     cache: Any,
     index: int,
 ) -> tuple[Float[Array, "M D"], Any, Routing | None]:
+    weights, recorded = given
     weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
     attn = config.attention(index)
     h = _norm(config, x, weights.get("attention_norm"))
     bound, is_cached = partial(attend, attn, cache), cache is not None
-    if config.latent is None:
+    if config.is_recurrent(index):
+        assert recur is not None, "callers pass it for models with recurrent layers"
+        attended, cache = _recurrent(config, weights, h, recur, cache)
+    elif config.latent is None:
         attended, cache = _attention(config, index, weights, h, at, bound, layout)
     else:
         rotate = partial(_rotated, config.ropes[index], at)
         attended, cache = latent_attention(config.latent, weights, h, rotate, bound, is_cached, layout.axis("heads"))
     x = x + _residual(config, attended, weights.get("attention_out_norm"))
     h = h if config.block == "parallel" else _norm(config, x, weights.get("mlp_norm"))
-    out, routing = _mlp(config, index, weights, h, layout)
+    out, routing = _mlp(config, index, weights, h, layout, recorded)
     return x + _residual(config, out, weights.get("mlp_out_norm")), cache, routing
 
 
@@ -213,13 +243,24 @@ def _embed(params: Params, tokens: Int[Array, "M"], execution: Execution, layout
     return psum(jnp.where(is_own[:, None], lookup(table, jnp.where(is_own, own, 0)), 0), axis)
 
 
+def _recurrent(
+    config: ModelConfig, weights: Params, h: Float[Array, "M D"], recur: Recur, cache: Any
+) -> tuple[Float[Array, "M D"], Any]:
+    def bound(recurrence: Recurrence, inputs: Any) -> tuple[Array, Any]:
+        return recur(recurrence, cache, inputs)
+
+    if isinstance(config.recurrent, GatedDeltaNet):
+        return gated_delta_net(config, config.recurrent, weights, h, bound)
+    return short_convolution(weights, h, bound)
+
+
 def _attention(
     config: ModelConfig,
     index: int,
     weights: Params,
     h: Float[Array, "M D"],
     at: _At,
-    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    attend: Callable[..., tuple[Array, Any]],
     layout: Layout,
 ) -> tuple[Float[Array, "M D"], Any]:
     M, axis = h.shape[0], layout.axis("heads")
@@ -228,14 +269,23 @@ def _attention(
     if config.qk_norm == "all_heads":
         q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
     v = linear(h, weights["v"], weights.get("v_bias"))
+    gate = None
+    if config.attention_gate:
+        q, gate = jnp.split(q.reshape(M, -1, 2 * config.head_dim), 2, axis=-1)
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
         q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
-    q, k = (_rotated(config.ropes[index], at, x) for x in (q, k))
-    q = q if at.query_factors is None else q * at.query_factors
+    rope, growth = config.ropes[index], config.query_growth
+    q, k = (_rotated(rope, at, x) for x in (q, k))
+    if config.qk_norm == "after_rope" and rope is not None:
+        unit = jnp.ones(config.head_dim, q.dtype)
+        q, k = _norm_heads(config, q, k, unit, unit)
+    if growth is not None and (rope is None or not growth.only_without_rope):
+        q = q * at.query_factors
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
-    out, cache = attend(q, k, v)
+    out, cache = attend(q, k, v, *([weights["sinks"]] if config.sinks else []))
+    out = out if gate is None else out * jax.nn.sigmoid(gate)
     return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
 
 
@@ -273,16 +323,27 @@ def local_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[
 
 
 def _mlp(
-    config: ModelConfig, index: int, weights: Params, h: Float[Array, "M D"], layout: Layout
+    config: ModelConfig,
+    index: int,
+    weights: Params,
+    h: Float[Array, "M D"],
+    layout: Layout,
+    recorded: Int[Array, "M A"] | None,
 ) -> tuple[Float[Array, "M D"], Routing | None]:
     if config.has_experts(index):
         assert config.experts is not None, "the layer has some"
         matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
-        router = weights["router"], weights.get(ROUTER_CORRECTION)
-        out, routing = mixture_of_experts(config.experts, h, router, *matrices, config.activation, layout)
+        router = Router(weights["router"], weights.get("router_bias"), weights.get(ROUTER_CORRECTION))
+        biases = tuple(weights.get(f"expert_{name}_bias") for name in ("gate", "up", "down"))
+        out, routing = mixture_of_experts(
+            config.experts, h, router, matrices, biases, config.activation, layout, recorded
+        )
         if config.experts.shared_ffn_size:
             shared = weights["shared_gate"], weights["shared_up"], weights["shared_down"]
-            out = out + gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
+            extra = gated_mlp(h, *shared, (None, None, None), config.activation, layout.axis("shared_ffn"))
+            if config.experts.has_shared_gate:
+                extra = jax.nn.sigmoid(linear(h, weights["shared_logit"])) * extra
+            out = out + extra
         return out, routing
     biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
     matrices = weights["gate"], weights["up"], weights["down"]
@@ -327,12 +388,20 @@ def causal_hidden(
     """Computes the hidden states of left-padded sequences after the final norm; `starts` are their first columns."""
     B, T = tokens.shape
 
-    def attend_causally(attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_causally(
+        attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, None]:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, starts, attn).reshape(B * T, *q.shape[2:]), cache
+        return attend(q, k, v, starts, attn, sinks=sinks).reshape(B * T, *q.shape[2:]), cache
+
+    def recur_causally(recurrence: Recurrence, cache: None, inputs: Any) -> tuple[Array, None]:
+        columns = jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), inputs)
+        out, _ = recurrence.scan(empty_state(config, B), columns, jnp.arange(T)[None, :] >= starts[:, None])
+        return out.reshape(B * T, *out.shape[2:]), cache
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
-    return forward(config, params, tokens.reshape(-1), positions, attend_causally).hidden.reshape(B, T, -1)
+    found = forward(config, params, tokens.reshape(-1), positions, attend_causally, recur=recur_causally)
+    return found.hidden.reshape(B, T, -1)
 
 
 def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:

@@ -1,6 +1,7 @@
 """Mixtures of experts: a router sends each token through a few of many feed-forward blocks."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.config import Activation, Experts
+from groupax.models.config import Experts, GatedActivation
 from groupax.models.layers import gated_activation, linear
 from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
@@ -16,10 +17,34 @@ from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
+# The matrices of experts, [E, F, D], [E, F, D] and [E, D, F], and their biases, [E, F], [E, F] and [E, D].
+Matrices = tuple[Array, Array, Array]
+Biases = tuple[Array | None, ...]
+NO_BIASES: Biases = (None, None, None)
 # Rows times their group's matrix, [E, O, I]; the matrices have the layout of checkpoints, as in `layers.linear`.
 _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
+
+
+@pytree
+class Router:
+    """The weights of a router.
+
+    Attributes:
+        matrix: Makes the experts' logits of a token.
+        bias: Is added to these logits; None for none.
+        correction: Is added to the experts' scores for the choice only; None for none.
+    """
+
+    matrix: Float[Any, "E D"]
+    bias: Float[Any, "E"] | None = None
+    correction: Float[Any, "E"] | None = None
+
+    def logits(self, x: Float[Array, "M D"]) -> Float[Array, "M E"]:
+        """Computes the logits of tokens, in float32."""
+        logits = matmul_nt(x, self.matrix)
+        return logits if self.bias is None else logits + self.bias.astype(jnp.float32)[None, :]
 
 
 @pytree
@@ -38,14 +63,16 @@ class Routing:
 def mixture_of_experts(
     experts: Experts,
     x: Float[Array, "M D"],
-    router: tuple[Float[Array, "E D"], Float[Array, "E"] | None],
-    gate: Float[Array, "e F D"],
-    up: Float[Array, "e F D"],
-    down: Float[Array, "e D F"],
-    activation: Activation = "silu",
+    router: Router,
+    matrices: Matrices,
+    biases: Biases = NO_BIASES,
+    activation: GatedActivation = "silu",
     layout: Layout = REPLICATED,
+    recorded: Int[Array, "M A"] | None = None,
 ) -> tuple[Float[Array, "M D"], Routing]:
     """Sums weight * down(activation(gate x) * up x) over the chosen experts of each token.
+
+    With `experts.weighs_inputs` the weight multiplies x instead.
 
     No token is dropped. If experts are sharded over a mesh axis, each device computes its own experts for the tokens of
     all devices.
@@ -53,39 +80,50 @@ def mixture_of_experts(
     Args:
         experts: Settings of the mixture.
         x: Inputs of the tokens.
-        router: The router's matrix, and the correction of the experts' scores if it has one.
-        gate, up, down: Matrices of the experts.
+        router: Weights of the router.
+        matrices: Matrices of the experts: gate, up and down.
+        biases: Their biases, if they have any.
         activation: Activation of the experts.
         layout: Sharding of the model.
+        recorded: Experts to choose (see `route`).
     """
-    weights, routing = route(experts, matmul_nt(x, router[0]), router[1])
-    chosen = routing.chosen
+    weights, routing = route(experts, router.logits(x), router.correction, recorded)
+    chosen, num_own = routing.chosen, matrices[0].shape[0]
     expert_axis, ffn_axis = layout.axis("expert"), layout.axis("expert_ffn")
     all_x, all_weights = (
         all_gather(psum_grad(each, ffn_axis), expert_axis, 0) for each in (x, weights.astype(x.dtype))
     )
     local_chosen = chosen
     if expert_axis is not None:
-        local_chosen = lax.all_gather(chosen, expert_axis, tiled=True) - axis_index(expert_axis) * gate.shape[0]
-    arrays = all_x, all_weights, local_chosen, gate, up, down
+        local_chosen = lax.all_gather(chosen, expert_axis, tiled=True) - axis_index(expert_axis) * num_own
+    arrays = all_x, all_weights, local_chosen, matrices, biases[:2]
     # XLA's CPU backend has no grouped matmul. Its lowering costs a matmul with all choices per expert, and the order of
     # its sums depends on the number of rows.
     if traced_platform() == "cpu":
-        out = loop_over_experts(*arrays, activation)
+        out = loop_over_experts(*arrays, activation, experts.weighs_inputs)
     else:
-        out = ragged_experts(*arrays, activation, has_remote=expert_axis is not None)
-    return psum(reduce_scatter(out, expert_axis, 0), ffn_axis), routing
+        out = ragged_experts(*arrays, activation, experts.weighs_inputs, has_remote=expert_axis is not None)
+    out = psum(reduce_scatter(out, expert_axis, 0), ffn_axis)
+    if biases[2] is None:
+        return out, routing
+    weights = all_gather(weights.astype(x.dtype), expert_axis, 0)
+    shifts = _chosen_biases(weights, local_chosen, biases[2])
+    return out + reduce_scatter(shifts, expert_axis, 0), routing
 
 
 def route(
-    experts: Experts, logits: Float[Array, "M E"], correction: Float[Array, "E"] | None = None
+    experts: Experts,
+    logits: Float[Array, "M E"],
+    correction: Float[Array, "E"] | None = None,
+    recorded: Int[Array, "M A"] | None = None,
 ) -> tuple[Float[Array, "M A"], Routing]:
     """Chooses the experts of each token and their weights, in float32.
 
     The weights are the scores of the chosen experts: the softmax over the logits of all experts (arXiv:2401.04088,
     section 2.1), or their sigmoids (arXiv:2412.19437, equations 13 to 16), divided by their sum if
     `experts.norm_topk_prob`. Experts are chosen by their scores plus the correction, from the groups whose two best
-    experts have the largest sums.
+    experts have the largest sums. Where `recorded` is not negative, its experts are chosen instead; their weights are
+    this router's, and so are the gradients (rollout routing replay, arXiv:2510.11370).
     """
     if experts.scores == "softmax":
         exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
@@ -93,15 +131,16 @@ def route(
     else:
         scores = jax.nn.sigmoid(logits)
         probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    if correction is None and experts.num_groups == 1:
+    if correction is None and experts.num_groups == 1 and recorded is None:
         weights, chosen = lax.top_k(scores, experts.per_token)
     else:
         _, chosen = lax.top_k(_scores_for_choice(experts, scores, correction), experts.per_token)
+        chosen = chosen if recorded is None else jnp.where(recorded < 0, chosen, recorded.astype(chosen.dtype))
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.norm_topk_prob:
         total = jnp.sum(weights, axis=-1, keepdims=True)
         # sigmoids may all be 0
-        weights = weights / (total if experts.scores == "softmax" else total + np.float32(1e-20))
+        weights = weights / (total if experts.scores == "softmax" else total + np.float32(experts.sum_eps))
     if experts.scale != 1.0:
         weights = weights * np.float32(experts.scale)
     return weights, Routing(probs, chosen)
@@ -127,23 +166,31 @@ def ragged_experts(
     x: Float[Array, "M D"],
     weights: Float[Array, "M A"],
     chosen: Int[Array, "M A"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
-    activation: Activation,
+    matrices: Matrices,
+    biases: tuple[Array | None, Array | None] = (None, None),
+    activation: GatedActivation = "silu",
+    weighs_inputs: bool = False,
     has_remote: bool = False,
 ) -> Float[Array, "M D"]:
     """Applies the experts to tokens sorted by expert, so that each expert's matrices are one grouped matmul.
 
-    With `has_remote`, choices outside of [0, E) are experts of other devices, which contribute nothing here.
+    Biases are those of gate and up. With `has_remote`, choices outside of [0, E) are experts of other devices, which
+    contribute nothing here.
     """
+    gate, up, down = matrices
     (M, A), E = chosen.shape, gate.shape[0]
     if has_remote:
         chosen = jnp.where((chosen < 0) | (chosen >= E), E, chosen)
     order, inverse, sizes = _sort_by_expert(chosen, E)
     rows = _dispatch(x, order, inverse)
-    between = gated_activation(activation, _grouped_matmul(rows, gate, sizes), _grouped_matmul(rows, up, sizes))
-    weighted = between * _dispatch(weights.reshape(-1, 1), order, inverse)
+    row_weights = _dispatch(weights.reshape(-1, 1), order, inverse)
+    rows = rows * row_weights if weighs_inputs else rows
+    gated, upper = _grouped_matmul(rows, gate, sizes), _grouped_matmul(rows, up, sizes)
+    if biases[0] is not None:
+        by_row = jax.nn.one_hot(chosen.reshape(-1)[order], E, dtype=x.dtype)
+        gated, upper = (y + linear(by_row, bias.T) for y, bias in zip((gated, upper), biases, strict=True))
+    between = gated_activation(activation, gated, upper)
+    weighted = between if weighs_inputs else between * row_weights
     if has_remote:  # rows after those of the groups are undefined
         is_own = (jnp.arange(M * A) < jnp.sum(sizes))[:, None]
         out = jnp.where(is_own, _grouped_matmul(jnp.where(is_own, weighted, 0), down, sizes), 0)
@@ -156,21 +203,30 @@ def loop_over_experts(
     x: Float[Array, "M D"],
     weights: Float[Array, "M A"],
     chosen: Int[Array, "M A"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
-    activation: Activation,
+    matrices: Matrices,
+    biases: tuple[Array | None, Array | None] = (None, None),
+    activation: GatedActivation = "silu",
+    weighs_inputs: bool = False,
 ) -> Float[Array, "M D"]:
     """Applies each expert in turn to all tokens, with a weight of 0 where it was not chosen."""
 
     @jax.checkpoint
-    def add(total: Array, expert: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
-        index, gate, up, down = expert
+    def add(total: Array, expert: tuple[Array, Matrices, tuple[Array | None, Array | None]]) -> tuple[Array, None]:
+        index, (gate, up, down), (gate_bias, up_bias) = expert
         weight = jnp.sum(weights, axis=1, keepdims=True, where=chosen == index)
-        between = gated_activation(activation, linear(x, gate), linear(x, up))
-        return total + linear(between * weight, down), None
+        inputs = x * weight if weighs_inputs else x
+        between = gated_activation(activation, linear(inputs, gate, gate_bias), linear(inputs, up, up_bias))
+        return total + linear(between if weighs_inputs else between * weight, down), None
 
-    return lax.scan(add, jnp.zeros_like(x), (jnp.arange(gate.shape[0]), gate, up, down))[0]
+    return lax.scan(add, jnp.zeros_like(x), (jnp.arange(len(matrices[0])), matrices, biases))[0]
+
+
+def _chosen_biases(
+    weights: Float[Array, "M A"], chosen: Int[Array, "M A"], bias: Float[Array, "E D"]
+) -> Float[Array, "M D"]:
+    """Sums the weighted biases of each token's experts; choices outside of [0, E) contribute nothing."""
+    by_expert = jnp.sum(jax.nn.one_hot(chosen, len(bias), dtype=weights.dtype) * weights[..., None], axis=1)
+    return linear(by_expert, bias.T)
 
 
 def load_balancing_loss(

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from groupax.models import attention
-from groupax.models.config import AttentionConfig, ModelConfig
+from groupax.models.config import AttentionConfig, Chunks, ModelConfig
 from groupax.models.execution import FusedAttention
 from groupax.parallel.platform import cuda_capability
 from groupax.settings.compute import AttnImplementation
@@ -51,6 +51,8 @@ def select_fused_attention(
 
 def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | None:
     """Returns why there is no kernel, or None if there is one."""
+    if any(isinstance(window, Chunks) for window in config.windows):
+        return "no kernel has the mask of chunks that this model attends to, which start with each row"
     if device.platform == "tpu":
         return None
     if device.platform not in ("gpu", "cuda"):
@@ -64,6 +66,8 @@ def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | N
         return f"cuDNN's kernel computes in bfloat16, and dtype is {dtype}"
     if config.attention_softcap is not None:
         return f"cuDNN's kernel has no softcap, and this model's softcap is {config.attention_softcap}"
+    if config.sinks:
+        return "cuDNN's kernel has no sinks, and this model has them"
     dims, most = config.update_heads[1], _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
     if dims > most or dims % 8:
         return (
@@ -81,19 +85,20 @@ def attend(
     attn: AttentionConfig,
     fused: FusedAttention | None,
     blocks: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes `attention.attend`, fused where that is faster; queries before their row's start are then undefined.
 
     No kernel has a mask in which images see themselves: with `blocks` it is plain.
     """
     if blocks is not None:
-        return attention.attend(q, k, v, starts, attn, blocks)
+        return attention.attend(q, k, v, starts, attn, blocks, sinks)
     if fused is None or not _is_faster(fused, q.shape[1], 0):
-        return attention.attend(q, k, v, starts, attn)
+        return attention.attend(q, k, v, starts, attn, sinks=sinks)
     if fused.kernel == "splash":
         from groupax.models import splash
 
-        return splash.attend(q, k, v, starts, attn, fused.emulated)
+        return splash.attend(q, k, v, starts, attn, fused.emulated, sinks)
     from groupax.models import cudnn
 
     return cudnn.attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
@@ -108,15 +113,16 @@ def attend_with_prompt(
     prompt_starts: Int[Array, "B"],
     attn: AttentionConfig,
     fused: FusedAttention | None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes `attention.attend_with_prompt`, fused where that is faster."""
     arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
     if fused is None or not _is_faster(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
-        return attention.attend_with_prompt(*arrays, attn)
+        return attention.attend_with_prompt(*arrays, attn, sinks)
     if fused.kernel == "splash":
         from groupax.models import splash
 
-        return splash.attend_with_prompt(*arrays, attn, fused.emulated)
+        return splash.attend_with_prompt(*arrays, attn, fused.emulated, sinks)
     from groupax.models import cudnn
 
     return cudnn.attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")

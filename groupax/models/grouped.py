@@ -20,6 +20,7 @@ from groupax.models.experts import Routing
 from groupax.models.fused_attention import attend, attend_with_prompt
 from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
+from groupax.models.recurrence import Recurrence, State, empty_state
 from groupax.models.specs import Params
 from groupax.models.split import gather_weight
 from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice
@@ -40,6 +41,7 @@ class RaggedBatch:
         tiles: Indices of the rows' tokens, one rectangle per query tile, longest row first; -1 where there is none.
         prompt_of: Prompt of each row of the first tile.
         slots: Index of each token in the concatenated cells of the prompts and tiles; -1 for padding.
+        experts: Experts that were recorded for each token (see `decoder.forward`); None if none were.
     """
 
     tokens: Int[Any, "M"]
@@ -49,6 +51,7 @@ class RaggedBatch:
     tiles: list[Int[Any, "_ _"]]
     prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
+    experts: Int[Any, "M LA"] | None = None
 
 
 def grouped_logprobs(
@@ -77,8 +80,20 @@ def grouped_logprobs(
     """
     shared = layout.axis("tokens")
     tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
-    attend = partial(_attend, _Rectangles.of(ragged), ragged, execution, shared)
-    hidden, _, routings = forward(config, params, tokens, positions, attend, execution=execution, layout=layout)
+    rectangles = _Rectangles.of(ragged)
+    attend = partial(_attend, rectangles, ragged, execution, shared)
+    recur = partial(_recur, rectangles, ragged, config, layout)
+    hidden, _, routings = forward(
+        config,
+        params,
+        tokens,
+        positions,
+        attend,
+        execution=execution,
+        layout=layout,
+        recorded=None if ragged.experts is None else local_tokens(ragged.experts, layout),
+        recur=recur,
+    )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     logp, entropy = token_logprobs(
         local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout),
@@ -129,13 +144,15 @@ def _attend(
     q: Float[Array, "m N H"],
     k: Float[Array, "m K H"],
     v: Float[Array, "m K H"],
+    sinks: Float[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "m N H"], None]:
     """Computes a layer's attention (see `decoder.Attend`). If devices share the tokens, each computes some heads."""
     if shared is None:
-        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v), cache
+        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v, sinks), cache
     q, k, v = _gather_tokens(q, k, v, shared)
     M = ragged.tokens.shape[0]
-    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M])
+    sinks = None if sinks is None else local_slice(sinks, shared, 0)
+    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M], sinks)
     out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
     return all_to_all(out, shared, 0, 1), cache
 
@@ -148,21 +165,49 @@ def _attend_rectangles(
     q: Float[Array, "M N H"],
     k: Float[Array, "M K H"],
     v: Float[Array, "M K H"],
+    sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "M N H"]:
     (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (
         rectangles.split(x, ragged.slots) for x in (q, k, v)
     )
     starts, fused = rectangles.starts, execution.attention
-    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused)]
+    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused, sinks=sinks)]
     for last, own_q in enumerate(tile_q):
         B = own_q.shape[0]
         prompt_of = ragged.prompt_of[:B]
         # a tile's queries see the columns of their rows in this tile and in those before it
         own_k, own_v = (jnp.concatenate([x[:B] for x in tiles[: last + 1]], axis=1) for tiles in (tile_k, tile_v))
         prompt = lookup(prompt_k, prompt_of), lookup(prompt_v, prompt_of), starts[prompt_of]
-        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused))
+        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused, sinks))
     flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
     return gather_with_inverse(flat, ragged.slots, rectangles.cells)
+
+
+def _recur(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    config: ModelConfig,
+    layout: Layout,
+    recurrence: Recurrence,
+    cache: None,
+    inputs: Any,
+) -> tuple[Float[Array, "m ..."], None]:
+    """Takes a layer's recurrence through the prompts, and from their ends through the rows (see `decoder.Recur`).
+
+    If devices share the tokens, each goes through all of them.
+    """
+    shared, M = layout.axis("tokens"), ragged.tokens.shape[0]
+    leaves, structure = jax.tree.flatten(inputs)
+    split = [rectangles.split(all_gather(x, shared, 0)[:M], ragged.slots) for x in leaves]
+    prompts, *tiles = (jax.tree.unflatten(structure, each) for each in zip(*split, strict=True))
+    out, state = recurrence.scan(empty_state(config, len(ragged.prompts)), prompts, ragged.prompts >= 0)
+    outs = [out]
+    state = State(*(lookup(x, ragged.prompt_of) for x in state))
+    for cells, own in zip(ragged.tiles, tiles, strict=True):
+        out, state = recurrence.scan(State(*(x[: len(cells)] for x in state)), own, cells >= 0)
+        outs.append(out)
+    flat = jnp.concatenate([out.reshape(-1, *out.shape[2:]) for out in outs])
+    return local_tokens(gather_with_inverse(flat, ragged.slots, rectangles.cells), layout), cache
 
 
 def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:

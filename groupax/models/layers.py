@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from groupax.models.adapted import AdaptedWeight, low_rank_linear
-from groupax.models.config import Activation, NormKind
+from groupax.models.config import Activation, ClampedSwiglu, GatedActivation, NormKind
 from groupax.models.matmul import dense_linear, matmul, matmul_nt
 from groupax.models.nf4 import Nf4, dequantize_nf4
 from groupax.parallel.collectives import Axis, psum, psum_grad
@@ -222,24 +222,30 @@ def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
 
 
 def gated_activation(
-    activation: Activation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]
+    activation: GatedActivation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]
 ) -> Float[Array, "*M F"]:
-    """Computes activation(gate) * up. In lower precision it computes in float32 and rounds once."""
-    return (
-        ACTIVATIONS[activation](gate) * up if gate.dtype == jnp.float32 else _gated_low_precision(activation, gate, up)
-    )
+    """Computes activation(gate) * up, or an activation of both. In lower precision it is rounded once."""
+    return _gated(activation, gate, up) if gate.dtype == jnp.float32 else _gated_low_precision(activation, gate, up)
+
+
+def _gated(activation: GatedActivation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]) -> Float[Array, "*M F"]:
+    if not isinstance(activation, ClampedSwiglu):
+        return ACTIVATIONS[activation](gate) * up
+    limit = np.float32(activation.limit)
+    gate = jnp.minimum(gate, limit)
+    return (jnp.clip(up, -limit, limit) + 1.0) * gate * jax.nn.sigmoid(gate * np.float32(activation.alpha))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_low_precision(activation: Activation, gate: Array, up: Array) -> Array:
+def _gated_low_precision(activation: GatedActivation, gate: Array, up: Array) -> Array:
     return _gated_float32(activation, gate, up).astype(gate.dtype)
 
 
-def _gated_float32(activation: Activation, gate: Array, up: Array) -> Float[Array, "*M F"]:
-    return ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
+def _gated_float32(activation: GatedActivation, gate: Array, up: Array) -> Float[Array, "*M F"]:
+    return _gated(activation, gate.astype(jnp.float32), up.astype(jnp.float32))
 
 
-def _gated_backward(activation: Activation, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+def _gated_backward(activation: GatedActivation, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     """Recomputes from the factors alone, as a function of the cotangent, so that XLA keeps no float32 intermediates."""
     gate, up = factors
     gate = _depending_on(cotangent, gate)
@@ -257,7 +263,7 @@ def gated_mlp(
     up: Weight,
     down: Weight,
     biases: tuple[Array | None, Array | None, Array | None],
-    activation: Activation = "silu",
+    activation: GatedActivation = "silu",
     axis: Axis = None,
 ) -> Float[Array, "*M D"]:
     """Computes down(activation(gate x) * up x); with "silu" this is SwiGLU (arXiv:2002.05202, without its constant).

@@ -206,6 +206,9 @@ def _trained_specs(specs: Any, lora: LoRAConfig, targets: set[str], saved: set[s
             if lora.bias == "all" or (lora.bias == "lora_only" and module in targets) or module in saved:
                 infix = ".base_layer" if module in targets else ""
                 trained[name] = Spec(spec.shape, spec.axes, f"{PREFIX}{module}{infix}.bias")
+        elif spec.name.endswith(".dt_bias"):  # a bias to PEFT by its name
+            if lora.bias == "all":
+                trained[name] = Spec(spec.shape, spec.axes, PREFIX + spec.name, is_float32=True)
         elif module in saved:
             trained[name] = Spec(spec.shape, spec.axes, PREFIX + spec.name)
         elif module in targets:

@@ -44,8 +44,16 @@ def join_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.ndarr
     spec, array = parts[0]
     if spec.is_stacked:
         return dict(zip(spec.tensor_names, array, strict=True))
-    arrays = [array for _, array in sorted(parts, key=lambda part: part[0].first_row)]
-    return {spec.name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)}
+    if len(parts) == 1:
+        return {spec.name: np.ascontiguousarray(spec.reordered(array))}
+    fused = np.empty(spec.fused_shape, array.dtype)
+    for each, rows in parts:
+        fused[each.fused_index(_whole(each))] = rows
+    return {spec.name: np.ascontiguousarray(spec.reordered(fused))}
+
+
+def _whole(spec: Spec) -> tuple[slice, ...]:
+    return (slice(None),) * len(spec.shape)
 
 
 def param_leaves(specs: Params, params: Params) -> list[Any]:
@@ -99,5 +107,5 @@ def _replaced(spec: Spec, weight: jax.Array, tensors: Mapping[str, np.ndarray]) 
             array[index] = tensor
     else:
         [(_, array)] = given
-        array = array if spec.num_rows is None else array[spec.first_row : spec.first_row + spec.shape[0]]
+        array = spec.reordered(array)[spec.fused_index(_whole(spec))]
     return jax.device_put(array.astype(weight.dtype, copy=False), weight.sharding)

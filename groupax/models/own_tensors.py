@@ -27,7 +27,10 @@ _OLDER_PREFIXES = (
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
 # Tensors of the parts that see images.
-_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+# Layers of these models that predict several tokens ahead, which have names of their own.
+_AHEAD = re.compile(r"mtp\.")
+_WITH_AHEAD = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 
@@ -51,6 +54,8 @@ def own_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
         ahead = range(num_layers, num_layers + num_ahead)
         found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
+    if hf.get("model_type") in _WITH_AHEAD:
+        found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
     if len(found) < len(tensors):
         logger.warning(
             "%s: %d of its %d tensors are of parts that groupax does not have, which see images or predict several "

@@ -68,8 +68,8 @@ def _coordinates(rope: Rope) -> Int[np.ndarray, "R"]:
 
 
 def query_factors(growth: QueryGrowth, positions: Int[Array, "M"]) -> Float[Array, "M"]:
-    """Computes 1 + slope ln(1 + floor(p / period)) for each position p, in float32."""
-    periods = (positions // growth.period).astype(jnp.float32)
+    """Computes 1 + slope ln(1 + floor((p + offset) / period)) for each position p, in float32."""
+    periods = ((positions + growth.offset) // growth.period).astype(jnp.float32)
     return 1.0 + np.float32(growth.slope) * jnp.log(1.0 + periods)
 
 
@@ -114,8 +114,10 @@ def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
     (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
     """
     turns = scaling.original_max_positions * plain / (2 * np.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
+    between = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = (
+        np.clip((turns - scaling.low_freq_factor) / between, 0.0, 1.0) if between else turns > scaling.low_freq_factor
+    )
     return plain * (kept + (1.0 - kept) / scaling.factor)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Key
 
-from groupax.models.config import BlockKind, Experts, ModelConfig
+from groupax.models.config import BlockKind, Experts, GatedDeltaNet, ModelConfig, ShortConvolution
 from groupax.models.spec import Spec
 from groupax.models.vision.specs import vision_specs
 from groupax.parallel.mesh import Layout, layout_for
@@ -24,8 +24,10 @@ Params = dict[str, Any]
 
 # Name in checkpoints; a tied model has only the embedding.
 HEAD = "lm_head.weight"
-# The bias that is added to the experts' scores for their choice, which is kept in float32 and not trained.
-ROUTER_CORRECTION, CORRECTION_NAME = "router_correction", "e_score_correction_bias"
+# The bias that is added to the experts' scores for their choice, which is not trained, and its names in checkpoints.
+ROUTER_CORRECTION, CORRECTION_NAMES = "router_correction", ("e_score_correction_bias", "expert_bias")
+# Weights that are kept in float32.
+FLOAT32 = (ROUTER_CORRECTION, "a_log", "dt_bias")
 
 
 def embedding_name(config: ModelConfig) -> str:
@@ -42,7 +44,7 @@ def model_specs(config: ModelConfig) -> Params:
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), embedding_name(config)),
         "layers": [layer_specs(config, index) for index in range(config.num_layers)],
-        "final_norm": Spec((D,), (None,), f"{config.prefix}norm.weight", init=_norm_init(config)),
+        "final_norm": _norm_spec(config, (D,), f"{config.prefix}{dict(config.module_names).get('final_norm', 'norm')}"),
     }
     if config.vision is not None:
         specs["vision"] = vision_specs(config.vision, D)
@@ -74,13 +76,30 @@ def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     """Returns the `Spec`s of one layer."""
     prefix, D = f"{config.prefix}layers.{index}", config.hidden_size
-    names = _BLOCK_NORMS[config.block] | dict(config.norm_names)
-    specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in names.items()}
-    specs |= _latent_specs(config, prefix) if config.latent else _attention_specs(config, prefix)
+    norms = _BLOCK_NORMS[config.block]
+    specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in norms.items()}
+    if config.is_recurrent(index):
+        assert config.recurrent is not None, "the layer is recurrent"
+        is_delta = isinstance(config.recurrent, GatedDeltaNet)
+        specs |= (_delta_specs if is_delta else _convolution_specs)(config.recurrent, D, prefix)
+    else:
+        specs |= _latent_specs(config, prefix) if config.latent else _attention_specs(config, prefix)
     if config.has_experts(index):
         assert config.experts is not None, "the layer has experts"
-        return specs | _expert_specs(config.experts, D, prefix)
-    return specs | _mlp_specs(config, prefix)
+        specs |= _expert_specs(config.experts, D, prefix)
+    else:
+        specs |= _mlp_specs(config, prefix)
+    return _renamed(specs, prefix, dict(config.module_names))
+
+
+def _renamed(specs: dict[str, Spec], prefix: str, names: dict[str, str]) -> dict[str, Spec]:
+    """Gives the weights and biases of some modules other names in a checkpoint."""
+    renamed = dict(specs)
+    for ours, theirs in names.items():
+        for own, kind in ((ours, "weight"), (f"{ours}_bias", "bias")):
+            if own in specs:
+                renamed[own] = replace(specs[own], name=f"{prefix}.{theirs}.{kind}")
+    return renamed
 
 
 def _norm_spec(config: ModelConfig, shape: tuple[int, ...], name: str) -> Spec:
@@ -91,6 +110,8 @@ def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     specs: dict[str, Spec] = {}
     rows = {"q": N * H, "k": K * H, "v": K * H}
+    if config.attention_gate:
+        rows["q"] = 2 * N * H
     for first_row, (name, size) in zip((0, N * H, (N + K) * H), rows.items(), strict=True):
         axes = ("heads" if name == "q" else "kv_heads", "embed")
         specs[name] = Spec((size, D), axes, f"{prefix}.self_attn.{name}_proj.weight")
@@ -102,7 +123,9 @@ def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     specs["o"] = Spec((D, N * H), ("embed", "heads"), f"{prefix}.self_attn.o_proj.weight")
     if config.o_bias:
         specs["o_bias"] = Spec((D,), (None,), f"{prefix}.self_attn.o_proj.bias", init="zeros")
-    if config.qk_norm != "none":
+    if config.sinks:
+        specs["sinks"] = Spec((N,), ("heads",), f"{prefix}.self_attn.sinks")
+    if config.qk_norm not in ("none", "after_rope"):
         shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
         q_shape, k_shape = shapes[config.qk_norm]
         specs |= {
@@ -143,6 +166,44 @@ def _latent_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     return specs
 
 
+def _convolution_specs(convolution: ShortConvolution, D: int, prefix: str) -> dict[str, Spec]:
+    name, whole = f"{prefix}.conv", (None, None, None)
+    specs = {
+        "conv_in": Spec((3 * D, D), ("mixer", "embed"), f"{name}.in_proj.weight"),
+        "conv": Spec((D, 1, convolution.size), whole, f"{name}.conv.weight"),
+        "conv_out": Spec((D, D), ("embed", "mixer"), f"{name}.out_proj.weight"),
+    }
+    if convolution.has_bias:
+        for own, spec in tuple(specs.items()):
+            bias = spec.name.removesuffix("weight") + "bias"
+            specs[f"{own}_bias"] = Spec(spec.shape[:1], (None,), bias, init="zeros")
+    return specs
+
+
+def _delta_specs(net: GatedDeltaNet, D: int, prefix: str) -> dict[str, Spec]:
+    name, V = f"{prefix}.linear_attn", net.num_value_heads
+    values = V * net.value_dims
+    if net.fused:
+        into = {"mixed_and_gate": ("in_proj_qkvz", net.mixed_dims + values), "step_and_decay": ("in_proj_ba", 2 * V)}
+    else:
+        into = {
+            "mixed": ("in_proj_qkv", net.mixed_dims),
+            "delta_gate": ("in_proj_z", values),
+            "step": ("in_proj_b", V),
+            "decay": ("in_proj_a", V),
+        }
+    specs = {
+        own: Spec((rows, D), ("mixer", "embed"), f"{name}.{theirs}.weight") for own, (theirs, rows) in into.items()
+    }
+    return specs | {
+        "conv": Spec((net.mixed_dims, 1, net.size), (None, None, None), f"{name}.conv1d.weight"),
+        "dt_bias": Spec((V,), (None,), f"{name}.dt_bias", init="ones", is_float32=True),
+        "a_log": Spec((V,), (None,), f"{name}.A_log", init="log_uniform", is_float32=True),
+        "delta_norm": Spec((net.value_dims,), (None,), f"{name}.norm.weight", init="ones"),
+        "delta_out": Spec((D, values), ("embed", "mixer"), f"{name}.out_proj.weight"),
+    }
+
+
 def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     D, F = config.hidden_size, config.ffn_size
     specs = {
@@ -169,17 +230,55 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
         "expert_up": Spec((E, F, D), into, f"{prefix}.{experts.up_name}.weight"),
         "expert_down": Spec((E, D, F), out, f"{prefix}.{experts.down_name}.weight"),
     }
+    if experts.fused is not None:
+        specs |= _fused_expert_specs(experts, specs, prefix)
+    if experts.has_bias:
+        specs |= _expert_bias_specs(experts, specs, prefix)
     if experts.has_correction:
-        name = f"{prefix}.{experts.router_name}.{CORRECTION_NAME}"
+        name = f"{prefix}.{experts.correction_name}"
         specs[ROUTER_CORRECTION] = Spec((E,), (None,), name, init="zeros", is_float32=True)
     if F := experts.shared_ffn_size:
-        name = f"{prefix}.mlp.shared_experts"
+        name = f"{prefix}.{experts.shared_name}"
         specs |= {
             "shared_gate": Spec((F, D), ("shared_ffn", "embed"), f"{name}.gate_proj.weight"),
             "shared_up": Spec((F, D), ("shared_ffn", "embed"), f"{name}.up_proj.weight"),
             "shared_down": Spec((D, F), ("embed", "shared_ffn"), f"{name}.down_proj.weight"),
         }
+        if experts.has_shared_gate:
+            specs["shared_logit"] = Spec((1, D), ("mixer", "embed"), f"{name}_gate.weight")
     return specs
+
+
+def _fused_expert_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
+    """Returns the specs of experts whose tensors are transposed, with gate and up in one of them."""
+    rows = _fused_rows(experts)
+    fused = {
+        own: replace(specs[own], name=f"{prefix}.{name}", row_dim=1, is_transposed=True, **rows[own])
+        for own, name in (("expert_gate", experts.gate_name), ("expert_up", experts.up_name))
+    }
+    down = replace(specs["expert_down"], name=f"{prefix}.{experts.down_name}", is_transposed=True)
+    return {**fused, "expert_down": down}
+
+
+def _expert_bias_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
+    """Returns the biases of a router and of experts in fused tensors."""
+    E, rows = experts.num, _fused_rows(experts)
+    router = Spec((E,), (None,), f"{prefix}.{experts.router_name}.bias", init="zeros")
+    biases = {"router_bias": router}
+    for own in ("expert_gate", "expert_up", "expert_down"):
+        spec = specs[own]
+        axes = ("expert", "expert_ffn" if own in rows else None)
+        bias = Spec(spec.shape[:2], axes, f"{spec.name}_bias", init="zeros", row_dim=1, **rows.get(own, {}))
+        biases[f"{own}_bias"] = bias
+    return biases
+
+
+def _fused_rows(experts: Experts) -> dict[str, dict[str, int]]:
+    """Returns the rows of gate and up in a fused tensor, as arguments of `Spec`."""
+    F = experts.ffn_size
+    first, step = (1, 2) if experts.fused == "alternating" else (F, 1)
+    own = {"num_rows": 2 * F, "row_step": step}
+    return {"expert_gate": {"first_row": 0, **own}, "expert_up": {"first_row": first, **own}}
 
 
 def spec_leaves(config: ModelConfig) -> Iterator[Spec]:
@@ -199,8 +298,9 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         "embed": config.hidden_size,
         "vocab": config.vocab_size,
         "heads": config.num_heads if by_head else 1,
-        "kv_heads": config.num_kv_heads if by_head else 1,
     }
+    if config.latent is None:
+        sizes["kv_heads"] = config.num_kv_heads if by_head else 1
     if not all(map(config.has_experts, range(config.num_layers))):
         sizes["ffn"] = config.ffn_size
     if config.experts is not None:
@@ -225,10 +325,13 @@ def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any
     """Initializes random weights on `mesh`; a weight's values depend only on the key and its name in a checkpoint."""
 
     def init(spec: Spec) -> Array:
-        if spec.init != "normal":
-            return jnp.full(spec.shape, float(spec.init == "ones"), jnp.float32 if spec.is_float32 else dtype)
+        own = jnp.float32 if spec.is_float32 else dtype
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(spec.shape, float(spec.init == "ones"), own)
         label = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
         weight_key = jax.random.fold_in(key, zlib.crc32(label.encode()))
+        if spec.init == "log_uniform":
+            return jnp.log(jax.random.uniform(weight_key, spec.shape, minval=0.01, maxval=16.0)).astype(own)
         return (0.02 * jax.random.normal(weight_key, spec.shape, jnp.float32)).astype(dtype)
 
     specs = model_specs(config)
@@ -237,4 +340,4 @@ def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any
 
 def weight_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
     """Returns the dtype of the weight at a path of the tree when the weights are cast to a dtype."""
-    return jnp.float32 if getattr(path[-1], "key", None) == ROUTER_CORRECTION else dtype
+    return jnp.float32 if getattr(path[-1], "key", None) in FLOAT32 else dtype

@@ -4,6 +4,7 @@ Scores never reach the device's memory. The masks of positions are static, so th
 skipped; a prompt's left padding is hidden by segment ids. Padding sees padding and itself, so it always sees something.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Chunks
 from groupax.models.layers import scaled
 
 # Lanes of a TPU's vector registers; block sizes are multiples of it.
@@ -28,15 +29,16 @@ def attend(
     starts: Int[Array, "B"],
     attn: AttentionConfig,
     interpret: bool = False,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes `attention.attend`; queries before their row's start get undefined results.
 
     Args:
-        q, k, v, starts, attn: Arguments of `attention.attend`.
+        q, k, v, starts, attn, sinks: Arguments of `attention.attend`.
         interpret: Whether to emulate the kernels with operations that every device has.
     """
     is_own = jnp.arange(q.shape[1])[None, :] >= starts[:, None]
-    return _call_kernel(q, k, v, (is_own, is_own), 0, attn, interpret)
+    return _call_kernel(q, k, v, (is_own, is_own), 0, attn, interpret, sinks)
 
 
 def attend_with_prompt(
@@ -48,13 +50,14 @@ def attend_with_prompt(
     prompt_starts: Int[Array, "B"],
     attn: AttentionConfig,
     interpret: bool = False,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes `attention.attend_with_prompt`; `interpret` as in `attend`."""
     B, T = q.shape[:2]
     columns = prompt_k.shape[1] + k.shape[1]
     keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
     is_own = jnp.arange(columns)[None, :] >= prompt_starts[:, None]
-    return _call_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), columns - T, attn, interpret)
+    return _call_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), columns - T, attn, interpret, sinks)
 
 
 def _call_kernel(
@@ -65,6 +68,7 @@ def _call_kernel(
     offset: int,
     attn: AttentionConfig,
     interpret: bool,
+    sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     """Attends from query t, which is at column `offset` + t, to the columns up to there that are not padding."""
     T, N, C = *q.shape[1:3], k.shape[1]
@@ -80,13 +84,15 @@ def _call_kernel(
         return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *rest), constant_values=x.ndim == 2)
 
     seen: masks.Mask = masks.CausalMask((num_queries, num_columns), offset)
+    assert not isinstance(attn.window, Chunks), "chunks start with each row, and masks are static"
     if attn.window is not None:
         seen = masks.LocalMask((num_queries, num_columns), (attn.window - 1, 0), offset)
     kernel = _make_kernel(masks.MultiHeadMask([seen] * N), block_q, block_kv, attn.softcap, interpret)
     segments = (pad(x, size).astype(jnp.int32) for x, size in zip(is_own, (num_queries, num_columns), strict=True))
     sides = (scaled(q, attn.scale), num_queries), (k, num_columns), (v, num_columns)
     heads = (pad(x, size).swapaxes(1, 2) for x, size in sides)
-    out: Any = jax.vmap(kernel)(*heads, kernels.SegmentIds(*segments))
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    out: Any = jax.vmap(partial(kernel, sinks=sinks))(*heads, kernels.SegmentIds(*segments))
     return out.swapaxes(1, 2)[:, :T]
 
 

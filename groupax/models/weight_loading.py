@@ -169,7 +169,7 @@ def _read_shard(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
     """Reads the shard of a weight at a tuple of slices, directly from the files."""
     if spec.is_stacked:
         return np.stack([tensors[name].get_slice(name)[index[1:]] for name in spec.tensor_names[index[0]]])
-    if spec.num_rows is not None:
-        first, end, _ = index[0].indices(spec.shape[0])
-        index = (slice(spec.first_row + first, spec.first_row + end), *index[1:])
-    return tensors[spec.name].get_slice(spec.name)[index]
+    stored = tensors[spec.name].get_slice(spec.name)
+    index = spec.stored_index(index)
+    steps = tuple(slice(None, None, each.step) for each in index)  # which slices of files do not have
+    return spec.reordered(stored[tuple(slice(each.start, each.stop) for each in index)][steps])

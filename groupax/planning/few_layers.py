@@ -71,15 +71,17 @@ def _of_kinds(config: ModelConfig, kinds: Sequence[Hashable], numbers: Counter[A
         if left[kind]:
             left[kind] -= 1
             layers.append(layer)
-    experts = config.experts
-    if experts is not None:
-        experts = replace(experts, layers=tuple(new for new, layer in enumerate(layers) if layer in experts.layers))
+    experts, recurrent = (
+        part and replace(part, layers=tuple(new for new, layer in enumerate(layers) if layer in part.layers))
+        for part in (config.experts, config.recurrent)
+    )
     return replace(
         config,
         num_layers=len(layers),
         ropes=tuple(config.ropes[layer] for layer in layers),
         windows=tuple(config.windows[layer] for layer in layers),
         experts=experts,
+        recurrent=recurrent,
     )
 
 

@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from groupax.engine.ahead_of_time import Tracer
-from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, Plan, piece_size
+from groupax.engine.cache import cache_dtype, plan_for
+from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.quantize import decoding_params
 from groupax.models.split import partition_specs
@@ -83,8 +83,8 @@ def _cache_shape(
     config, args, num_shards = model_state.config, model_state.args, num_data_shards(mesh)
     demand = Demand((args.num_generations,) * (num_rows // args.num_generations), longest[0] - 1, longest[1])
     budget = FREE_FRAC * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
-    num_tokens = int(min(budget, _UNLIMITED) / token_bytes(config, kv_dtype, mesh.shape["tp"]))
-    allowed = Plan(num_tokens, config.num_layers, args.max_concurrent_rows)
+    num_bytes = int(min(budget, _UNLIMITED))
+    allowed = plan_for(config, num_bytes, kv_dtype, mesh.shape["tp"], args.max_concurrent_rows)
     try:
         shape = allowed.first_shape(demand, num_shards)
     except ValueError as error:

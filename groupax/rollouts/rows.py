@@ -34,6 +34,7 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         rollout_logp=rollout.policy_logps,
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
+        experts=rollout.experts,
         is_failure=rollout.is_failure,
         adapter=rollout.adapter,
     )
@@ -57,6 +58,7 @@ def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row
         advantages=np.where(branch.mask, np.float32(advantage), np.float32(0.0)),
         rollout_logp=branch.policy_logps,
         sampler_logp=None if row.sampler_logp is None else branch.sampler_logps,
+        experts=None,
         is_branch=True,
         adapter=branch.adapter,
     )

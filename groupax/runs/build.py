@@ -322,6 +322,7 @@ def engine_for(
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
         adapters=args.adapters,
+        record_experts=args.routing_replay,
     )
     if constraint is not None:  # an error is found before the first rollout
         engine.automata.get(*constraint, min(args.max_completion_length, eval_params(args).max_tokens))

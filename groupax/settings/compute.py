@@ -84,6 +84,9 @@ class DecodingSettings:
     exactly the policy (see rollout_correction)."""
     decoding_tp: int = ranged(1, 10**5, low=1, resume="free")
     """Tensor-parallel size for decoding; 1 replicates the weights and shards the rows."""
+    routing_replay: bool = False
+    """Record the experts that sampled tokens go through, and choose the same in updates (rollout routing replay, R3);
+    for mixtures of experts whose engine rounds otherwise than the update."""
 
 
 def mesh_sizes(mesh: str, name: str = "mesh") -> tuple[int, int, int, int, int]:

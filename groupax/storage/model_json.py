@@ -12,6 +12,7 @@ from groupax.terminal.printable import short_repr
 # Far beyond any released model. Without these limits a false number would be counted up to before it is noticed.
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
+MAX_CONVOLUTION = 256
 MAX_SIZE = 2**31 - 1  # the range of an int32 index
 
 
@@ -84,14 +85,29 @@ CONFIG: Mapping[str, Kind] = {
     "architectures": TEXTS,
     "attention_bias": FLAG,
     "attention_out_bias": FLAG,
+    "attention_chunk_size": integer().or_null(),
     "attention_multiplier": above(0),
+    "attn_scale": NOT_NEGATIVE,
+    "attn_temperature_tuning": Kind(
+        "true, false or a whole number", lambda value: isinstance(value, bool) or is_integer(value, 0, MAX_SIZE)
+    ),
     "attn_logit_softcapping": above(0).or_null(),
+    "attn_output_gate": FLAG,
+    "block_auto_adjust_ff_dim": FLAG,
+    "block_ff_dim": integer().or_null(),
+    "block_ffn_dim_multiplier": above(0).or_null(),
+    "block_multiple_of": integer(),
+    "conv_L_cache": integer(1, MAX_CONVOLUTION),
+    "conv_bias": FLAG,
     "decoder_sparse_step": integer(),
     "embedding_multiplier": above(0),
     "dtype": DTYPE,
     "eos_token_id": TOKENS,
     "first_k_dense_replace": integer(0, MAX_LAYERS),
     "final_logit_softcapping": above(0).or_null(),
+    "full_attention_interval": integer(1, MAX_LAYERS),
+    "full_attn_idxs": list_of(integer(0, MAX_LAYERS)).or_null(),
+    "floor_scale": integer(),
     "head_dim": integer().or_null(),
     "hidden_act": TEXT.or_null(),
     "hidden_activation": TEXT.or_null(),
@@ -99,10 +115,17 @@ CONFIG: Mapping[str, Kind] = {
     "id2label": TABLE,
     "image_token_id": TOKEN,
     "image_token_index": TOKEN,
+    "interleave_moe_layer_step": integer(1, MAX_LAYERS),
     "intermediate_size": integer(),
+    "intermediate_size_mlp": integer(),
     "kv_lora_rank": integer(),
     "layer_norm_eps": above(0),
     "layer_types": TEXTS,
+    "linear_conv_kernel_dim": integer(1, MAX_CONVOLUTION),
+    "linear_key_head_dim": integer(),
+    "linear_num_key_heads": integer(),
+    "linear_num_value_heads": integer(),
+    "linear_value_head_dim": integer(),
     "logit_scale": above(0),
     "logits_scaling": above(0),
     "max_position_embeddings": integer(),
@@ -112,14 +135,17 @@ CONFIG: Mapping[str, Kind] = {
     "mm_tokens_per_image": integer(),
     "model_type": TEXT,
     "moe_intermediate_size": integer(),
+    "moe_layers": list_of(integer(0, MAX_LAYERS)).or_null(),
     "n_group": integer(1, MAX_EXPERTS),
     "n_routed_experts": integer(1, MAX_EXPERTS),
     "n_shared_experts": integer(0, MAX_EXPERTS),
     "no_rope_layer_interval": integer(),
     "no_rope_layers": list_of(integer(0, 1)).or_null(),
+    "norm_eps": above(0),
     "norm_topk_prob": FLAG,
     "num_attention_heads": integer(),
-    "num_experts": integer(1, MAX_EXPERTS).or_null(),
+    "num_dense_layers": integer(0, MAX_LAYERS),
+    "num_experts": integer(0, MAX_EXPERTS).or_null(),
     "num_experts_per_tok": integer(1, MAX_EXPERTS),
     "num_hidden_layers": integer(1, MAX_LAYERS),
     "num_key_value_heads": integer().or_null(),
@@ -145,15 +171,20 @@ CONFIG: Mapping[str, Kind] = {
     "routed_scaling_factor": above(0),
     "router_aux_loss_coef": NOT_NEGATIVE,
     "scale_factor": integer(),
+    "shared_expert_intermediate_size": integer(),
     "sliding_window": integer().or_null(),
     "sliding_window_pattern": Kind(
         "a whole number, or a string of L and G",
         lambda value: is_integer(value, 0, MAX_LAYERS) or (isinstance(value, str) and set(value) <= set("LG")),
     ).or_null(),
     "text_config": TABLE,
+    "swiglu_alpha": above(0),
+    "swiglu_limit": above(0),
+    "tie_embedding": FLAG,
     "tie_word_embeddings": FLAG,
     "topk_group": integer(1, MAX_EXPERTS),
     "torch_dtype": DTYPE,
+    "use_expert_bias": FLAG,
     "use_qk_norm": FLAG,
     "use_sliding_window": FLAG,
     "v_head_dim": integer(),
@@ -259,8 +290,6 @@ def _validate_rope(table: Any, where: str) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} is {short_repr(table)}; it must be {TABLE.description}")
     table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
-    if table.get("low_freq_factor", 0.0) == table.get("high_freq_factor", 1.0):
-        raise ValueError(f"{where} has the same low_freq_factor and high_freq_factor; they must differ")
     kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
     return table | {kind: _validate_rope(table[kind], f"{kind} of {where}") for kind in kinds}
 

@@ -6,7 +6,7 @@ the prompt end before that one. The engine splits sequences at the same position
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -125,6 +125,8 @@ def _pack_shard(
         cells[b, :length] = np.arange(first, first + length)
         slots[first : first + length] = b * T + np.arange(length)
     ragged = _ragged(rows, groups, lengths, starts, shape)
+    if any(row.experts is not None for row in rows):
+        ragged = replace(ragged, experts=_experts(rows, groups, starts, shape))
     loss_inputs = _loss_inputs([rows[index] for index in indices], present, shape)
     return MicroBatch(ragged, cells, slots, loss_inputs, _dropout_ids(rows, groups, starts, shape)), row_index
 
@@ -191,6 +193,16 @@ def _ragged(
     by_length = [(starts[row], lengths[row]) for row in longest_first]
     tiles = _tiles(by_length, shape, slots)
     return RaggedBatch(tokens, positions, targets, prompts, tiles, prompts_of_rows, slots)
+
+
+def _experts(rows: Sequence[Row], groups: Sequence[RowGroup], starts: Sequence[int], shape: Shape) -> np.ndarray:
+    """Returns the recorded experts of each token of a shard; those of prompts are not recorded."""
+    width = next(row.experts.shape[1] for row in rows if row.experts is not None)
+    experts = np.full((shape.tokens, width), -1, np.int16)
+    for index, start in zip((index for group in groups for index in group.rows), starts, strict=True):
+        if (own := rows[index].experts) is not None:
+            experts[start : start + len(own)] = own
+    return experts
 
 
 def _tiles(rows: Sequence[tuple[int, int]], shape: Shape, slots: np.ndarray) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ from groupax.models.lora import PREFIX, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
-from groupax.models.specs import CORRECTION_NAME, HEAD, embedding_name
+from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
 
@@ -123,7 +123,7 @@ class CausalLM:
             ImportError: PyTorch is not installed.
         """
         for name, value, is_trained in parameters_of(self.model) if recurse else ():
-            if name.endswith(CORRECTION_NAME):
+            if name.endswith(CORRECTION_NAMES):
                 continue
             yield f"{prefix}.{name}" if prefix else name, as_parameter(value, is_trained)
 

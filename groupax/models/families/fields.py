@@ -140,6 +140,21 @@ def layer_windows(sliding: tuple[bool, ...], window: int | None) -> tuple[int | 
     return tuple(window if slides else None for slides in sliding)
 
 
+def mixer_layers(hf: Mapping[str, Any], kind: str) -> tuple[int, ...]:
+    """Returns the layers that `layer_types` says are of a kind without attention.
+
+    Raises:
+        ValueError: A layer is of another kind, or their number is not that of `num_hidden_layers`.
+    """
+    kinds = needed(hf, "layer_types")
+    unknown = sorted({each for each in kinds if each not in ("full_attention", kind)})
+    if unknown:
+        raise ValueError(f"layer_types has {short_repr(unknown)}; supported are full_attention and {kind}")
+    if len(kinds) != needed(hf, "num_hidden_layers"):
+        raise ValueError(f"layer_types lists {len(kinds)} layers, but num_hidden_layers is {hf['num_hidden_layers']}")
+    return tuple(layer for layer, each in enumerate(kinds) if each == kind)
+
+
 def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
     """Refuses a config whose `key` is set to anything but `supported`, absent or null."""
     if hf.get(key) not in (None, supported):

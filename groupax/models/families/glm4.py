@@ -7,7 +7,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.families.fields import head_dim_of, model_config, needed
 from groupax.models.families.rope import read_rope
 
-NORM_NAMES = (
+MODULE_NAMES = (
     ("attention_out_norm", "post_self_attn_layernorm"),
     ("mlp_norm", "post_attention_layernorm"),
     ("mlp_out_norm", "post_mlp_layernorm"),
@@ -23,7 +23,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         ("attention_bias",),
         ropes=(rope,) * needed(hf, "num_hidden_layers"),
         block="sandwich_norm",
-        norm_names=NORM_NAMES,
+        module_names=MODULE_NAMES,
         qkv_bias=hf.get("attention_bias", True),
         fused_gate_up=True,
     )

@@ -8,6 +8,9 @@ from groupax.terminal.printable import short_repr
 # The models of which only the text part is supported: its kinds, with the class that transformers loads alone.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "mistral3": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "llama4": {"llama4_text": "Llama4ForCausalLM"},
 }
 # Sizes that files of models that see images may leave out of the text part.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -28,6 +31,32 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
     },
+    "llama4_text": {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    "qwen3_5_text": {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
     "qwen3_vl_text": {
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -38,6 +67,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128000,
     },
 }
+# Numbers of layers that predict several tokens ahead.
+_AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # Keys of the whole file that hold for its text part, unless that has its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype")
 
@@ -57,7 +88,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     if has_text_part(hf):
         hf = _text_part(hf)
-    return {**hf, "num_nextn_predict_layers": 0} if hf.get("num_nextn_predict_layers") else dict(hf)
+    return {**hf, **{key: 0 for key in _AHEAD if hf.get(key)}}
 
 
 def _text_part(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,12 @@ POLICIES = "policies"
 SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
 BRANCH_SCORES = "branch_scores"  # those of the rows of further streams of an episode
-AS_JSON = {"turns": turns_as_json, "messages": messages_as_json, "branches": branches_as_json}
+AS_STORED = {
+    "turns": turns_as_json,
+    "messages": messages_as_json,
+    "branches": branches_as_json,
+    "experts": lambda experts: None if experts is None else experts.reshape(-1),
+}
 FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
 
 
@@ -214,7 +219,7 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
         if field.name not in ("example", *BY_NAME):
-            stored = AS_JSON.get(field.name, _unchanged)
+            stored = AS_STORED.get(field.name, _unchanged)
             columns[field.name] = [stored(getattr(row, field.name)) for row in rollouts]
     for name in BY_NAME:
         keys = dict.fromkeys(key for row in rollouts for key in getattr(row, name))
@@ -254,6 +259,8 @@ def read_rollout(
     for index, group in enumerate(columns["group"]):
         own = {name: columns[name][index] for name in names}
         own |= {name: read(own[name]) for name, read in FROM_JSON.items() if name in own}
+        if own.get("experts") is not None:
+            own["experts"] = own["experts"].reshape(len(own["completion_ids"]), -1)
         if own["turn_advantages"] is not None:
             own["turn_advantages"] = tuple(own["turn_advantages"].tolist())
         own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}

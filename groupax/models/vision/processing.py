@@ -1,0 +1,205 @@
+"""From images and text to what a model reads, with the image processors of transformers that use PIL and numpy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, VisionConfig
+from groupax.models.vision.placement import make_image, num_features, place_images
+from groupax.storage.folders import read_json
+from groupax.terminal.printable import short_repr
+from groupax.types import Image, PromptImages
+
+
+@dataclass(frozen=True, eq=False)
+class ImageProcessor:
+    """What turns the images of a model's prompts into patches and tokens.
+
+    Attributes:
+        config: The part of the model that sees images.
+        processor: An image processor of transformers.
+        placeholder: Text in a prompt that stands for an image, as chat templates write it.
+        token: Text of the token that stands for one feature.
+    """
+
+    config: VisionConfig
+    processor: Any
+    placeholder: str
+    token: str
+
+
+def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> ImageProcessor:
+    """Loads the image processor of a model's folder.
+
+    Its class is that of the model's family, whatever the folder says, and no code of the folder is run.
+
+    Args:
+        folder: Folder of the model, with `preprocessor_config.json` or `processor_config.json`.
+        config: The part of the model that sees images.
+        tokenizer: Tokenizer of the model.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: The folder has no settings of an image processor, or they do not fit the model.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ImportError("models that see images need Pillow: pip install 'groupax[vision]'") from error
+    family, settings = _FAMILIES[type(config.projector)], _settings(folder)
+    try:
+        processor = family.processor_class().from_dict(settings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the image processor of {folder} cannot be loaded: {error}") from error
+    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+    if not isinstance(token, str):
+        raise ValueError(f"the tokenizer of {folder} has no token {config.image_token_id}, the model's image token")
+    placeholder = token if family.placeholder is None else family.placeholder
+    return ImageProcessor(config, processor, placeholder, token)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings of an image processor, which newer folders have in those of the whole processor."""
+    whole, own = folder / "processor_config.json", folder / "preprocessor_config.json"
+    found = read_json(whole).get("image_processor") if whole.is_file() else None
+    if found is None and not own.is_file():
+        raise ValueError(f"{folder} has no {own.name}, which says how its model sees images")
+    found = read_json(own) if found is None else found
+    if not isinstance(found, dict):
+        raise ValueError(f"image_processor of {whole} is {short_repr(found)}; it must be an object")
+    return found
+
+
+def process_image(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
+    """Returns an image as patches, and the text that takes the place of its placeholder in a prompt.
+
+    Args:
+        processor: Processor of the model.
+        image: PIL image, of any mode and size.
+
+    Raises:
+        ValueError: The model cannot see an image of this shape.
+    """
+    return _FAMILIES[type(processor.config.projector)].process(processor, image)
+
+
+def process_images(
+    processor: ImageProcessor, tokenizer: Any, text: str, images: Sequence[Any], add_special_tokens: bool = False
+) -> tuple[Int[np.ndarray, "S"], PromptImages]:
+    """Returns the tokens of a prompt with images, and where they stand for the images' features.
+
+    Args:
+        processor: Processor of the model.
+        tokenizer: Tokenizer of the model.
+        text: Prompt, as rendered by the chat template, with one placeholder per image.
+        images: PIL images, or the results of `process_image` for them.
+        add_special_tokens: Whether to add the tokenizer's special tokens, as to a prompt without a chat template.
+
+    Raises:
+        ValueError: The text has more or fewer placeholders than there are images, or other image tokens.
+    """
+    between = text.split(processor.placeholder)
+    if len(between) != len(images) + 1:
+        raise ValueError(
+            f"the prompt has {len(between) - 1} placeholders ({processor.placeholder}) for {len(images)} images; give "
+            "each image its place, as a part {'type': 'image'} of a message"
+        )
+    processed = [each if isinstance(each, tuple) else process_image(processor, each) for each in images]
+    parts = [between[0]]
+    for (_, own), after in zip(processed, between[1:], strict=True):
+        parts += [own, after]
+    token_ids = tokenizer("".join(parts), add_special_tokens=add_special_tokens)["input_ids"]
+    token_ids = np.asarray(token_ids, np.int32)
+    return token_ids, place_images(processor.config, token_ids, [image for image, _ in processed])
+
+
+def cut_patches(config: VisionConfig, pixels: Float[np.ndarray, "I C H W"]) -> Image:
+    """Returns the tiles of an image as patches; what is left of a tile at the right and below is cut off.
+
+    Args:
+        config: The part of the model that sees images.
+        pixels: Processed tiles, all of the same size.
+
+    Raises:
+        ValueError: The patches of a tile cannot be merged to features.
+    """
+    tiles, C, H, W = pixels.shape
+    side, merge = config.tower.patch_size, config.projector.merge
+    rows, columns = H // side, W // side
+    if config.tower.channels != C or rows % merge or columns % merge or not rows * columns:
+        raise ValueError(
+            f"an image became {C} channels of {H} x {W} pixels; the model sees {config.tower.channels} channels in "
+            f"patches of {side} x {side}, which it merges in squares of {merge} x {merge}"
+        )
+    blocks = pixels[:, :, : rows * side, : columns * side]
+    blocks = blocks.reshape(tiles, C, rows // merge, merge, side, columns // merge, merge, side)
+    return make_image(blocks.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(tiles, rows * columns, -1), (rows, columns))
+
+
+def _process_tiles(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
+    """Cuts an image into tiles, after which comes the whole image as one (Idefics 3, SmolVLM)."""
+    found = processor.processor([[image]], return_row_col_info=True, return_tensors="np")
+    tiles = cut_patches(processor.config, np.asarray(found["pixel_values"][0], np.float32))
+    rows, columns = found["rows"][0][0], found["cols"][0][0]
+    tokens = processor.token * (num_features(processor.config, tiles) // len(tiles.patches))
+    around = "<fake_token_around_image>"
+    text = "".join(
+        "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
+        for row in range(rows)
+    )
+    return tiles, text + "\n" * (rows > 0) + f"{around}<global-img>{tokens}{around}"
+
+
+def _process_whole(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
+    """Resizes an image to one size (Gemma 3); its crops ("pan and scan") are not made, as by default there."""
+    found = processor.processor([image], do_pan_and_scan=False, return_tensors="np")
+    whole = cut_patches(processor.config, np.asarray(found["pixel_values"], np.float32))
+    tokens = processor.token * num_features(processor.config, whole)
+    return whole, f"\n\n{processor.placeholder}{tokens}<end_of_image>\n\n"
+
+
+def _process_patches(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
+    """Resizes an image to a multiple of the patches' size (Qwen 3 VL)."""
+    found = processor.processor([image], return_tensors="np")
+    [(frames, rows, columns)] = found["image_grid_thw"].tolist()
+    patches = found["pixel_values"].reshape(frames, rows * columns, -1)
+    own = make_image(patches, (rows, columns))
+    return own, processor.token * num_features(processor.config, own)
+
+
+def _idefics3() -> Any:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil
+
+
+def _gemma3() -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil
+
+
+def _qwen2_vl() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How a family processes images; without a placeholder it is the image token."""
+
+    processor_class: Callable[[], Any]
+    process: Callable[[ImageProcessor, Any], tuple[Image, str]]
+    placeholder: str | None = None
+
+
+_FAMILIES: Mapping[type, _Family] = {
+    PixelShuffle: _Family(_idefics3, _process_tiles),
+    AveragePool: _Family(_gemma3, _process_whole, "<start_of_image>"),
+    PatchMerger: _Family(_qwen2_vl, _process_patches),
+}
