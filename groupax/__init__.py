@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from groupax.models.lora import LoRAConfig as LoRAConfig
     from groupax.models.saving import save_adapter as save_adapter
     from groupax.models.saving import save_model as save_model
+    from groupax.replay.make_bundle import bundle_step as bundle_step
+    from groupax.replay.make_bundle import replay_bundle as replay_bundle
     from groupax.replay.session import replay_step as replay_step
     from groupax.settings.sampling import SamplingParams as SamplingParams
     from groupax.sft import SFTResult as SFTResult
@@ -59,6 +61,7 @@ _HOME = {
     "TraceFile": "groupax.episodes.traces",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.checkpoint",
+    "bundle_step": "groupax.replay.make_bundle",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
     "mcp": "groupax.environments.mcp_tools",
@@ -67,6 +70,7 @@ _HOME = {
     "python_tool": "groupax.environments.python_tool",
     "read_traces": "groupax.episodes.traces",
     "recorded_rollouts": "groupax.episodes.traces",
+    "replay_bundle": "groupax.replay.make_bundle",
     "replay_step": "groupax.replay.session",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",

@@ -13,6 +13,7 @@ from groupax.settings.compute import DecodingSettings, MeshSettings, UpdateSetti
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.evaluation import EvaluationSchedule, EvaluationSettings
 from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, like, nearest
+from groupax.settings.images import VisionSettings
 from groupax.settings.objective import AdvantageSettings, EntropySettings, LossSettings, MaskSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.prompts import PromptSettings
@@ -167,6 +168,7 @@ class GRPOConfig(
     OptimizerSettings,
     LearningRateSettings,
     AdapterSettings,
+    VisionSettings,
     RewardSettings,
     ReferenceSettings,
     EntropySettings,

@@ -45,6 +45,43 @@ class TrainerState:
         return self.num_steps
 
 
+@dataclass(frozen=True, eq=False)
+class Image:
+    """One image, ready for the tower of a model (see `models.vision`).
+
+    Attributes:
+        digest: SHA-256 of the patches and their grid, in hexadecimal digits: the identity of what the model sees.
+        patches: Values of the N patches of each of its I tiles. The patches that become one feature follow each other,
+            row by row, and so do features.
+        grid: Number of rows and columns of patches of each tile.
+        shown: Patches that show something; None for all. Others are padding, which no patch sees.
+    """
+
+    digest: str
+    patches: Float[np.ndarray, "I N C"]
+    grid: tuple[int, int]
+    shown: Bool[np.ndarray, "I N"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt, and where its tokens stand for their features (see `models.vision.placement`).
+
+    Attributes:
+        images: The images in their order.
+        num_tokens: Number of tokens that stand for each image.
+        feature_index: Index of each prompt token's feature among those of all images; -1 for text.
+        positions: Coordinates (frame, row, column) of each prompt token's position; None where positions are columns.
+        position_offset: What is added to the columns of all tokens after the prompt to get their positions.
+    """
+
+    images: tuple[Image, ...]
+    num_tokens: tuple[int, ...]
+    feature_index: Int[np.ndarray, "S"]
+    positions: Int[np.ndarray, "3 S"] | None = None
+    position_offset: int = 0
+
+
 @dataclass(frozen=True)
 class CallRecord:
     """One call of a tool.
@@ -136,6 +173,7 @@ class Rollout:
         branches: Further streams of tokens of an episode whose program has rewritten its history, or has had several
             conversations. They have the rollout's advantage.
         adapter: Name of the adapter that sampled it, in a run that trains several; None for the policy, or the base.
+        images: Images of the prompt; None for a prompt of text.
         experts: Experts that its sampler chose (see `Row.experts`); None if they were not recorded.
 
     Raises:
@@ -163,6 +201,7 @@ class Rollout:
     environment: Any = None
     branches: tuple[Branch, ...] = ()
     adapter: str | None = None
+    images: PromptImages | None = None
     experts: Int[np.ndarray, "T LA"] | None = None
 
     def __post_init__(self) -> None:
@@ -259,6 +298,7 @@ class Row:
         is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
         is_branch: Whether it is a further stream of the episode of the row before.
         adapter: Name of the adapter that it trains, in a run that trains several.
+        images: Images of the prompt; None for a prompt of text.
     """
 
     group: int
@@ -276,40 +316,4 @@ class Row:
     is_failure: bool = False
     is_branch: bool = False
     adapter: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Image:
-    """One image, ready for the tower of a model (see `models.vision`).
-
-    Attributes:
-        digest: SHA-256 of the patches and their grid, in hexadecimal digits: the identity of what the model sees.
-        patches: Values of the N patches of each of its I tiles. The patches that become one feature follow each other,
-            row by row, and so do features.
-        grid: Number of rows and columns of patches of each tile.
-        shown: Patches that show something; None for all. Others are padding, which no patch sees.
-    """
-
-    digest: str
-    patches: Float[np.ndarray, "I N C"]
-    grid: tuple[int, int]
-    shown: Bool[np.ndarray, "I N"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class PromptImages:
-    """The images of one prompt, and where its tokens stand for their features (see `models.vision.placement`).
-
-    Attributes:
-        images: The images in their order.
-        num_tokens: Number of tokens that stand for each image.
-        feature_index: Index of each prompt token's feature among those of all images; -1 for text.
-        positions: Coordinates (frame, row, column) of each prompt token's position; None where positions are columns.
-        position_offset: What is added to the columns of all tokens after the prompt to get their positions.
-    """
-
-    images: tuple[Image, ...]
-    num_tokens: tuple[int, ...]
-    feature_index: Int[np.ndarray, "S"]
-    positions: Int[np.ndarray, "3 S"] | None = None
-    position_offset: int = 0
+    images: PromptImages | None = None

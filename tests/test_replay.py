@@ -2,23 +2,19 @@
 
 import json
 import shutil
-from dataclasses import replace
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model, replay_step
 from groupax.cli.main import main
 from groupax.episodes.record import remove_records
-from groupax.replay.bisect import first_line, parting_step
+from groupax.replay.bisect import first_line
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import replay_changed, stage_of
 from groupax.replay.show import changes, comparison
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.step_record import STAGES, parsed_records
-from groupax.training.optimizer import make_optimizer
 
 from .conftest import TINY
 from .stopped_run import letters
@@ -119,7 +115,7 @@ def test_a_reward_that_differs_is_named(run):
 def test_a_row_of_the_dataset_that_changed_is_named(run):
     changed = [{**row, "gold": "x"} if row["prompt"] == "ge" else row for row in PROMPTS]
     found = [again(run, step, data=changed).stages[0] for step in (1, 2)]
-    assert sum(len(stage.groups) for stage in found) == 1  # two steps visit every row once
+    assert sum(len(stage.places) for stage in found) == 1  # two steps visit every row once
 
 
 @pytest.mark.heavy
@@ -208,52 +204,6 @@ def test_conditions_on_metrics_are_parsed():
         first_line(lines, parsed_condition("kl > 9"))
     with pytest.raises(ValueError, match="no metric 'kll'"):
         first_line(lines, parsed_condition("kll > 9"))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("sabotage", "stage", "text"),
-    [
-        ("reward", "reward", "letters of row 0 (prompt 0, sample 0): 50"),
-        ("learning rate", "update", "learning_rate 1 in the run, 0.01 now"),
-        ("row", "data", "groups"),
-        ("nan", "loss", "loss not finite in the run"),
-    ],
-)
-def test_the_step_and_the_row_of_a_sabotage_are_named(tmp_path, sabotage, stage, text):
-    def reward(prompts, completion_ids, log_extra):
-        scores = letters(prompts, completion_ids, log_extra)
-        is_spoiled = sabotage == "reward" and trainer.cursor.step == 2
-        return [50.0, *scores[1:]] if is_spoiled else scores
-
-    reward.__name__ = "letters"
-    data = [{**row, "gold": "?"} if row["prompt"] == "ef" and sabotage == "row" else row for row in PROMPTS]
-    trainer = a_trainer(tmp_path, reward, data, max_steps=4, replay_state_gb=0.0)
-    learner, update = trainer.learner, trainer.learner.update
-
-    def spoiled(rows):
-        own = learner.schedule, learner.optimizer
-        if trainer.cursor.step == 2 and sabotage == "nan":
-            rows = [replace(rows[0], advantages=rows[0].advantages * np.float32(np.nan)), *rows[1:]]
-        if trainer.cursor.step == 2 and sabotage == "learning rate":
-            learner.schedule = lambda _: jnp.float32(1.0)
-            learner.optimizer = make_optimizer(learner.settings.optimizer, learner.schedule)
-        try:
-            return update(rows)
-        finally:
-            learner.schedule, learner.optimizer = own
-
-    trainer.learner.update = spoiled
-    trainer.train()
-    run = recorded_run(tmp_path / "run")
-    make, _ = makers(letters, letters)
-    *same, last = parting_step(Target(run, 4), make, trainer.args, range(1, 5))
-    assert all(outcome.is_equal for outcome in same)
-    if sabotage != "row":  # which one of the first two steps visits
-        assert last.step == 3
-    first = next(each for each in last.stages if not each.is_equal)
-    assert first.stage == stage
-    assert text in first.text
 
 
 def test_records_survive_damaged_lines(run):

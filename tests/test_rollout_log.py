@@ -7,8 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupax import GRPOConfig
-from groupax.events import TokenScores
+from groupax.events import Diagnosed, StepEnded, TokenScores
+from groupax.runs.folder import RunFolder
+from groupax.runs.folder_sink import FolderSink
 from groupax.runs.rollout_log import RolloutLog, rollout_table, simple_column, to_remove
+from groupax.settings.reporting import RolloutLogSettings
 from groupax.types import Rollout
 
 from .test_trainer import a_trainer, count_a
@@ -58,6 +61,7 @@ def logged(tmp_path_factory):
         [count_a, spread],
         max_steps=6,
         log_completions_steps=4,
+        replay_steps=0,
         prompts_per_step=2,
         updates_per_rollout=2,
     )
@@ -67,6 +71,24 @@ def logged(tmp_path_factory):
 
 def test_the_steps_asked_for_are_kept_and_the_first_and_the_last(logged):
     assert sorted(path.name for path in logged.iterdir()) == [f"step_{step:06d}.parquet" for step in (1, 4, 6)]
+
+
+def test_the_last_steps_and_those_with_findings_are_kept_for_replays(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    settings = RolloutLogSettings(log_completions_steps=5, replay_steps=3)
+    sink = FolderSink(settings, run, logging_steps=1, num_steps=20)
+    rollouts = [a_rollout()]
+    for step in range(1, 13):
+        if step == 4:
+            sink(Diagnosed(step, "kl_runaway", "KL runs away"))
+        if step == 7:
+            run.write_bad_batch(step, [])
+        metrics = {"reward": 1.0, "update_skipped": float(step == 7)}
+        sink(StepEnded(step, metrics, {"step": float(step)}, rollouts))
+    kept = sorted(int(path.stem.removeprefix("step_")) for path in (run.path / "rollouts").iterdir())
+    assert kept == [1, 4, 5, 7, 10, 11, 12]
+    assert to_remove(dict.fromkeys(range(1, 8), 10), 30, kept={3, 6}) == [2, 4, 5]
 
 
 def test_all_that_is_known_of_a_completion_is_there_in_simple_types(logged):
@@ -158,7 +180,7 @@ def test_what_reward_functions_log_becomes_a_column_of_a_simple_type(values, kin
 
 def test_files_beyond_the_budget_go_evenly():
     sizes = dict.fromkeys(range(1, 101), 10)
-    gone = to_remove(sizes, 210, best=None)
+    gone = to_remove(sizes, 210)
     left = sorted(sizes.keys() - set(gone))
     assert len(left) == 21
     assert (left[0], left[-1]) == (1, 100)
@@ -167,9 +189,9 @@ def test_files_beyond_the_budget_go_evenly():
 
 
 def test_the_first_the_newest_and_the_best_stay_whatever_the_budget():
-    assert sorted({1, 2, 3, 4, 5} - {*to_remove(dict.fromkeys(range(1, 6), 10), 5, best=4)}) == [1, 4, 5]
-    assert to_remove({1: 10, 2: 10}, 0, best=None) == []
-    assert to_remove({}, 0, best=None) == []
+    assert sorted({1, 2, 3, 4, 5} - {*to_remove(dict.fromkeys(range(1, 6), 10), 5, kept=[4])}) == [1, 4, 5]
+    assert to_remove({1: 10, 2: 10}, 0) == []
+    assert to_remove({}, 0) == []
 
 
 def test_a_log_keeps_to_its_budget_over_processes(tmp_path):

@@ -35,7 +35,7 @@ def test_sequences_of_a_prompt_share_prompt_slots_and_shards():
     scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
     admission = scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
-    assert [[prompt.tolist() for prompt in prompts] for prompts in admission.prompts] == [[[1]], [[2]]]
+    assert [[first.prompt.tolist() for first in firsts] for firsts in admission.firsts] == [[[1]], [[2]]]
     assert sorted(admission.prompt_slots) == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert scheduler.admit(8) is None
 
@@ -127,8 +127,8 @@ def test_columns_for_another_chunk_are_bounded_by_the_longest_completion():
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
     scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))
-    assert [prompt.tolist() for prompt in scheduler.admit(2).prompts[0]] == [[1], [2]]
-    assert [prompt.tolist() for prompt in scheduler.admit(2).prompts[0]] == [[3]]
+    assert [first.prompt.tolist() for first in scheduler.admit(2).firsts[0]] == [[1], [2]]
+    assert [first.prompt.tolist() for first in scheduler.admit(2).firsts[0]] == [[3]]
     assert scheduler.admit(2) is None
 
 
@@ -195,9 +195,9 @@ def test_prompts_are_computed_once_per_shard_shortest_first():
     scheduler.submit(sequences)
     admission = scheduler.admit(64)
     assert admission.num_prompts.tolist() == [64, 64]
-    assert [[len(prompt) for prompt in own] for own in admission.prompts] == [[20] * 30 + [50] * 2 + [200] * 32] * 2
+    assert [[len(first.prompt) for first in own] for own in admission.firsts] == [[20] * 30 + [50] * 2 + [200] * 32] * 2
     for prompt_slot, index in admission.prompt_slots:
-        assert (admission.prompts[prompt_slot // 64][index] == scheduler.slots[prompt_slot].prompt).all()
+        assert (admission.firsts[prompt_slot // 64][index].prompt == scheduler.slots[prompt_slot].prompt).all()
     assert sorted(slot for slot, _ in admission.slots) == list(range(128))
     assert all(scheduler.slots[slot] is sequence for slot, sequence in admission.slots)
     prompts, starts = admission.padded(128, 256)

@@ -434,6 +434,46 @@ def test_clipped_tokens_are_not_pushed(folder):
     assert pushes[0]["values"] == pytest.approx([np.nan] * 3, nan_ok=True)
 
 
+def test_why_a_step_is_what_it_is(folder, port, tmp_path):
+    found = ask(port, "why", run="alpha", step=3)
+    assert found["facts"]["reward"] == pytest.approx({"value": 0.3, "before": 0.15})
+    assert [each["name"] for each in found["findings"]] == ["kl_runaway"]
+    assert not found["is_exact"]
+    rows = found["rows"]
+    assert len(rows) == found["num_rows"] == 9  # one of four rows was not trained on
+    assert sum(row["estimate"] for row in rows) == pytest.approx(1.0)
+    row = next(row for row in rows if (row["prompt_index"], row["sample_index"]) == (1, 2))
+    logps = np.linspace(-2, -0.5, 5)
+    sizes = {}
+    for sample in (1, 2, 3):
+        ratio, p = np.exp(0.25), np.exp(np.linspace(-2, -0.5, 3 + sample) + 0.25)
+        sizes[sample] = np.sqrt(np.sum(np.square((sample - 1.5) * ratio * (1 - p))))
+    assert row["estimate"] == pytest.approx(sizes[2] / (3 * sum(sizes.values())), rel=1e-4)
+    assert found["tokens"][0]["ratio"] == pytest.approx(np.exp(0.25), rel=1e-4)
+    assert found["tokens"][0]["token"] == 0
+    assert found["tokens"][0]["logp"] == pytest.approx(logps[0] + 0.25)
+    assert found["commands"]["why"] == f"groupax replay {folder / 'alpha'} --step 3 --why"
+    run = write_run(tmp_path / "it's", {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2}, 2)
+    shares = [(0, 1, 0.7, 2.0), (1, 1, -0.1, 0.5), (2, 1, 0.4, 1.0), (2, 2, None, None)]
+    names = ("prompt_index", "sample_index", "share", "norm")
+    (run.path / "why").mkdir()
+    content = {"step": 2, "rows": [dict(zip(names, each, strict=True)) for each in shares]}
+    (run.path / "why" / "step_000002.json").write_text(json.dumps(content))
+    (run.path / "why" / "step_000001.json").write_text('{"rows": [{}]}')
+    with serving(tmp_path) as other:
+        found = ask(other, "why", run="it's", step=2)
+        assert found["is_exact"]
+        assert [row.get("share") for row in found["rows"][:4]] == [None, 0.7, 0.4, -0.1]
+        assert found["rows"][1]["preview"] == "answer 1 of step 2"
+        assert "'\"'\"'" in found["commands"]["replay"]
+        assert not ask(other, "why", run="it's", step=1)["is_exact"]
+        (run.path / "rollouts" / "step_000002.parquet").unlink()
+        found = ask(other, "why", run="it's", step=2)
+        assert found["fault"] == "The completions of this step were not kept."
+        assert found["rows"][1] == dict(zip(names, shares[0], strict=True))
+        ask(other, "why", 404, run="it's", step=9)
+
+
 def test_texts_of_tokens_join_to_the_text(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -271,6 +271,18 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
 
 
+def test_a_button_tells_why_a_step_is_what_it_is(page):
+    page.open("rollouts?run=earlier&step=3")
+    until(lambda: page.all(".card"))
+    page.click(".stepper button[aria-pressed]")
+    until(lambda: page.text(".why h2") == "Why step 3 is what it is")
+    assert "an estimate" in page.text(".why")
+    assert "--step 3 --why" in page.text(".why .commands")
+    page.click(".why .rows button")
+    until(lambda: page.all(".card"))
+    assert page.value(".stepper button[aria-pressed]", "ariaPressed") == "false"
+
+
 def test_a_search_of_all_steps_stays_when_the_list_comes_later(page):
     from selenium.webdriver.common.keys import Keys
 

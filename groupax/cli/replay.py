@@ -1,7 +1,11 @@
-"""`groupax replay`: a recorded step again, the same or under changes."""
+"""`groupax replay`: a recorded step again, the same or under changes, from a run or from a bundle."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -14,7 +18,9 @@ from groupax.settings.command_line import parsed
 from groupax.terminal.printable import printable
 
 if TYPE_CHECKING:
-    from groupax.replay.session import Outcome
+    from groupax.replay.bundled import Bundle
+    from groupax.replay.recorded import RecordedRun
+    from groupax.replay.session import Make, Outcome
     from groupax.replay.trainer import ReplayTrainer, Target
     from groupax.runs.step_record import Stage
 
@@ -26,18 +32,34 @@ class Replay:
     The exit status is 1 if a stage differs from the record, and 0 under changes.
     """
 
-    run_dir: tyro.conf.Positional[str]
-    """Run folder. Nothing in it is changed."""
-    step: int
-    """The optimizer step."""
-    stage: Literal["rollout", "reward", "advantage", "loss", "update"] = "rollout"
-    """First stage to compute again; those before it are taken from the record."""
+    run: tyro.conf.Positional[str]
+    """Run folder, or a bundle that --bundle has made. Nothing of the run is changed."""
+    step: int | None = None
+    """The optimizer step; of a bundle the one that it has."""
+    stage: Literal["rollout", "reward", "advantage", "loss", "update"] | None = None
+    """First stage to compute again; those before it are taken from the record. The default is all of them."""
     with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = ()
     """Settings that differ, as key=value."""
     reward: tuple[str, ...] | None = None
     """Other reward functions: names of built-in ones, or module:function."""
     model: str | None = None
     """Other weights: a folder or hub id. Their optimizer starts afresh."""
+    why: bool = False
+    """Compute the share of each row in the gradient, and keep it in why/ of the run folder, for groupax view."""
+    bundle: Path | None = None
+    """Write the step with all that a replay needs into this file, such as bug.tar.zst, and replay it from there."""
+    include: tuple[Literal["state", "model"], ...] | None = None
+    """Parts of the bundle that may be large: the weights and the optimizer state before the step, by default if they
+    are below 64 MB, and the model that the run started from, by default not."""
+    base: str | None = None
+    """Of a bundle: folder or hub id of the model that the run started from, if that is not included."""
+    state: str | None = None
+    """Of a bundle: folder of the run, or its checkpoint before the step, if the state is not included."""
+    allow_code: bool = False
+    """Of a bundle: import the functions that its settings and its command name, and call its rewards and tools. Do so
+    only with functions that you know."""
+    max_gb: float = 8.0
+    """Of a bundle: most gigabytes to unpack."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = "none"
     """Display of the replay's progress."""
 
@@ -45,31 +67,161 @@ class Replay:
 def replay(arguments: Sequence[str]) -> int:
     """Runs `groupax replay`."""
     command = parsed(Replay, "replay", arguments)
+    path = Path(command.run).expanduser()
+    if path.is_file():
+        return _replay_bundle(command, path)
+    of_bundle = {"--base": command.base, "--state": command.state, "--allow_code": command.allow_code}
+    if given := [flag for flag, value in of_bundle.items() if value]:
+        raise ValueError(f"{given[0]} is for bundles, and {command.run} is no file")
+    if command.step is None:
+        raise ValueError("--step is missing: the optimizer step to compute again")
 
     from groupax.replay.recorded import recorded_run
+
+    run = recorded_run(command.run.rstrip("/"))
+    trained = trained_command(str(run.folder))
+    makers = maker(trained, command.progress_bar), _other_maker(command, trained)
+    if command.bundle is not None:
+        return _make_bundle(command, run, command.step, makers[0], trained.args)
+    return _replayed(command, run, command.step, makers, trained.args, command.stage or "rollout")
+
+
+def _other_maker(command: Replay, trained: Train) -> "Make":
+    """Returns what makes a trainer with the command's other model and rewards."""
+    other = replace(trained, model=command.model or trained.model)
+    return maker(replace(other, reward_funcs=command.reward or trained.reward_funcs), command.progress_bar)
+
+
+def _replayed(
+    command: Replay,
+    run: "RecordedRun",
+    step: int,
+    makers: "tuple[Make, Make]",
+    args: GRPOConfig,
+    first: str,
+    weights_text: "Callable[[ReplayTrainer], str] | None" = None,
+) -> int:
+    """Computes a step again and prints what differs, or what is under changes; returns the exit status."""
     from groupax.replay.session import replay_changed, replay_target
     from groupax.replay.show import changes, comparison
     from groupax.replay.trainer import Target
 
-    run = recorded_run(command.run_dir.rstrip("/"))
-    trained = trained_command(str(run.folder))
-    target = Target(run, command.step, "data" if command.stage == "rollout" else command.stage)
-    settings = changed_settings(command.with_, trained.args)
-    own = maker(trained, command.progress_bar)
+    target = Target(run, step, "data" if first == "rollout" else first)  # pyright: ignore[reportArgumentType]
+    settings = changed_settings(command.with_, args)
     if not (settings or command.reward or command.model):
-        outcome = replay_target(target, own, trained.args)
-        return _report(comparison(outcome), outcome)
+        why = Why()
+        use = why.observe if command.why else None
+        outcome = replay_target(target, makers[0], args, use, weights_text)
+        status = _report(comparison(outcome), outcome)
+        if command.why:
+            _print(*why.lines())
+            if weights_text is None:
+                _print(f"kept in {why.write(run.folder)}, for groupax view {shlex.quote(str(run.folder))}")
+        return status
+    if command.why:
+        raise ValueError("--why is about the step as it was; leave out --with, --reward and --model")
     begin: "Stage" = "rollout" if command.model else "reward" if command.reward else "update"
     target = replace(target, stage=begin)
-    other = replace(trained, model=command.model or trained.model)
-    other = replace(other, reward_funcs=command.reward or trained.reward_funcs)
-    makers = own, maker(other, command.progress_bar)
-    outcome = replay_changed(target, *makers, trained.args, settings, other_weights=command.model is not None)
-    logged = next((line for line in run.metrics if line["step"] == command.step and "loss" in line), {})
+    outcome = replay_changed(target, *makers, args, settings, other_weights=command.model is not None)
+    logged = next((line for line in run.metrics if line["step"] == step and "loss" in line), {})
     differing: list[Stage] = [stage.stage for stage in outcome.stages if not stage.is_equal]
-    first = differing[0] if differing else begin
-    _report(changes(outcome, run.table(command.step), logged, first), outcome)
+    _report(changes(outcome, run.table(step), logged, differing[0] if differing else begin), outcome)
     return 0
+
+
+class Why:
+    """The shares of a step's rows in its gradient, computed before its update."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Any, ...] = ()
+
+    def observe(self, trainer: "ReplayTrainer") -> None:
+        """Has a trainer compute them."""
+        from groupax.training.influence import influence_of
+
+        def compute(step: int, moment: Any) -> None:
+            parts = moment.parts()
+            influence = influence_of(trainer.learner, moment.rows, [*parts.values()])
+            self.found = step, influence, tuple(parts), moment.completions
+
+        trainer.observe = compute
+
+    def lines(self) -> Iterator[str]:
+        """Yields them as text."""
+        from groupax.replay.show_cause import share_lines
+
+        step, *shares = self.found
+        yield f"rows of step {step} by their share of the gradient:"
+        yield from share_lines(*shares)
+
+    def write(self, folder: Path) -> Path:
+        """Writes them into a run folder, and returns the path of the file."""
+        from groupax.replay.show_cause import why_record
+        from groupax.runs.files import replace_text
+
+        step = self.found[0]
+        path = folder / "why" / f"step_{step:06d}.json"
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, json.dumps(why_record(*self.found)) + "\n")
+        return path
+
+
+def _make_bundle(command: Replay, run: "RecordedRun", step: int, make: "Make", args: GRPOConfig) -> int:
+    """Writes a bundle, replays it, and returns the exit status."""
+    from groupax.replay.make_bundle import make_bundle
+    from groupax.replay.show import comparison
+
+    assert command.bundle is not None, "a bundle is asked for"
+    made = make_bundle(run, step, make, args, command.bundle, command.include)
+    status = _report(comparison(made.outcome), made.outcome)
+    _print(*made.lines())
+    return status
+
+
+def _replay_bundle(command: Replay, path: Path) -> int:
+    from groupax.replay.bundled import open_bundle
+
+    given = [flag for flag, value in {"--bundle": command.bundle, "--include": command.include}.items() if value]
+    if given:
+        raise ValueError(f"{given[0]} is for run folders, and {path} is a bundle already")
+    with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as folder:
+        options = command.base, command.state, command.allow_code, command.max_gb
+        bundle = open_bundle(path, Path(folder) / "bundle", *options)
+        step = bundle.manifest.step
+        if command.step not in (None, step):
+            raise ValueError(f"{path} has step {step}, not {command.step}")
+        makers, first = bundle_makers(command, bundle)
+        for line in bundle.about(with_code=command.allow_code):
+            _print(line)
+        return _replayed(command, bundle.run, step, makers, bundle.args, first, bundle.weights_text)
+
+
+def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make], str]":
+    """Returns what makes the trainers of a bundle, as it was and with other rewards, and the first stage to compute."""
+    own: "Make" = bundle.make
+    first = command.stage or bundle.stage
+    if command.allow_code:
+        trained = trained_command(str(bundle.run.folder))
+        inputs = inputs_of(trained)
+
+        def with_code(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
+            tools, environments = inputs.agents.load()
+            parts = {**bundle.tokenizer_part, "tools": tools, "environments": environments}
+            return bundle.trainer(target, args, command.reward or inputs.rewards, parts)
+
+        return (with_code, with_code), command.stage or "rollout"
+    if command.stage in ("rollout", "reward") and bundle.stage == "advantage":
+        raise ValueError(
+            f"--stage {command.stage} needs the environments or functions of the run, which a bundle does not have; "
+            "with --allow_code they are imported, if you have them"
+        )
+
+    def with_rewards(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
+        if command.model:
+            return replace(bundle, base=command.model).make(target, args)
+        return bundle.trainer(target, args, list(command.reward or ()), bundle.parts)
+
+    return (own, with_rewards if command.reward or command.model else own), "rollout" if first == "data" else first
 
 
 def trained_command(run: str) -> Train:
@@ -92,7 +244,7 @@ def trained_command(run: str) -> Train:
     return command
 
 
-def maker(command: Train, progress_bar: str) -> "Callable[[Target, GRPOConfig], ReplayTrainer]":
+def maker(command: Train, progress_bar: str) -> "Make":
     """Returns what makes a trainer of the command for a target."""
 
     def make(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
@@ -127,7 +279,10 @@ def changed_settings(texts: Sequence[str], args: GRPOConfig) -> Mapping[str, Any
     return {key: getattr(changed, key) for key in given}
 
 
-def _report(lines: Any, outcome: "Outcome") -> int:
-    for line in lines:
-        print(printable(line))
+def _report(lines: Iterable[str], outcome: "Outcome") -> int:
+    _print(*lines)
     return 0 if outcome.is_equal else 1
+
+
+def _print(*lines: str) -> None:
+    print(*map(printable, lines), sep="\n", flush=True)

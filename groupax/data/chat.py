@@ -37,6 +37,8 @@ def render(
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
+    may_be_empty: bool = False,
+    with_images: bool = False,
 ) -> str:
     """Returns a conversation as rendered by the tokenizer's chat template.
 
@@ -51,12 +53,15 @@ def render(
         add_generation_prompt: Whether to end with the start of the assistant's answer.
         template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
         tools: Tools that the assistant may call, as schemas in OpenAI's format.
+        may_be_empty: Whether the conversation needs no text.
+        with_images: Whether messages may have parts {"type": "image"}, for which the template writes placeholders.
 
     Raises:
         ValueError: These are not messages of text, there is no template, the template fails, exceeds its time limit,
             does not read one of the arguments, or omits a message or the tools.
     """
-    return render_all(tokenizer, [messages], [name], add_generation_prompt, [template_kwargs or {}], [tools])[0]
+    given = [messages], [name], add_generation_prompt, [template_kwargs or {}], [tools]
+    return render_all(tokenizer, *given, may_be_empty, with_images)[0]
 
 
 def render_all(
@@ -67,14 +72,12 @@ def render_all(
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
+    with_images: bool = False,
 ) -> list[str]:
-    """Renders several conversations, each with its own name, template arguments and tools (see `render`).
-
-    With `may_be_empty` a conversation needs no text.
-    """
+    """Renders several conversations, each with its own name, template arguments and tools (see `render`)."""
     if not conversations:
         return []
-    checked = [check_messages(*item, may_be_empty) for item in zip(conversations, names, strict=True)]
+    checked = [check_messages(*item, may_be_empty, with_images) for item in zip(conversations, names, strict=True)]
     if not tokenizer.chat_template:
         raise ValueError(
             f"{names[0]} is a list of messages, but the tokenizer has no chat template (a base model?); set "
@@ -191,7 +194,10 @@ def _render_by_template(
         as_texts = has_calls and _needs_argument_texts(template, special)
     except TemplateError as fault:
         raise ValueError(f"{names[0]}: the chat template fails: {fault}") from fault
-    conversations = [[adapt_content(message, *forms) for message in messages] for messages in conversations]
+    try:
+        conversations = [[adapt_content(message, *forms) for message in messages] for messages in conversations]
+    except ValueError as fault:
+        raise ValueError(f"{names[0]}: the chat template cannot be used: {fault}") from fault
     if as_texts:
         conversations = [[encode_arguments(message) for message in messages] for messages in conversations]
     arguments = [{**json.loads(special), **more} for more in arguments]

@@ -1,15 +1,16 @@
 """Datasets: rows by index that each have a prompt. Imports no jax."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.data.files import check_characters
+from groupax.data.images import COLUMNS as IMAGES
+from groupax.data.images import is_filled
 from groupax.data.sources import TRAIN_SPLITS, read_rows
 
 Example = Mapping[str, Any]
 MAX_ROWS = 50_000_000  # of a dataset that is read into memory, which a `datasets.Dataset` is not
-IMAGES = ("image", "images")
 
 
 @runtime_checkable
@@ -30,6 +31,7 @@ def load_examples(
     name: str = "train_dataset",
     splits: Sequence[str] = TRAIN_SPLITS,
     columns: Sequence[str] = ("prompt",),
+    may_have_images: bool = False,
 ) -> Examples:
     """Returns the rows of a `datasets.Dataset`, an object with rows by index, files, a folder or a hub id.
 
@@ -39,15 +41,18 @@ def load_examples(
         name: Name of the dataset in an error.
         splits: Splits of a folder or hub id; the first that exists is read.
         columns: Columns of which each row needs one.
+        may_have_images: Whether rows may have images, which a model that sees them reads (see `check_text_only`).
 
     Raises:
-        ValueError: There are no rows, a row has none of the columns, there are images, or the source cannot be read.
+        ValueError: There are no rows, a row has none of the columns, there are sounds, videos or, unless they are
+            allowed, images, or the source cannot be read.
     """
     name = describe_source(dataset, name)
     if isinstance(dataset, (str, os.PathLike)):
         dataset = read_rows(dataset, name, splits)
     elif _is_list_of_sources(dataset):
-        tables = [load_examples(source, f"{name}, a list of files", splits, columns) for source in dataset]
+        given = splits, columns, may_have_images
+        tables = [load_examples(source, f"{name}, a list of files", *given) for source in dataset]
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
     _check_type(dataset, name)
     given = getattr(dataset, "column_names", None)
@@ -68,7 +73,7 @@ def load_examples(
             )
         if given is None:
             _check_row(row, f"{name}: row {index}")
-    check_text_only(rows, name)
+    check_text_only(rows, name, may_have_images)
     return rows if given is not None else _with_all_columns(rows)
 
 
@@ -77,30 +82,53 @@ def describe_source(dataset: Any, name: str) -> str:
     return f"{name} ({dataset})" if isinstance(dataset, (str, os.PathLike)) else name
 
 
-def check_text_only(rows: Any, name: str) -> None:
-    """Refuses rows with images, sounds or videos, which no model of groupax reads.
+def check_text_only(rows: Any, name: str, may_have_images: bool = False) -> None:
+    """Refuses rows with sounds or videos, which no model of groupax reads, and rows with images.
+
+    Args:
+        rows: Rows of a dataset.
+        name: Name of the dataset in an error.
+        may_have_images: Whether images are allowed, in the columns `image` and `images` and in messages.
 
     Raises:
         ValueError: There are some.
     """
     features = getattr(rows, "features", None) or {}
     media = [column for column, kind in features.items() if type(kind).__name__ in ("Image", "Audio", "Video")]
-    columns = getattr(rows, "column_names", None)
-    for column in IMAGES:
-        if columns is None:
-            found = any(isinstance(row, Mapping) and _is_filled(row.get(column)) for row in rows)
-        else:
-            found = column in columns and column not in media and any(map(_is_filled, rows[column]))
-        media += [column] if found else []
+    if may_have_images:
+        media = [column for column in media if column not in IMAGES or type(features[column]).__name__ != "Image"]
+    else:
+        media += image_columns(rows)
     if media:
         raise ValueError(
-            f"{name} has a column {media[0]!r}, which the model would not see: groupax has no vision or audio tower; "
-            "drop the column to train on the text alone"
+            f"{name} has a column {media[0]!r}, which the model would not see: it reads text"
+            f"{', and images in a column image or images' if may_have_images else ''}; drop the column to train "
+            "without it, or give a model that sees images"
         )
 
 
-def _is_filled(value: Any) -> bool:
-    return value is not None and not (isinstance(value, (str, list, tuple, dict)) and len(value) == 0)
+def image_columns(rows: Any) -> list[str]:
+    """Returns the columns `image` and `images` that some row has an image in."""
+    columns = getattr(rows, "column_names", None)
+    if columns is None:
+        return [
+            column
+            for column in IMAGES
+            if any(isinstance(row, Mapping) and is_filled(row.get(column)) for row in _each(rows))
+        ]
+    features = getattr(rows, "features", None) or {}
+    known = [column for column in IMAGES if column in columns]
+    return [column for column in known if _is_media(features.get(column)) or any(map(is_filled, rows[column]))]
+
+
+def _is_media(kind: Any) -> bool:
+    """Returns whether a feature of `datasets` is an image or a list of images, whose values need not be decoded."""
+    of = kind[0] if isinstance(kind, list) and kind else getattr(kind, "feature", kind)
+    return type(of).__name__ == "Image"
+
+
+def _each(rows: Any) -> Iterator[Any]:
+    return (rows[index] for index in range(len(rows)))
 
 
 def _is_list_of_sources(dataset: Any) -> bool:

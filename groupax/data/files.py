@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from groupax.data.images import absolute_paths
 from groupax.terminal.printable import error_line
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
@@ -22,7 +23,7 @@ def file_kind(path: Path) -> str | None:
 
 
 def read_file(path: Path, name: str) -> list[dict[str, Any]]:
-    """Returns the rows of a file.
+    """Returns the rows of a file, in which paths of images are absolute; in the file they are relative to its folder.
 
     Raises:
         ValueError: The file is of no kind in `READERS`, or it is damaged. The message names the line.
@@ -32,7 +33,7 @@ def read_file(path: Path, name: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"{name}: {path} is not a {KINDS} file; all but Parquet may be compressed as .gz, .zst or .bz2"
         )
-    return READERS[kind](path)
+    return list(absolute_paths(READERS[kind](path), path.absolute().parent))
 
 
 def check_characters(value: Any, where: str) -> None:

@@ -7,8 +7,12 @@ from typing import Any
 from groupax.settings.template_kwargs import check_json
 from groupax.terminal.printable import short_repr
 
+IMAGE_PART = {"type": "image"}  # the place of an image in a message
 
-def check_messages(messages: Any, name: str, may_be_empty: bool = False) -> list[dict[str, Any]]:
+
+def check_messages(
+    messages: Any, name: str, may_be_empty: bool = False, with_images: bool = False
+) -> list[dict[str, Any]]:
     """Checks the messages of a conversation and returns them without null fields, with which tables fill their rows.
 
     Arguments of tool calls that are given as the text of a JSON object are returned as that object.
@@ -17,9 +21,10 @@ def check_messages(messages: Any, name: str, may_be_empty: bool = False) -> list
         messages: Messages with a role and content, or with tool calls.
         name: Name of the conversation in an error.
         may_be_empty: Whether no message needs to have any text.
+        with_images: Whether parts may be {"type": "image"}, without the image itself.
 
     Raises:
-        ValueError: These are not messages of text.
+        ValueError: These are not messages of text, or of text and images.
     """
     is_messages = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
     if not is_messages or not messages:
@@ -28,7 +33,7 @@ def check_messages(messages: Any, name: str, may_be_empty: bool = False) -> list
             f"{short_repr(messages)}"
         )
     checked = [
-        _check_message(message, f"{name}: message {number} of {len(messages)}")
+        _check_message(message, f"{name}: message {number} of {len(messages)}", with_images)
         for number, message in enumerate(messages, 1)
     ]
     if not may_be_empty and not any("".join(message_texts(message)).strip() for message in checked):
@@ -36,7 +41,7 @@ def check_messages(messages: Any, name: str, may_be_empty: bool = False) -> list
     return checked
 
 
-def _check_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _check_message(given: Mapping[str, Any], where: str, with_images: bool) -> dict[str, Any]:
     message = _without_nulls(given)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
@@ -45,7 +50,7 @@ def _check_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no content: {short_repr(given)}")
     if isinstance(content, list):
         parts = [_without_nulls(part) if isinstance(part, Mapping) else part for part in content]
-        join_text_parts(parts, where)
+        join_text_parts([part for part in parts if not (with_images and part == IMAGE_PART)], where)
         message["content"] = parts
     elif content is not None and not isinstance(content, str):
         raise ValueError(
@@ -110,8 +115,8 @@ def join_text_parts(parts: Sequence[Any], where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is not None and kind != "text":
             raise ValueError(
-                f"{where} has a part of type {kind!r:.40}, and the model only reads text: groupax has no vision or "
-                "audio tower; remove the part, or the row"
+                f"{where} has a part of type {kind!r:.40}, and what reads it has no vision: give images in "
+                "the prompts of a model that sees them; remove the part, or the row"
             )
         if kind is None or not isinstance(part.get("text"), str):
             raise ValueError(f"{where} has a part that is not {{'type': 'text', 'text': '...'}}: {short_repr(part)}")
@@ -119,9 +124,9 @@ def join_text_parts(parts: Sequence[Any], where: str) -> str:
 
 
 def message_texts(message: Mapping[str, Any]) -> list[str]:
-    """Returns the texts of a checked message: one, or one per part; none if it has no content."""
+    """Returns the texts of a checked message: one, or one per part of text; none if it has no content."""
     content = message.get("content") or ""
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part != IMAGE_PART]
 
 
 def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:
@@ -131,9 +136,14 @@ def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: boo
         message: A checked message.
         takes_text: Whether the template reads content that is a text.
         takes_parts: Whether the template reads content that is a list of text parts.
+
+    Raises:
+        ValueError: The message has images, and the template reads no parts.
     """
     content = message.get("content")
     if isinstance(content, list) and not takes_parts:
+        if IMAGE_PART in content:
+            raise ValueError("it does not write parts of messages, and so no images")
         return {**message, "content": "".join(message_texts(message))}
     if isinstance(content, str) and takes_parts and not takes_text:
         return {**message, "content": [{"type": "text", "text": content}]}

@@ -1,16 +1,136 @@
-"""Prompts as token ids, and the policies for those that are too long. Imports no jax."""
+"""Prompts as token ids and images, and the policies for those that are too long. Imports no jax."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.data.examples import Examples
+from groupax.data.chat import render
+from groupax.data.examples import Examples, image_columns
+from groupax.data.images import has_images, images_of, with_images, without_images
 from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
 from groupax.data.tools_column import tools_of_rows
 from groupax.settings.prompts import PromptOverflow
 from groupax.settings.template_kwargs import check_template_kwargs
+from groupax.types import PromptImages
+
+
+@runtime_checkable
+class ImageEncoder(Protocol):
+    """Encodes prompts with images for one model.
+
+    Attributes:
+        max_bytes: Size of the processed images that may be kept in memory, in bytes.
+    """
+
+    max_bytes: int
+
+    def encode(self, text: str, images: Sequence[Any], is_rendered: bool) -> tuple[np.ndarray, PromptImages]:
+        """Returns the token ids of a prompt with placeholders for its PIL images, and these images.
+
+        Raises:
+            ValueError: There are more or fewer placeholders than images, or the model cannot see an image.
+        """
+        ...
+
+    def place(self, token_ids: np.ndarray, images: Sequence[Any]) -> PromptImages:
+        """Returns the images of a prompt that was encoded before."""
+        ...
+
+    def check_text(self, token_ids: np.ndarray) -> None:
+        """Raises a ValueError if a prompt without images has tokens that stand for images."""
+        ...
+
+
+class ImageRows:
+    """Rows whose images are read when a row is (see `images.with_images`).
+
+    Args:
+        examples: Rows of a dataset.
+        name: Name of a row in an error, before its index.
+        indices: Indices of the rows; None for all.
+    """
+
+    def __init__(self, examples: Examples, name: str, indices: Sequence[int] | None = None) -> None:
+        self._examples, self._name = examples, name
+        self._indices = range(len(examples)) if indices is None else indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any, /) -> Any:
+        row = self._examples[self._indices[index]]
+        return with_images(row, f"{self._name} {self._indices[index]}") if has_images(row) else row
+
+    def select(self, indices: Sequence[int]) -> "ImageRows":
+        """Returns some of the rows."""
+        return ImageRows(self._examples, self._name, [self._indices[index] for index in indices])
+
+
+class ImagesOfPrompts:
+    """The images of prompts by index, read and processed when they are needed; the last ones used are kept in memory.
+
+    Args:
+        rows: Rows with the prompts.
+        encoder: Encodes images.
+        token_ids: Tokens of each prompt.
+        digests: Digests of the images of each prompt; none for a prompt of text.
+    """
+
+    def __init__(
+        self,
+        rows: ImageRows,
+        encoder: ImageEncoder,
+        token_ids: Sequence[np.ndarray],
+        digests: Sequence[tuple[str, ...]],
+    ) -> None:
+        self.digests = digests
+        self._rows, self._encoder, self._token_ids = rows, encoder, token_ids
+        self._kept: OrderedDict[int, PromptImages] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> PromptImages | None:
+        """Returns the images of a prompt; None for a prompt of text.
+
+        Raises:
+            ValueError: The images are no longer those that they were at the start.
+        """
+        if not self.digests[index]:
+            return None
+        with self._lock:
+            if index in self._kept:
+                self._kept.move_to_end(index)
+                return self._kept[index]
+        found = self._encoder.place(self._token_ids[index], images_of(self._rows[index]))
+        if tuple(image.digest for image in found.images) != self.digests[index]:
+            raise ValueError(f"an image of prompt {index} has changed since the start of the run; restore its file")
+        self.keep(index, found)
+        return found
+
+    def keep(self, index: int, images: PromptImages) -> None:
+        """Keeps the images of a prompt in memory, as far as there is room."""
+        with self._lock:
+            self._kept[index] = images
+            self._num_bytes += _num_bytes(images)
+            while self._num_bytes > self._encoder.max_bytes:
+                self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+
+    def select(self, rows: ImageRows, indices: Sequence[int]) -> "ImagesOfPrompts":
+        """Returns the images of some of the prompts, whose rows these are."""
+        ids, digests = [self._token_ids[index] for index in indices], [self.digests[index] for index in indices]
+        selected = ImagesOfPrompts(rows, self._encoder, ids, digests)
+        for new, index in enumerate(indices):
+            if index in self._kept:
+                selected.keep(new, self._kept[index])
+        return selected
+
+
+def _num_bytes(images: PromptImages) -> int:
+    return sum(image.patches.nbytes for image in images.images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +143,7 @@ class PromptSet:
         num_dropped: Number of prompts left out because they were too long.
         num_truncated: Number of prompts whose start was cut off.
         max_length: Longest prompt allowed, in tokens.
+        images: Images of each prompt; None if all prompts are text.
     """
 
     examples: Examples
@@ -30,9 +151,14 @@ class PromptSet:
     num_dropped: int = 0
     num_truncated: int = 0
     max_length: int = 0
+    images: ImagesOfPrompts | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def images_of(self, indices: Sequence[int]) -> list[PromptImages | None]:
+        """Returns the images of some prompts, None for each prompt of text."""
+        return [None if self.images is None else self.images[index] for index in indices]
 
 
 def encode_examples(
@@ -44,6 +170,7 @@ def encode_examples(
     name: str = "",
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
+    encoder: ImageEncoder | None = None,
 ) -> PromptSet:
     """Tokenizes all prompts and applies the policy for those longer than `max_length` tokens.
 
@@ -60,33 +187,124 @@ def encode_examples(
         name: Name of the dataset in an error.
         tools: The run's tools for each row, as schemas in OpenAI's format.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
+        encoder: Encodes prompts with images; None for a model of text.
 
     Raises:
-        ValueError: A prompt is too long and the policy is "error", none is left after dropping, one is empty, or one
-            cannot be encoded (see `encode_prompts`).
+        ValueError: A prompt is too long and the policy is "error", or it has images and the policy is "truncate_left";
+            none is left after dropping, one is empty, or one cannot be encoded (see `encode_prompts`, `with_images`);
+            or there are images, and the model reads text.
     """
     label = f"{name}: prompt" if name else "prompt"
     shown_tools = tools_of_rows(examples, tools, may_be_empty, label)
-    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name, shown_tools, may_be_empty)
+    given = tokenizer, max_length, template_kwargs or {}, name, shown_tools, may_be_empty
+    images: ImagesOfPrompts | None = None
+    if encoder is None:
+        _check_no_images(examples, name or "the dataset")
+        token_ids = _encode(examples, *given)
+    else:
+        examples, token_ids, images = _encode_with_images(examples, encoder, *given)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"{label} {index} is empty and the tokenizer adds no token; the model needs at least one")
     too_long = [index for index, ids in enumerate(token_ids) if len(ids) > max_length]
     if not too_long:
-        return PromptSet(examples, token_ids, max_length=max_length)
+        return PromptSet(examples, token_ids, max_length=max_length, images=images)
     if overflow == "error":
         raise ValueError(_length_fault(token_ids, too_long, max_length, label))
     if overflow == "truncate_left":
+        if images is not None and any(images.digests[index] for index in too_long):
+            first = next(index for index in too_long if images.digests[index])
+            raise ValueError(
+                f"{label} {first} has images and {len(token_ids[first])} tokens, and {max_length} are allowed; it "
+                "cannot be cut within an image: set prompt_overflow to 'drop', or give smaller images"
+            )
         cut = [ids[-max_length:] for ids in token_ids]
-        return PromptSet(examples, cut, num_truncated=len(too_long), max_length=max_length)
+        return PromptSet(examples, cut, num_truncated=len(too_long), max_length=max_length, images=images)
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= max_length]
     if not kept:
         raise ValueError(
             f"all {len(examples)} prompts are longer than {max_length} tokens, which max_prompt_length allows, or what "
             "the completion leaves of the model's positions; change these"
         )
-    rows, ids = [examples[i] for i in kept], [token_ids[i] for i in kept]
-    return PromptSet(rows, ids, num_dropped=len(too_long), max_length=max_length)
+    ids = [token_ids[i] for i in kept]
+    if isinstance(examples, ImageRows) and images is not None:
+        rows = examples.select(kept)
+        return PromptSet(rows, ids, len(too_long), max_length=max_length, images=images.select(rows, kept))
+    return PromptSet([examples[i] for i in kept], ids, num_dropped=len(too_long), max_length=max_length)
+
+
+def _check_no_images(examples: Examples, name: str) -> None:
+    column = next(iter(image_columns(examples)), None)
+    if column is not None:
+        raise ValueError(
+            f"{name} has a column {column!r}, which the model would not see: it reads text; drop the column to train "
+            "on the text alone, or give a model that sees images"
+        )
+
+
+def _encode_with_images(
+    examples: Examples,
+    encoder: ImageEncoder,
+    tokenizer: Any,
+    max_length: int,
+    template_kwargs: Mapping[str, Any],
+    name: str,
+    tools: Sequence[Sequence[Mapping[str, Any]]] | None,
+    may_be_empty: bool,
+) -> tuple[Examples, list[np.ndarray], ImagesOfPrompts | None]:
+    """Returns rows, token ids and images of prompts of which some have images; the others are encoded as usual."""
+    label = f"{name}: prompt" if name else "prompt"
+    shown = _rows_with_images(examples)
+    if not shown:
+        token_ids = _encode(examples, tokenizer, max_length, template_kwargs, name, tools, may_be_empty)
+        _check_text(encoder, token_ids, range(len(token_ids)), label)
+        return examples, token_ids, None
+    if "prompt_ids" in examples[0]:
+        raise ValueError(f"{name or 'the dataset'} has images and a column prompt_ids; leave one of them out")
+    rows = ImageRows(examples, label)
+    token_ids: list[np.ndarray] = [np.zeros(0, np.int32)] * len(examples)
+    digests: list[tuple[str, ...]] = [()] * len(examples)
+    images = ImagesOfPrompts(rows, encoder, token_ids, digests)
+    for index in shown:
+        row, where = rows[index], f"{label} {index}"
+        prompt = without_images(row["prompt"])
+        if is_rendered := is_conversational(prompt):
+            arguments = {**template_kwargs, **row_template_kwargs(row)}
+            own_tools = tools[index] if tools is not None else ()
+            text = render(tokenizer, prompt, where, True, arguments, own_tools, True, with_images=True)
+        else:
+            text = prompt
+        try:
+            token_ids[index], found = encoder.encode(text, images_of(row), is_rendered)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        digests[index] = tuple(image.digest for image in found.images)
+        images.keep(index, found)
+    plain = sorted(set(range(len(examples))) - set(shown))
+    if plain:
+        own_tools = None if tools is None else [tools[index] for index in plain]
+        rest = [examples[index] for index in plain]
+        encoded = _encode(rest, tokenizer, max_length, template_kwargs, name, own_tools, may_be_empty)
+        _check_text(encoder, encoded, plain, label)
+        for index, ids in zip(plain, encoded, strict=True):
+            token_ids[index] = ids
+    return rows, token_ids, images
+
+
+def _check_text(encoder: ImageEncoder, token_ids: Sequence[np.ndarray], indices: Sequence[int], label: str) -> None:
+    for index, ids in zip(indices, token_ids, strict=True):
+        try:
+            encoder.check_text(ids)
+        except ValueError as error:
+            raise ValueError(f"{label} {index}: {error}") from error
+
+
+def _rows_with_images(examples: Examples) -> list[int]:
+    """Returns the indices of the rows that have images, without decoding any where the table tells."""
+    if hasattr(examples, "column_names") and not image_columns(examples):
+        prompts = enumerate(examples["prompt"])
+        return [index for index, prompt in prompts if has_images({"prompt": prompt})]
+    return [index for index in range(len(examples)) if has_images(examples[index])]
 
 
 def _length_fault(token_ids: Sequence[np.ndarray], too_long: Sequence[int], max_length: int, label: str) -> str:

@@ -152,7 +152,7 @@ class Tracer:
         known = self._known(num_prompts, shape.num_prompt_columns) if has_known else None
         static = {**self._static, "short_pieces": self.is_served}
         adapters = self._rows(num_prompts) if self.has_adapters else None
-        return admit.trace(self.params, self.cache(shape), slots, *given, known, adapters, **static)
+        return admit.trace(self.params, self.cache(shape), slots, *given, known, adapters, None, **static)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
         changes_slots = before.num_slots != after.num_slots or before.share != after.share

@@ -22,6 +22,7 @@ from groupax.engine.cache_ops import move_slots, read_slots, release, resize, wi
 from groupax.engine.constraint import Constraints, ConstraintTables, TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, decode_chunk
+from groupax.engine.images import AdmittedImages, admitted_images, lookup_tokens
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
 from groupax.engine.prefill import Known, admit
 from groupax.engine.prefix_cache import Place, prefix_of
@@ -199,7 +200,7 @@ class Batch:
         """Stores keys and values that were read from the slot of a sequence."""
         assert sequence is not None, "it has a slot"
         adapter = self.core.adapter_index(sequence.adapter)
-        prefix = prefix_of(stored, sequence.prompt, sequence.tokens, adapter)
+        prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
         if sequence.place is None:
             self.core.prefixes.add(prefix)
         else:
@@ -346,8 +347,9 @@ class Batch:
             self._on_rows(source),
             self._on_rows(is_new),
             to_slots(admitted, self._on_rows),
-            self._known(prompts, starts, places, adapters.tolist()),
+            self._known(admission, starts, places, adapters.tolist()),
             self._on_rows(adapters) if self.core.adapters else None,
+            self._images(admission),
             config=self.core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
@@ -360,15 +362,27 @@ class Batch:
         return shard * self._max_prompts() + index
 
     def _known(
-        self, prompts: np.ndarray, starts: np.ndarray, places: list[Place | None], adapters: list[int]
+        self, admission: Admission, starts: np.ndarray, places: list[Place | None], adapters: list[int]
     ) -> Known | None:
-        """Returns the stored keys and values of these left-padded prompts, [P, S]; None if there are none."""
+        """Returns the stored keys and values of the left-padded prompts; None if there are none."""
+        prompts = np.zeros((len(starts), self.cache.num_prompt_columns), np.int64)
+        for row, first in admission.rows(self._max_prompts()):
+            prompts[row, starts[row] :] = lookup_tokens(first)[:-1]
         gathered = self.core.prefixes.gather(prompts, starts, places, adapters)
         if gathered is None:
             return None
         lengths, k, v = gathered
         arrays = (starts + lengths, k, v)
         return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
+
+    def _images(self, admission: Admission) -> AdmittedImages | None:
+        """Returns the images of the prompts, whose features are computed now; None if all prompts are text."""
+        core = self.core
+        if core.config.vision is None or core.features is None:
+            return None
+        shape = self._max_prompts(), self.cache.num_prompt_columns
+        images = admitted_images(core.config.vision, core.features, core.vision_params, admission, shape)
+        return None if images is None else to_device(images, NamedSharding(self.mesh, ROWS))
 
     def _idle_slots(self) -> np.ndarray:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))

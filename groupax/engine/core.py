@@ -17,9 +17,11 @@ from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
 from groupax.models.split import shard_params
+from groupax.models.vision.features import FeatureCache
 from groupax.parallel.mesh import decoding_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
 
+FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class EngineCore:
         expected: Demand | None = None,
         adapters: tuple[str, ...] = (),
         record_experts: bool = False,
+        features: FeatureCache | None = None,
     ) -> None:
         if config.num_labels:
             raise ValueError(
@@ -86,6 +89,9 @@ class EngineCore:
         self.prefixes = PrefixCache(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
         self.expected = expected
+        if features is None and config.vision is not None:
+            features = FeatureCache(config.vision, FEATURE_BYTES)
+        self.features = features
 
     @property
     def params(self) -> Params:
@@ -102,6 +108,11 @@ class EngineCore:
             self._given, self._params = params, None
             self.version += 1
             self.prefixes.clear()
+
+    @property
+    def vision_params(self) -> Params:
+        """The weights that see images, as they were given: the same arrays as a trainer's, never converted."""
+        return self._given["vision"]
 
     def adapter_index(self, adapter: str | None) -> int:
         """Returns the index of an adapter among those that are stacked, -1 for the base.

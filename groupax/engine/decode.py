@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
@@ -155,10 +156,12 @@ def _decode_chunk(
             chosen = jnp.concatenate([routing.chosen for routing in routings], axis=1)
             chunk = replace(chunk, experts=chunk.experts.at[:, index].set(chosen.astype(chunk.experts.dtype)))
         seen = history if sampling == "general" else None
+        text = _text_tokens(config, logits)
         if constraints is None or chunk.state is None:
-            sampled = sample(logits, uniform[:, index], slots.settings, seen)
+            sampled = sample(logits, uniform[:, index], slots.settings, seen, text)
         else:
             allowed = allowed_tokens(constraints, classes, chunk.state, slots.remaining)
+            allowed = allowed if text is None else allowed & text
             sampled = sample(logits, uniform[:, index], slots.settings, seen, allowed)
             after = state_after(constraints, classes, chunk.state, sampled.token, slots.remaining > 0)
             chunk = replace(chunk, state=after)
@@ -239,6 +242,15 @@ def _feed(
     )
     k, v = [each.k for each in layers], [each.v for each in layers]
     return logits, replace(cache, tokens=tokens, k=k, v=v, states=states), history, routings
+
+
+def _text_tokens(config: ModelConfig, logits: Float[Array, "B V"]) -> Bool[Array, "B V"] | None:
+    """Returns which tokens may be sampled: none that stands for an image; None if there are no such tokens."""
+    if config.vision is None:
+        return None
+    text = np.ones(logits.shape[1], bool)
+    text[[token for token in config.vision.placeholder_ids if token < len(text)]] = False
+    return jnp.broadcast_to(text[None], logits.shape)
 
 
 def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:

@@ -50,6 +50,7 @@ class Engine(EngineCore):
         adapters: Names of the adapters in `params`, if it has several (see `models.adapter_stack`). Sequences of all of
             them and of the base are decoded together.
         record_experts: Whether sequences have the experts that their tokens went through (see `Sequence.experts`).
+        features: Cache of the features of images, which others may share; None creates one if the model sees images.
 
     Raises:
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.

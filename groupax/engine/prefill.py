@@ -16,14 +16,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, num_recurrent, pspec_of
+from groupax.engine.images import AdmittedImages
 from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.engine.slots import Slots
 from groupax.models.adapter_stack import select_adapters
-from groupax.models.attention import attend_masked, within_window
+from groupax.models.attention import attend_masked, same_image, within_window
 from groupax.models.column_blocks import BLOCK
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import to_cache
-from groupax.models.decoder import forward
+from groupax.models.decoder import ImageInputs, forward
 from groupax.models.recurrence import Recurrence, State, empty_state
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
@@ -59,6 +60,7 @@ def admit(
     admitted: Slots,
     known: Known | None = None,
     adapters: Int[Array, "P"] | None = None,
+    images: AdmittedImages | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -78,6 +80,8 @@ def admit(
         admitted: Their new contents.
         known: Keys and values that need not be computed.
         adapters: Index of each prompt's adapter, -1 for the base; None without several adapters.
+        images: Images of the prompts; None if all are text. If the model sees whole images, prompts are then computed
+            one by one, with all columns at once.
         config, mesh: Static.
         by_block: Static: whether prompts are computed one by one, by blocks of columns (see `Plan.by_block`).
         short_pieces: Static: whether CPUs compute prompts one by one, in pieces of few columns, which pays where most
@@ -86,16 +90,18 @@ def admit(
     layout = layout_of(config, mesh)
 
     def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
-        prompts, starts, num_prompts, source, is_new, admitted, known, adapters = given
-        rows = prompts, starts, num_prompts[0], adapters
+        prompts, starts, num_prompts, source, is_new, admitted, known, adapters, images = given
+        rows = prompts, starts, num_prompts[0], adapters, images
         size = _piece_size(config, prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
+        if images is not None and images.blocks is not None:  # of an image, which no piece may cut
+            size = 1, prompts.shape[1]
         keys, values, states = _prefill(config, params, *rows, cache.k[0], known, layout, size, by_block)
         cache = _stored(cache, prompts, starts, source, keys, values)
         if states:
             cache = replace(cache, states=_started(cache.states, states, source, is_new))
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
-    given = prompts, prompt_starts, num_prompts, source, is_new, admitted, known, adapters
+    given = prompts, prompt_starts, num_prompts, source, is_new, admitted, known, adapters, images
     of_cache, of_given = jax.tree.map(pspec_of, (cache, given))
     in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, *of_given)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS), check_vma=False)
@@ -167,6 +173,7 @@ def _prefill(
     starts: Int[Array, "P"],
     num_prompts: Int[Array, ""],
     adapters: Int[Array, "P"] | None,
+    images: AdmittedImages | None,
     like: Float[Array, "B K H T"],
     known: Known | None,
     layout: Layout,
@@ -199,18 +206,30 @@ def _prefill(
         row, first = turn * num, piece * M
         begin, unknown = (lax.dynamic_slice_in_dim(x, row, num) for x in (starts, first_unknown))
         own = first + jnp.arange(M)
+        earlier = (columns <= own[:, None])[None]
+        if images is not None and images.blocks is not None:
+            blocks = lax.dynamic_slice_in_dim(images.blocks, row, num)
+            earlier = earlier | same_image(lax.dynamic_slice_in_dim(blocks, first, M, axis=1), blocks)
         attend = Piece(
             row=row,
             first=first,
             starts=begin,
-            visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
+            visible=(columns >= begin[:, None])[:, None, :] & earlier,
             distance=(own[:, None] - columns)[None],
             position=(own[None, :] - begin[:, None])[:, :, None],
             is_unknown=None if known is None else own[None, :] >= unknown[:, None],
             by_block=by_block,
         )
         tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
-        positions = jnp.maximum(own[None, :] - begin[:, None], 0)
+        positions = jnp.maximum(own[None, :] - begin[:, None], 0).reshape(-1)
+        inputs = None
+        if images is not None:
+            index = lax.dynamic_slice(images.feature_index, (row, first), (num, M)).reshape(-1)
+            inputs = ImageInputs(jnp.swapaxes(images.features, 0, 1), index)
+            if images.positions is not None:
+                zero = jnp.int32(0)
+                coordinates = lax.dynamic_slice(images.positions, (row, first, zero), (num, M, 3))
+                positions = coordinates.reshape(-1, 3).T
         keys, values, states = stored
         kept = layer_caches(config, zip(keys, values, strict=True), states)
         own_params = (
@@ -220,10 +239,11 @@ def _prefill(
             config,
             own_params,
             tokens.reshape(-1),
-            positions.reshape(-1),
+            positions,
             attend,
             kept,
             layout=layout,
+            images=inputs,
             recur=attend.recur,
         ).caches
         layers, states = by_kind(config, kept)

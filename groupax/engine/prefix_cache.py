@@ -15,7 +15,11 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer, computed with an adapter, -1 for none."""
+    """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer, computed with an adapter, -1 for none.
+
+    Tokens are what a prompt is looked up by: token ids, and numbers below 0 in place of those that stand for an image
+    (see `images.lookup_tokens`).
+    """
 
     tokens: np.ndarray
     k: list[np.ndarray]
@@ -68,7 +72,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
 
     Args:
         stored: What `cache_ops.read_slots` returns for its slot, on the host.
-        prompt: Token ids of the prompt.
+        prompt: Tokens that the prompt is looked up by.
         tokens: Sampled tokens, of which the last was not fed.
         adapter: Index of the adapter that they were sampled with, -1 for none.
     """
@@ -78,7 +82,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
     k = [np.concatenate([before[..., in_prompt], row[..., in_row]], axis=2) for before, row in pairs]
     pairs = zip(stored["prompt_v"], stored["v"], strict=True)
     v = [np.concatenate([before[:, in_prompt], row[:, in_row]], axis=1) for before, row in pairs]
-    return Prefix(np.array([*prompt, *tokens[:-1]], np.int32), k, v, adapter)
+    return Prefix(np.array([*prompt, *tokens[:-1]], np.int64), k, v, adapter)
 
 
 class PrefixCache:
@@ -126,7 +130,7 @@ class PrefixCache:
         """Looks up left-padded prompts, [P, S], that begin at `starts`.
 
         Args:
-            prompts: The prompts.
+            prompts: The prompts, as they are looked up.
             starts: Their first columns.
             places: Place of each prompt, in which alone it is looked up; None for no place.
             adapters: Index of each prompt's adapter, -1 for none.

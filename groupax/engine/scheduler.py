@@ -6,7 +6,7 @@ shards as possible, because each shard computes the prompts of its own slots.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,19 +23,19 @@ class Admission:
     """Sequences that enter slots together.
 
     Attributes:
-        prompts: The distinct prompts to compute, per shard, the shortest ones first.
+        firsts: The first sequence of each distinct prompt to compute, per shard, the shortest prompts first.
         prompt_slots: Pairs of a prompt slot and an index into its shard's prompts.
         slots: Pairs of a slot and the sequence that enters it.
     """
 
-    prompts: list[list[np.ndarray]]
+    firsts: list[list[Sequence]]
     prompt_slots: list[tuple[int, int]]
     slots: list[tuple[int, Sequence]]
 
     @property
     def num_prompts(self) -> np.ndarray:
         """Number of prompts of each shard."""
-        return np.array([len(own) for own in self.prompts], np.int32)
+        return np.array([len(own) for own in self.firsts], np.int32)
 
     def padded(self, num_prompts: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P].
@@ -44,13 +44,21 @@ class Admission:
             num_prompts: Number of rows for each shard's prompts.
             num_columns: Number of columns.
         """
-        prompts = np.zeros((len(self.prompts) * num_prompts, num_columns), np.int32)
+        prompts = np.zeros((len(self.firsts) * num_prompts, num_columns), np.int32)
         starts = np.full(len(prompts), num_columns, np.int32)
-        for shard, own in enumerate(self.prompts):
-            for row, prompt in enumerate(own, start=shard * num_prompts):
-                starts[row] = num_columns - (len(prompt) - 1)
-                prompts[row, starts[row] :] = prompt[:-1]
+        for row, first in self.rows(num_prompts):
+            starts[row] = num_columns - (len(first.prompt) - 1)
+            prompts[row, starts[row] :] = first.prompt[:-1]
         return prompts, starts
+
+    def rows(self, num_prompts: int) -> Iterator[tuple[int, Sequence]]:
+        """Yields the row of each prompt among those of all shards, with its first sequence.
+
+        Args:
+            num_prompts: Number of rows for each shard's prompts.
+        """
+        for shard, own in enumerate(self.firsts):
+            yield from enumerate(own, start=shard * num_prompts)
 
 
 class Scheduler:
@@ -134,24 +142,24 @@ class Scheduler:
                 free[prompt_slot // per_shard].append(prompt_slot)
         if not self.waiting or not any(free):
             return None
-        prompts: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in range(self.num_shards)]
+        firsts: list[dict[tuple[int, int], Sequence]] = [{} for _ in range(self.num_shards)]
         taken: dict[int, list[Sequence]] = {}
         shard = 0
         while self.waiting and any(free):
             group = self.waiting[0][0].group
-            if not free[shard] or group not in prompts[shard]:
+            if not free[shard] or group not in firsts[shard]:
                 shard = max(range(self.num_shards), key=lambda d: len(free[d]))
-            if group not in prompts[shard] and len(prompts[shard]) == max_prompts:
+            if group not in firsts[shard] and len(firsts[shard]) == max_prompts:
                 break
-            prompts[shard][group] = self.waiting[0][0].prompt
+            firsts[shard][group] = self.waiting[0][0]
             prompt_slot = free[shard].pop()
             taken[prompt_slot] = self.waiting.popleft()
             for slot, sequence in enumerate(taken[prompt_slot], start=prompt_slot * self.share):
                 self.slots[slot] = sequence
-        by_length = [sorted(own.items(), key=lambda each: len(each[1])) for own in prompts]
+        by_length = [sorted(own.items(), key=lambda each: len(each[1].prompt)) for own in firsts]
         index = [{group: index for index, (group, _) in enumerate(own)} for own in by_length]
         return Admission(
-            [[prompt for _, prompt in own] for own in by_length],
+            [[first for _, first in own] for own in by_length],
             [(prompt_slot, index[prompt_slot // per_shard][own[0].group]) for prompt_slot, own in taken.items()],
             [pair for prompt_slot, own in taken.items() for pair in enumerate(own, start=prompt_slot * self.share)],
         )

@@ -10,7 +10,7 @@ from groupax.constraints.token_automaton import TokenAutomaton
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
 from groupax.settings.sampling import SamplingParams
-from groupax.types import FinishReason
+from groupax.types import FinishReason, PromptImages
 
 
 @dataclass(eq=False)
@@ -39,6 +39,7 @@ class Sequence:
         state: State of the automaton after the tokens.
         adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
+        images: Images of the beginning of the prompt; None for a prompt of text.
     """
 
     prompt_index: int
@@ -61,6 +62,7 @@ class Sequence:
     state: int = 0
     adapter: str | None = None
     place: Place | None = None
+    images: PromptImages | None = None
 
     @property
     def group(self) -> tuple[int, int]:

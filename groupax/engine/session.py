@@ -10,6 +10,7 @@ from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
+from groupax.engine.images import check_images
 from groupax.engine.pace import Pace
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
@@ -90,8 +91,12 @@ class Session:
         """Refuses a request that can never run; from any thread.
 
         Raises:
-            ValueError: The memory for keys and values does not hold two of its longest sequences.
+            ValueError: The memory for keys and values does not hold two of its longest sequences, or a prompt and its
+                images do not fit together.
         """
+        sequences = list(sequences)
+        for sequence in sequences:
+            check_images(self.engine.config.vision, sequence)
         self._plan.check(self.engine.demand(self._plan, sequences))
 
     def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
@@ -120,7 +125,7 @@ class Session:
         """Adds a request: unstarted sequences, which start with the next step if there is room.
 
         Raises:
-            ValueError: The memory for keys and values does not hold two of its longest sequences.
+            ValueError: It can never run (see `check`).
         """
         sequences = list(sequences)
         if not sequences:

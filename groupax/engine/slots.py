@@ -23,7 +23,7 @@ class Slots:
 
     Attributes:
         token: Token that is fed next.
-        position: Position of that token in its sequence.
+        position: Position of that token in its sequence; after images with positions in a grid it is not its column.
         length: Number of tokens that the slot has fed, each of which has a column in the cache.
         key: PRNG key of the slot (see `sampling.row_keys`).
         remaining: Number of tokens that the slot may still sample; 0 for an idle slot.
@@ -73,7 +73,7 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters:
 def fill(row: np.void, sequence: Sequence) -> None:
     """Enters a sequence that starts."""
     row["token"] = sequence.prompt[-1]
-    row["position"] = len(sequence.prompt) - 1
+    row["position"] = len(sequence.prompt) - 1 + (sequence.images.position_offset if sequence.images else 0)
     row["length"] = 0
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens

@@ -256,6 +256,7 @@ class Episode:
             environment_reward=self.reward,
             environment=self.instance,
             adapter=self.first.adapter,
+            images=self.first.images,
             experts=_stacked(self.experts),
         )
 

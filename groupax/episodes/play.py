@@ -35,7 +35,7 @@ from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
-from groupax.types import FinishReason, Rollout
+from groupax.types import FinishReason, PromptImages, Rollout
 
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
@@ -51,6 +51,7 @@ def play_episodes(
     first_prompt: int = 0,
     rules: Rules = SINGLE_TURNS,
     record: Record | None = None,
+    images: Sequence[PromptImages | None] = (),
 ) -> Generator[list[Rollout], None, None]:
     """Yields the group of each prompt as soon as its last episode has ended.
 
@@ -68,6 +69,7 @@ def play_episodes(
         first_prompt: Index of the first of these prompts in its rollout.
         rules: Tools and environments.
         record: Answers of tools and environments from before the run was resumed, to which new ones are added.
+        images: Images of each prompt; empty if all prompts are text.
 
     Raises:
         RunError: All environments of a group failed to start, or started differently for the episodes of a group; or
@@ -92,7 +94,7 @@ def play_episodes(
             yield from programs.play(examples, prompt_ids, first_prompt)
             return
         table = Table(sampler, session, calls, tokenizer, rules, params, step, policy_version)
-        table.open(examples, prompt_ids, first_prompt)
+        table.open(examples, prompt_ids, first_prompt, images)
         yield from table.finished_groups()
 
 
@@ -129,11 +131,19 @@ class Table:
         self._prompt_numbers = itertools.count(LATER_TURNS)
         self._places: Iterator[Place] = iter(())  # for episodes that have not started
         self._openings: dict[int, Opening] = {}  # by the indices of their prompts
+        self._images: dict[int, PromptImages] = {}  # likewise
         self.closing = Closing(calls, rules.warned)
         self.seats = Seats()
 
-    def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
+    def open(
+        self,
+        given: Examples,
+        prompt_ids: Sequence[np.ndarray],
+        first_prompt: int,
+        images: Sequence[PromptImages | None] = (),
+    ) -> None:
         """Starts the groups of prompts."""
+        self._images = {index: each for index, each in enumerate(images, first_prompt) if each is not None}
         examples = [given[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
@@ -202,7 +212,7 @@ class Table:
         for number, first in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             seat = seats[number] if seats else None
             example = examples[first.prompt_index - first_prompt]
-            first.adapter = self.rules.adapter_of(example)
+            first.adapter, first.images = self.rules.adapter_of(example), self._images.get(first.prompt_index)
             self._sample(self._new_episode(first, example, kind, seat, failures or {}), first)
 
     def start_apart(
@@ -253,7 +263,7 @@ class Table:
         [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
         # its tokens have other positions than those of earlier turns, and therefore other random numbers
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
-        sequence.adapter = episode.first.adapter
+        sequence.adapter, sequence.images = episode.first.adapter, episode.first.images
         self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from groupax.tools.threads import Outcome
 
 FOLDER = "calls"  # of a run folder
 NOT_WRITTEN = ("create", "close")  # whose answers nobody needs again
+NOT_RECORDED = "this call is not in the record of the run"
 LEFT = "LeftRecord"  # kind of an outcome: the episode is not the recorded one, and must begin again
 
 Answer = Outcome | ToolResult
@@ -83,11 +84,18 @@ class Record:
         name: Name of the rollout in them.
         process: Index of this process, which has a file of its own.
         keeps_environments: Whether rewards need the environments themselves, which are therefore created again.
+        is_closed: Whether calls of tools that are not in the record are not made, but fail.
     """
 
     def __init__(
-        self, folder: Path | None = None, name: str = "", process: int = 0, keeps_environments: bool = False
+        self,
+        folder: Path | None = None,
+        name: str = "",
+        process: int = 0,
+        keeps_environments: bool = False,
+        is_closed: bool = False,
     ) -> None:
+        self._is_closed = is_closed
         self._lock = threading.Lock()
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._ended: set[tuple[int, int]] = set()  # episodes that ended in an earlier process
@@ -110,7 +118,9 @@ class Record:
                 return Outcome()
             if entry is not None and entry.content == question.content:
                 return entry.answer
-            return Outcome(message="the episode left its record", kind=LEFT) if question.has_state else None
+            if question.has_state:
+                return Outcome(message="the episode left its record", kind=LEFT)
+            return ToolResult("", 0.0, NOT_RECORDED) if self._is_closed and question.what == "call" else None
 
     def add(self, question: Question, answer: Answer) -> None:
         """Adds the answer to a question that was asked just now."""
@@ -185,13 +195,14 @@ class Record:
             self._path = None
 
 
-def remove_records(folder: Path, before: int, max_bytes: int = 0) -> None:
+def remove_records(folder: Path, before: int, max_bytes: int = 0, kept: Collection[int] = ()) -> None:
     """Deletes the records of rollouts that a checkpoint has made useless, except the newest ones, for replays.
 
     Args:
         folder: Folder of the files.
         before: Number of the first rollout that a resumed run samples again.
         max_bytes: Number of bytes of useless records that are kept.
+        kept: Numbers of rollouts whose records stay, for replays.
     """
     useless: list[tuple[int, Path]] = []
     for path in folder.glob("rollout_*.jsonl"):
@@ -199,9 +210,9 @@ def remove_records(folder: Path, before: int, max_bytes: int = 0) -> None:
         if number.isdigit() and int(number) < before:
             useless.append((int(number), path))
     num_bytes = 0
-    for _, path in sorted(useless, reverse=True):
+    for number, path in sorted(useless, reverse=True):
         num_bytes += path.stat().st_size
-        if num_bytes > max_bytes:
+        if num_bytes > max_bytes and number not in kept:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # there are others
         folder.rmdir()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
 from groupax.evaluation.answers import ACCURACY_REWARDS, ANSWERS
 from groupax.evaluation.paired import PairedDifference, paired_difference
@@ -86,7 +87,7 @@ def make_items(
     seen: Counter[str] = Counter()
     items = []
     for index, group in enumerate(groups):
-        row = group[0].example
+        row = named(group[0].example)
         prompt, columns = _plain(row["prompt"]), {name: _plain(row[name]) for name in row if name != "prompt"}
         digest = hashlib.sha256(json.dumps([prompt, columns], sort_keys=True).encode()).hexdigest()[:16]
         seen[digest] += 1

@@ -64,7 +64,7 @@ class FrozenBase:
     """The values that stay constant while an adapter is trained.
 
     Attributes:
-        params: Base weights, which are the model without the adapter.
+        params: Base weights, which are the model without the adapter; or the weights that are not trained.
         scale: Scale of all changes.
     """
 
@@ -84,12 +84,14 @@ def apply_adapter(frozen: FrozenBase | None, trained: Params, dropout: Dropout |
 
 
 def _apply(base: Any, trained: Any, scale: Any, dropout: Dropout | None, path: str) -> Any:
+    if base is None:  # what is trained as a whole
+        return trained
     if isinstance(trained, LowRank):
         if dropout is not None:
             dropout = replace(dropout, key=jax.random.fold_in(dropout.key, zlib.crc32(path.encode())))
         return AdaptedWeight(base, trained, scale, dropout)
     if isinstance(trained, dict):
-        adapted = {name: _apply(base[name], x, scale, dropout, f"{path}/{name}") for name, x in trained.items()}
+        adapted = {name: _apply(base.get(name), x, scale, dropout, f"{path}/{name}") for name, x in trained.items()}
         return {**base, **adapted}
     if isinstance(trained, list):
         pairs = enumerate(zip(base, trained, strict=True))

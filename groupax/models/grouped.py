@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import forward, head_weights, local_kv_heads
+from groupax.models.decoder import ImageInputs, forward, head_weights, local_kv_heads
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing
 from groupax.models.fused_attention import attend, attend_with_prompt
@@ -29,28 +29,44 @@ from groupax.parallel.pytree import pytree
 
 
 @pytree
+class RaggedImages:
+    """The tokens of a `RaggedBatch` that stand for features of images.
+
+    Attributes:
+        feature_index: Index of each token's feature; -1 for text.
+        blocks: Image of each token, of a model that sees whole images (`vision.placement.image_blocks`); None for
+            others.
+    """
+
+    feature_index: Int[Any, "M"]
+    blocks: Int[Any, "M"] | None = None
+
+
+@pytree
 class RaggedBatch:
     """The packed tokens of prompts and rows, and where attention finds them.
 
     Attributes:
         tokens: The prompts' tokens from the left, each prompt without its last token, and the rows' up to the right
             end; padding is in between.
-        positions: Position of each token in its sequence.
+        positions: Position of each token in its sequence, or three coordinates of it.
         targets: Next token of each of the last R tokens, which is the capacity for row tokens.
         prompts: Index of each token in a rectangle of prompts that end at the last column; -1 where there is none.
         tiles: Indices of the rows' tokens, one rectangle per query tile, longest row first; -1 where there is none.
         prompt_of: Prompt of each row of the first tile.
         slots: Index of each token in the concatenated cells of the prompts and tiles; -1 for padding.
+        images: Tokens that stand for features of images; None if all tokens are text.
         experts: Experts that were recorded for each token (see `decoder.forward`); None if none were.
     """
 
     tokens: Int[Any, "M"]
-    positions: Int[Any, "M"]
+    positions: Int[Any, "M"] | Int[Any, "M 3"]
     targets: Int[Any, "R"]
     prompts: Int[Any, "P S"]
     tiles: list[Int[Any, "_ _"]]
     prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
+    images: RaggedImages | None = None
     experts: Int[Any, "M LA"] | None = None
 
 
@@ -62,6 +78,7 @@ def grouped_logprobs(
     execution: Execution = DIRECT,
     entropy_gradient: bool = True,
     layout: Layout = REPLICATED,
+    features: Float[Array, "levels F D"] | None = None,
 ) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
     """Computes the log-prob of each row target and the entropy of its distribution, in nats, float32.
 
@@ -77,20 +94,26 @@ def grouped_logprobs(
         entropy_gradient: Whether the entropy will be differentiated.
         layout: Sharding of the model, inside a shard_map. Along "tokens", devices share the tokens everywhere except
             in attention, where they share the heads (arXiv:2309.14509).
+        features: Features of images that the packed tokens stand for; None if all tokens are text.
     """
     shared = layout.axis("tokens")
     tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
     rectangles = _Rectangles.of(ragged)
     attend = partial(_attend, rectangles, ragged, execution, shared)
     recur = partial(_recur, rectangles, ragged, config, layout)
+    images = None
+    if ragged.images is not None:
+        assert features is not None, "some tokens stand for features"
+        images = ImageInputs(features, local_tokens(ragged.images.feature_index, layout))
     hidden, _, routings = forward(
         config,
         params,
         tokens,
-        positions,
+        positions if positions.ndim == 1 else positions.T,
         attend,
         execution=execution,
         layout=layout,
+        images=images,
         recorded=None if ragged.experts is None else local_tokens(ragged.experts, layout),
         recur=recur,
     )
@@ -171,7 +194,7 @@ def _attend_rectangles(
         rectangles.split(x, ragged.slots) for x in (q, k, v)
     )
     starts, fused = rectangles.starts, execution.attention
-    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused, sinks=sinks)]
+    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused, _blocks(ragged), sinks=sinks)]
     for last, own_q in enumerate(tile_q):
         B = own_q.shape[0]
         prompt_of = ragged.prompt_of[:B]
@@ -181,6 +204,13 @@ def _attend_rectangles(
         outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused, sinks))
     flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
     return gather_with_inverse(flat, ragged.slots, rectangles.cells)
+
+
+def _blocks(ragged: RaggedBatch) -> Int[Array, "P S"] | None:
+    """Returns the image of each column of the prompts, -1 for text; None if images are seen like text."""
+    if ragged.images is None or ragged.images.blocks is None:
+        return None
+    return jnp.where(ragged.prompts < 0, -1, jnp.asarray(ragged.images.blocks)[ragged.prompts])
 
 
 def _recur(

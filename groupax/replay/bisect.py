@@ -1,13 +1,44 @@
-"""Finds the step that made a metric fulfil a condition, and what differs there from what the run's inputs give now."""
+"""Finds the step that made a metric fulfil a condition: what differs there today, and the rows that did it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from groupax.config import GRPOConfig
+from groupax.replay.causes import Cause, NoCauseError, Search
 from groupax.replay.expression import Condition
-from groupax.replay.session import Make, Outcome, replay_target
-from groupax.replay.trainer import Target
+from groupax.replay.moments import Moment
+from groupax.replay.recorded import RecordedRun
+from groupax.replay.session import Make, Outcome, replay_steps
+from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.runs.step_record import Stage, StepRecord
+
+OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
+
+
+@dataclass(frozen=True, eq=False)
+class Bisection:
+    """The step that a metric went wrong in.
+
+    Attributes:
+        step: First step whose line of metrics fulfils the condition.
+        before: Step of the line of metrics before it.
+        outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
+        cause: The update and the rows that did it; None if they could not be found.
+        why_not: Why not.
+    """
+
+    step: int
+    before: int
+    outcomes: Sequence[Outcome]
+    cause: Cause | None
+    why_not: str = ""
+
+    @property
+    def parted(self) -> Outcome | None:
+        """The first step that is not the recorded one; None if all are."""
+        last = self.outcomes[-1]
+        return None if last.is_equal else last
 
 
 def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tuple[int, int]:
@@ -27,10 +58,71 @@ def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tupl
     raise ValueError(f"no step up to {before} fulfils the condition")
 
 
-def parting_step(target: Target, make: Make, args: GRPOConfig, steps: Sequence[int]) -> Iterator[Outcome]:
-    """Yields steps, computed again in their order, up to the first that is not the recorded one."""
-    for step in steps:
-        outcome = replay_target(replace(target, step=step), make, args)
-        yield outcome
-        if not outcome.is_equal:
-            return
+def bisected(run: RecordedRun, condition: Condition, make: Make, args: GRPOConfig, window: int) -> Bisection:
+    """Finds the step and the rows that made a metric of a run fulfil a condition.
+
+    The last steps up to it are computed again, as `replay_step` does. If they are the recorded ones, or if only what is
+    recorded differs, such as a row of the dataset or a reward, updates are left out (see `causes`).
+
+    Args:
+        run: The recorded run.
+        condition: The condition.
+        make: Makes the trainer of the run.
+        args: Settings of the run.
+        window: Least number of steps to compute again.
+
+    Raises:
+        ValueError: No step fulfils the condition, or the run is another one.
+    """
+    step, before = first_line(run.metrics, condition)
+    first = max(1, min(before + 1, step - window + 1), min(run.records))
+    outcomes, cause, why_not = _replayed(Target(run, step, "data", first), make, args, condition, before)
+    number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
+    if cause is None and not why_not:
+        stage: Stage = next(each.stage for each in outcomes[number].stages if not each.is_equal)
+        why_not = f"step {outcomes[number].step} computes another {stage} than it did, with the same rows"
+        if stage in OF_INPUTS:
+            again, cause, why_not = _replayed(Target(run, step, "loss", first), make, args, condition, before)
+            if cause is None and not why_not:
+                differing = (each for each in again if _updated(each.record) != _updated(run.records[each.step]))
+                parted = next(differing).step
+                why_not = f"step {parted} is not computed as it was from its recorded rows either"
+    return Bisection(step, before, outcomes[: number + 1], cause, why_not)
+
+
+def _updated(record: StepRecord) -> tuple[Any, ...]:
+    return record.loss, record.loss_value, record.grad_norm, record.update
+
+
+def _whole(record: StepRecord) -> StepRecord:
+    return record
+
+
+def _replayed(
+    target: Target, make: Make, args: GRPOConfig, condition: Condition, before: int
+) -> tuple[list[Outcome], Cause | None, str]:
+    """Returns a target's steps, computed again, and if they are the recorded ones, the cause or why there is none."""
+    moments: dict[int, Moment] = {}
+    causes: list[Cause] = []
+    faults: list[str] = []
+
+    def use(trainer: ReplayTrainer) -> None:
+        def finish() -> None:
+            now = RecordedRun(trainer.run_folder.path)
+            # the dataset's rows and their rewards are those of the record where only updates are computed again
+            compared = _updated if target.stage == "loss" else _whole
+            if any(compared(now.records[step]) != compared(target.run.records[step]) for step in target.steps):
+                return
+            lines = {int(line["step"]): line for line in now.metrics}
+            shown = (step for step in target.steps if step > before and condition.holds(lines[step]))
+            last = next(shown, target.step)
+            try:
+                own = {step: moment for step, moment in moments.items() if step <= last}
+                causes.append(Search(trainer, condition, own).cause())
+            except NoCauseError as error:
+                faults.append(str(error))
+
+        trainer.observe, trainer.finish = moments.__setitem__, finish
+
+    outcomes = replay_steps(target, make, args, use)
+    return outcomes, next(iter(causes), None), next(iter(faults), "")

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from groupax.episodes.record import Record
 from groupax.models.specs import Params
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
@@ -19,17 +20,18 @@ class ReplayCollector(Collector):
     Args:
         collector: The collector of the run, whose parts it takes.
         run: The recorded run.
-        target: Number of the rollout that is computed again.
-        stage: First stage of that rollout to compute again; what comes before it is recorded.
+        targets: Numbers of the rollouts that are computed again.
+        stage: First stage of these rollouts to compute again; what comes before it is recorded.
+        makes_calls: Whether tools and environments are called for what is not in the record, as under changes.
 
     Attributes:
         policies: Policies that sample rollouts, by the number of the rollout, where these are not the learner's.
         sampled: Numbers of the rollouts that were sampled.
     """
 
-    def __init__(self, collector: Collector, run: RecordedRun, target: int, stage: Stage) -> None:
+    def __init__(self, collector: Collector, run: RecordedRun, targets: range, stage: Stage, makes_calls: bool) -> None:
         super().__init__(**vars(collector))
-        self.run, self.target, self.stage = run, target, stage
+        self.run, self.targets, self.stage, self.makes_calls = run, targets, stage, makes_calls
         self.policies: dict[int, Policy] = {}
         self.sampled: list[int] = []
 
@@ -40,9 +42,13 @@ class ReplayCollector(Collector):
         experience = self._sampled(cursor) if groups is None else self._experience(groups, cursor)
         return self.scored(experience, cursor, num_wanted)
 
+    def sampled_again(self, cursor: Cursor) -> Experience:
+        """Returns the rollout of a cursor, sampled by the present policy."""
+        return self.scored(self._sampled(cursor), cursor, 1)
+
     def samples(self, number: int) -> bool:
         """Returns whether a rollout is sampled again although it may be recorded."""
-        return number == self.target and self.stage in ("data", "rollout")
+        return number in self.targets and self.stage in ("data", "rollout")
 
     def needs_policy(self, number: int) -> bool:
         """Returns whether a rollout is sampled, as asked for or because it was not kept."""
@@ -68,12 +74,30 @@ class ReplayCollector(Collector):
         self.engine.release()
         return experience
 
+    def _asked(self, number: int) -> bool:
+        """Returns whether tools or environments answered in a rollout; True if that is not known."""
+        table = next((table for step in self._steps(number) if (table := self.run.table(step)) is not None), None)
+        return table is None or self.rules.has_environments or '"calls": [{' in "".join(table.get("turns", ()))
+
     def _weights(self, policy: Policy | None) -> Params:
         return self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
 
+    def _record(self, number: int, is_closed: bool = False) -> Record:
+        """Returns the record of a rollout's calls, to which none is added unless it may be made."""
+        return super()._record(number, is_closed or not self.makes_calls)
+
     def _copy_calls(self, number: int) -> None:
-        """Copies what tools answered into the folder of the replay, where it is looked up."""
+        """Copies what tools answered into the folder of the replay, where it is looked up.
+
+        Raises:
+            ValueError: The answers were not kept, and no call may be made.
+        """
         folder, files = self.records(), self.run.calls(number)
+        if folder is not None and not files and not self.makes_calls and self._asked(number):
+            raise ValueError(
+                f"what tools and environments answered in rollout {number} is not in {self.run.folder}/calls any more, "
+                "and a replay calls none: start from what was kept of it, with --stage reward or a later one"
+            )
         if folder is not None and files:
             folder.mkdir(parents=True, exist_ok=True)
             for path in files:
@@ -83,13 +107,17 @@ class ReplayCollector(Collector):
         def examples(count: int) -> Sequence[Mapping]:
             return [self.prompts.examples[index] for index in self.visited(cursor.num_prompts, count)]
 
-        return self.run.groups(self._steps(cursor.num_rollouts), examples)
+        groups = self.run.groups(self._steps(cursor.num_rollouts), examples)
+        if groups is None or self.prompts.images is None:
+            return groups
+        images = self.prompts.images_of(self.visited(cursor.num_prompts, len(groups)))
+        return [[replace(row, images=images[row.prompt_index]) for row in group] for group in groups]
 
     def _experience(self, groups: list[Group], cursor: Cursor) -> Experience:
         """Returns recorded groups as a rollout, with rewards and advantages again where this is asked for."""
         errors: Mapping[str, str] = {}
         num_trained, stage = self.schedule.prompts_per_rollout, self.stage
-        is_target = cursor.num_rollouts == self.target
+        is_target = cursor.num_rollouts in self.targets
         if is_target and stage == "reward":
             self.runner.state = self.trainer_state(cursor)
             scored = score_groups([[replace(row, rewards={}) for row in group] for group in groups], self.runner)

@@ -20,13 +20,13 @@ class StageResult:
         stage: Its name.
         is_equal: Whether all of its bits are those of the record.
         text: The first difference, and the number and size of all of them; empty where there is none.
-        groups: Numbers of the groups that differ, for stages that have them.
+        places: Numbers of the groups that differ, of the loss those of the update's rows.
     """
 
     stage: Stage
     is_equal: bool
     text: str = ""
-    groups: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 def compare_step(
@@ -43,14 +43,15 @@ def compare_step(
     results = []
     for stage in STAGES:
         a, b = getattr(then, stage), getattr(now, stage)
-        if a == b:
+        numbers = _NUMBERS.get(stage, _nothing)(then, now)
+        if a == b and (stage == "update" or not numbers):  # the learning rate shows in the weights, if they have moved
             results.append(StageResult(stage, is_equal=True))
             continue
-        groups = _differing(a, b) if isinstance(a, tuple) else ()
+        places = _differing(a, b) if isinstance(a, tuple) else ()
         both = None if columns_then is None or columns_now is None else (columns_then, columns_now)
-        found = [*_NUMBERS.get(stage, _nothing)(then, now), *([] if both is None else _DETAILS[stage](*both))]
-        named = [f"groups {_listed(groups)}"] if groups else []
-        results.append(StageResult(stage, False, "; ".join([*named, *found]) or "other bits", groups))
+        found = [*numbers, *([] if both is None else _DETAILS[stage](*both))]
+        named = [f"{'rows' if stage == 'loss' else 'groups'} {_listed(places)}"] if places else []
+        results.append(StageResult(stage, False, "; ".join([*named, *found]) or "other bits", places))
     return results
 
 

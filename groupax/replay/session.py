@@ -9,7 +9,7 @@ from typing import Any
 from groupax.config import GRPOConfig
 from groupax.replay.compare import Columns, StageResult, compare_step
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.trainer import QUIET, ReplayTrainer, Target, first_of_rollout, replay_settings
+from groupax.replay.trainer import QUIET, ReplayTrainer, Target, first_of_rollout, link_checkpoint, replay_settings
 from groupax.runs.checkpoints.fingerprint import process_of
 from groupax.runs.step_record import STAGES, Stage, StepRecord
 from groupax.settings.compute import UpdateSettings
@@ -63,22 +63,51 @@ class Outcome:
         return self.parted_at is None and all(stage.is_equal for stage in self.stages)
 
 
-def replay_target(target: Target, make: Make, args: GRPOConfig) -> Outcome:
+def replay_target(
+    target: Target,
+    make: Make,
+    args: GRPOConfig,
+    use: Callable[[ReplayTrainer], Any] | None = None,
+    weights_text: Callable[[ReplayTrainer], str] | None = None,
+) -> Outcome:
     """Computes a step again and compares it with its record.
 
     Args:
         target: The step.
         make: Makes the trainer of the run.
         args: Settings of the run.
+        use: Called with the trainer before it starts.
+        weights_text: Returns how its weights differ from those of the run, where these are known.
 
     Raises:
         ValueError: The step was not recorded, or the run is another one.
     """
+    return replay_steps(target, make, args, use, weights_text)[-1]
+
+
+def replay_steps(
+    target: Target,
+    make: Make,
+    args: GRPOConfig,
+    use: Callable[[ReplayTrainer], Any] | None = None,
+    weights_text: Callable[[ReplayTrainer], str] | None = None,
+) -> list[Outcome]:
+    """Computes the steps of a target again, as `replay_target` does, and returns an outcome of each."""
     target.check()
     with replay_settings(target, args) as settings:
         trainer = make(target, settings)
+        if use is not None:
+            use(trainer)
         trainer.train()
-        return outcome_of(target, trainer)
+        outcomes = [outcome_of(replace(target, step=step, first=target.steps[0]), trainer) for step in target.steps]
+        text = "" if weights_text is None or outcomes[-1].is_equal else weights_text(trainer)
+        return [*outcomes[:-1], with_weights_text(outcomes[-1], text) if text else outcomes[-1]]
+
+
+def with_weights_text(outcome: Outcome, text: str) -> Outcome:
+    """Returns an outcome whose last stage says how the weights differ."""
+    *stages, update = outcome.stages
+    return replace(outcome, stages=(*stages, replace(update, text=text)))
 
 
 def replay_step(
@@ -114,7 +143,7 @@ def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
     """Returns what a trainer has computed of its target."""
     now = RecordedRun(trainer.run_folder.path)
     step, then = target.step, target.run.records
-    before = first_of_rollout(step, trainer.args)
+    before = first_of_rollout(target.steps[0], trainer.args)
     columns = now.table(step) or {}
     stages = compare_step(then[step], now.records[step], target.run.table(step), columns)
     parted = (s for s in sorted(now.records) if s <= before and s in then and now.records[s].update != then[s].update)
@@ -123,10 +152,10 @@ def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
         trainer.first_step,
         now.records[step],
         columns,
-        now.metrics[-1],
+        next(line for line in now.metrics if line["step"] == step),
         tuple(stages),
         next(parted, None),
-        tuple(number for number in trainer.collector.sampled if number != trainer.collector.target),
+        tuple(number for number in trainer.collector.sampled if number not in trainer.collector.targets),
         tuple(target.run.machine_changes(process_of(trainer.learner.mesh))),
     )
 
@@ -164,7 +193,12 @@ def replay_changed(
     changed = replace(target, stage=stage, is_changed=True, starts_at=start if other_weights else 0)
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
         settings = replace(args, **{**QUIET, **changes}, output_dir=str(Path(folder) / "changed"), resume="never")
-        if start and not other_weights:
+        saved = target.run.checkpoint(start) if start else None
+        if saved is not None and saved.step == start and not other_weights:
+            link_checkpoint(saved, Path(folder) / "before")
+            changed = replace(changed, identity=saved.state["identity"])
+            settings = replace(settings, resume=str(Path(folder) / "before"))
+        elif start and not other_weights:
             before = Target(target.run, start, "update", saves=True)
             with replay_settings(before, args) as own:
                 trainer = make(before, replace(own, output_dir=str(Path(folder) / "before")))

@@ -1,7 +1,7 @@
 """A trainer that repeats steps of a recorded run in a folder of its own, by the methods that the run went through."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +9,10 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.events import Message, StepStarted
+from groupax.models.saving import save_model
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
+from groupax.replay.moments import Moment, moment_of
 from groupax.replay.recorded import RecordedRun
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor
@@ -51,6 +53,7 @@ class Target:
         run: The recorded run.
         step: The step to repeat.
         stage: First stage of it that is computed again; those before it are taken from the record.
+        first: First step that is computed again from this stage on, with all up to `step`; 0 for `step` alone.
         is_changed: Whether it is repeated under changes, so that it need not be the same run.
         starts_at: Step after which it starts without a checkpoint, as with other weights; 0 for the run's own start.
         identity: Identity of the run whose state it starts from, if its settings differ from that.
@@ -60,6 +63,7 @@ class Target:
     run: RecordedRun
     step: int
     stage: Stage = "data"
+    first: int = 0
     is_changed: bool = False
     starts_at: int = 0
     identity: Identity | None = None
@@ -69,6 +73,11 @@ class Target:
     def record(self) -> StepRecord:
         """The digests of the step."""
         return self.run.records[self.step]
+
+    @property
+    def steps(self) -> range:
+        """The steps that are computed again."""
+        return range(self.first or self.step, self.step + 1)
 
     def check(self) -> None:
         """Checks that the step was recorded.
@@ -98,15 +107,20 @@ def first_of_rollout(step: int, args: GRPOConfig) -> int:
 @contextmanager
 def replay_settings(target: Target, args: GRPOConfig) -> Iterator[GRPOConfig]:
     """Gives the settings of a run that repeats a step in a temporary folder, which is deleted at the end."""
-    saved = target.run.checkpoint(first_of_rollout(target.step, args))
+    saved = target.run.checkpoint(first_of_rollout(target.steps[0], args))
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
         settings = replace(args, **QUIET, output_dir=str(Path(folder) / "run"), resume="never")
         if saved is not None:  # a checkpoint or a state, which has another place
-            place = Path(folder) / "before" / "checkpoints" / saved.folder.name
-            place.parent.mkdir(parents=True)
-            place.symlink_to(saved.folder.resolve())
-            settings = replace(settings, resume=str(place))
+            settings = replace(settings, resume=str(link_checkpoint(saved, Path(folder) / "before")))
         yield settings
+
+
+def link_checkpoint(saved: Saved, run: Path) -> Path:
+    """Makes a checkpoint the only one of a new run folder, and returns its path there."""
+    place = run / "checkpoints" / saved.folder.name
+    place.parent.mkdir(parents=True)
+    place.symlink_to(saved.folder.resolve())
+    return place
 
 
 class ReplayTrainer(GRPOTrainer):
@@ -119,9 +133,13 @@ class ReplayTrainer(GRPOTrainer):
 
     Attributes:
         first_step: Step after which it started.
+        observe: Called with the number of each step that is computed again and the moment before it, if it is set.
+        finish: Called after the last step, while rewards can be computed, if it is set.
     """
 
     collector: ReplayCollector
+    observe: Callable[[int, Moment], None] | None = None
+    finish: Callable[[], None] | None = None
 
     def __init__(self, target: Target, *arguments: Any, **named: Any) -> None:
         target.check()
@@ -131,14 +149,35 @@ class ReplayTrainer(GRPOTrainer):
     def _build_parts(self) -> None:
         super()._build_parts()
         self.pipeline = None  # rollouts of earlier policies are sampled when they are needed
-        number = (self.target.step - 1) // self.schedule.updates_per_rollout
-        collector = ReplayCollector(self.collector, self.target.run, number, self.target.stage)
+        numbers = [(step - 1) // self.schedule.updates_per_rollout for step in self.target.steps]
+        targets = range(numbers[0], numbers[-1] + 1)
+        given = self.target.run, targets, self.target.stage, self.target.is_changed
+        collector = ReplayCollector(self.collector, *given)
         collector.emit = self.emit
         self.collector = collector
 
+    @property
+    def model_name(self) -> str | None:
+        """Folder or hub id of the model that the run started from; None for one made in memory."""
+        return self._model.adapter.base_name if self._model.adapter else self._model.name
+
+    @property
+    def model_source(self) -> Path | None:
+        """Folder with its files; None for one made in memory."""
+        return self._model.source
+
+    def save_start(self, folder: Path) -> None:
+        """Writes the model that the run starts from into a folder, before it has trained."""
+        save_model(self._model, folder, self.tokenizer)
+
+    @property
+    def description(self) -> Identity:
+        """The identity of a run with these arguments, which is known until the trainer has trained."""
+        return super()._describe()
+
     def _describe(self) -> Identity:
         """Returns the identity that was saved, if only the data differ; says so then."""
-        own = super()._describe()
+        own = self.description
         if self.target.identity is not None:
             return self.target.identity
         saved = self.target.run.checkpoint(self.target.step)
@@ -170,25 +209,38 @@ class ReplayTrainer(GRPOTrainer):
         while self.cursor.step < self.target.step:
             stop.check()
             self._step(log, stop)
+        self._keep_policies()
         if self.target.saves:
             saver.save_and_wait(self.cursor, self.experience)
+        if self.finish is not None:
+            self.finish()
 
     def _step(self, log: RunLog, stop: PreemptionHandler) -> None:
-        self._keep_policy()
+        self._keep_policies()
         self.emit(StepStarted(self.cursor.step))
+        before = self.cursor
         rows = self._next_rows(log, stop)
+        if self.observe is not None and self.cursor.step + 1 in self.target.steps:
+            assert self.experience is not None, "there is a rollout"
+            self.observe(self.cursor.step + 1, moment_of(self.learner, self.experience, before))
         update, scores = self._update(rows)
         self._log(log, rows, update, scores)
 
-    def _keep_policy(self) -> None:
-        """Keeps the present policy if it samples a later rollout."""
+    def _keep_policies(self) -> None:
+        """Keeps the present policy if it samples a later rollout, or one after the state that is saved."""
         staleness, step = self.args.max_staleness, self.cursor.step
         if not staleness:
             return
-        for number in range(self.cursor.num_rollouts, self.collector.target + 1):
+        last = self.collector.targets[-1]
+        after = last + 1 + staleness if self.target.saves else last
+        for number in range(self.cursor.num_rollouts, after + 1):
             is_due = self.collector.policy_version(number) == step and number not in self.collector.policies
-            if is_due and self.collector.needs_policy(number):
+            if is_due and (number > last or self.collector.needs_policy(number)):
                 self.collector.policies[number] = Policy(step, self.learner.snapshot())
+
+    def _policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        kept = self.collector.policies.items()
+        return {number: policy for number, policy in kept if number >= cursor.num_rollouts}
 
     @property
     def identity(self) -> Identity:

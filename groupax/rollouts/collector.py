@@ -183,12 +183,7 @@ class Collector:
         args = self.args
         visited = self.visited(cursor.num_prompts + first, count)
         self.runner.state = self.trainer_state(cursor)
-        record = Record(
-            self.records(),
-            f"rollout_{cursor.num_rollouts:06d}",
-            processes.process_index(),
-            keeps_environments=any(each.takes_environments for each in self.runner.rewards),
-        )
+        record = self._record(cursor.num_rollouts)
         groups = play_episodes(
             engine,
             self.tokenizer,
@@ -200,6 +195,7 @@ class Collector:
             first_prompt=first,
             rules=self.rules,
             record=record,
+            images=self.prompts.images_of(visited),
         )
         try:
             with closing(record), closing(groups):  # on an error too, which keeps them: servers would go on
@@ -211,6 +207,12 @@ class Collector:
                 f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
                 f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
             ) from error
+
+    def _record(self, number: int, is_closed: bool = False) -> Record:
+        """Returns the record of a rollout's calls, of which a closed one is all that is ever answered."""
+        name, process = f"rollout_{number:06d}", processes.process_index()
+        keeps = any(each.takes_environments for each in self.runner.rewards)
+        return Record(self.records(), name, process, keeps_environments=keeps, is_closed=is_closed)
 
     def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
         """Raises a RewardError if a reward function failed for all completions, since it or its service is broken."""

@@ -37,6 +37,7 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
         experts=rollout.experts,
         is_failure=rollout.is_failure,
         adapter=rollout.adapter,
+        images=rollout.images,
     )
 
 

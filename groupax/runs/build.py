@@ -21,6 +21,8 @@ from groupax.episodes.rules import Rules, make_rules
 from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
+from groupax.models.vision.features import FeatureCache
+from groupax.models.vision.prompts import prompt_encoder
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
@@ -262,7 +264,10 @@ def prompts_for(
         for index in range(len(examples)):
             rules.adapter_of(examples[index])
     given = examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas
-    prompts = encode_examples(*given, may_be_empty=rules.has_environments)
+    encoder = prompt_encoder(model.config.vision, model.source, tokenizer, int(args.image_cache_gb * 1e9))
+    prompts = encode_examples(*given, may_be_empty=rules.has_environments, encoder=encoder)
+    if prompts.images is not None:
+        _check_images(args, rules, dataset or "the dataset")
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
     if largest >= model.config.vocab_size:
         raise ValueError(
@@ -270,6 +275,23 @@ def prompts_for(
             "this its tokenizer?"
         )
     return prompts
+
+
+def _check_images(args: GRPOConfig, rules: Rules, dataset: str) -> None:
+    """Checks that a run whose prompts have images has nothing that takes text alone.
+
+    Raises:
+        ValueError: it has.
+    """
+    others = {
+        "rollout_servers receive prompts as text": bool(args.rollout_servers),
+        "rollout_func samples prompts of text": rules.rollout_func is not None,
+        "agents write prompts of text": rules.templates is not None,
+        "environments write prompts of text": rules.has_environments,
+    }
+    reason = next((reason for reason, is_there in others.items() if is_there), None)
+    if reason is not None:
+        raise ValueError(f"{dataset} has images, and {reason}; train on it without, or leave the images out")
 
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:
@@ -293,6 +315,7 @@ def engine_for(
     expected: Demand | None = None,
     has_turns: bool = False,
     may_stop: bool = False,
+    features: FeatureCache | None = None,
 ) -> Engine:
     """Returns the engine of this process with the weights `params`.
 
@@ -322,6 +345,7 @@ def engine_for(
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
         adapters=args.adapters,
+        features=features,
         record_experts=args.routing_replay,
     )
     if constraint is not None:  # an error is found before the first rollout

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +271,20 @@ class RunFolder:
         rollouts: Sequence[Rollout],
         scores: Mapping[int, TokenScores] | None = None,
         reward: float = float("nan"),
+        kept: Collection[int] = (),
     ) -> None:
         """Writes `rollouts/step_N.parquet` atomically (see `RolloutLog.write`)."""
-        self._write(lambda: self._rollout_log.write(step, rollouts, scores or {}, reward))
+        self._write(lambda: self._rollout_log.write(step, rollouts, scores or {}, reward, kept))
+
+    def remove_rollouts(self, step: int) -> None:
+        """Removes `rollouts/step_N.parquet`, if there is one."""
+        self._write(lambda: self._rollout_log.remove(step))
+
+    def steps_with_findings(self) -> frozenset[int]:
+        """Returns the steps in which something was diagnosed, or whose update was skipped."""
+        skipped = (path.stem.rpartition("_")[2] for path in (self.path / "bad_steps").glob("step_*.parquet"))
+        diagnosed = {int(line["step"]) for line in self._diagnostics}
+        return frozenset(diagnosed | {int(number) for number in skipped if number.isdigit()})
 
     def write_items(self, name: str, items: Sequence[Item]) -> None:
         """Writes `evaluations/NAME.jsonl` atomically, one line per item."""

@@ -22,10 +22,11 @@ class FolderSink:
     def __call__(self, event: Event) -> None:
         """Writes what the event has for the folder."""
         match event:
-            case StepEnded(logged=dict() as metrics, step=step):
-                self.folder.write_metrics(metrics)
-                if event.rollouts and self._keeps_completions(step):
-                    self.folder.write_rollouts(step, event.rollouts, event.scores, event.metrics["reward"])
+            case StepEnded():
+                if event.logged is not None:
+                    self.folder.write_metrics(event.logged)
+                if event.rollouts and self.completions.log_completions:
+                    self._write_rollouts(event)
             case Evaluated(step=step):
                 self.folder.write_metrics({"step": float(step), **event.metrics})
                 for name, each in event.sets.items() if self.completions.log_completions else ():
@@ -35,6 +36,22 @@ class FolderSink:
             case _:
                 pass
 
-    def _keeps_completions(self, step: int) -> bool:
+    def _write_rollouts(self, event: StepEnded) -> None:
+        """Writes the completions of a step that is logged or may be replayed, and removes those that no longer may."""
+        step, num_last = event.step, self.completions.replay_steps
+        num_last = 0 if self.folder.remote else num_last  # nothing is removed from a bucket again
+        found = self.folder.steps_with_findings() if num_last else frozenset()
+        if event.metrics.get("update_skipped") and num_last:
+            found |= {step}
+        if not num_last and not self._is_logged(step):
+            return
+        kept = found | {*range(step - num_last + 1, step)}
+        self.folder.write_rollouts(step, event.rollouts, event.scores, event.metrics["reward"], kept)
+        passed = step - num_last
+        if num_last and passed > 0 and passed not in found and not self._is_logged(passed):
+            self.folder.remove_rollouts(passed)
+
+    def _is_logged(self, step: int) -> bool:
         is_first, is_last, every = step <= self.logging_steps, step == self.num_steps, self.completions
-        return every.log_completions and (is_first or is_last or step % every.log_completions_steps == 0)
+        is_line = is_last or step % self.logging_steps == 0
+        return is_line and (is_first or is_last or step % every.log_completions_steps == 0)

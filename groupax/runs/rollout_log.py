@@ -2,16 +2,18 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from groupax.data.images import image_name, images_of, named
 from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
 from groupax.events import TokenScores
 from groupax.types import Prompt, Rollout
 
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL images that are written as they are
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
 
@@ -35,7 +37,12 @@ class RolloutLog:
         return self.folder / f"step_{step:06d}.parquet"
 
     def write(
-        self, step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores], reward: float = float("nan")
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        scores: Mapping[int, TokenScores],
+        reward: float = float("nan"),
+        kept: Collection[int] = (),
     ) -> None:
         """Writes a step's file atomically, and removes others if the budget is exceeded.
 
@@ -44,10 +51,12 @@ class RolloutLog:
             rollouts: Its completions.
             scores: Token scores of the completions that it trained on, by index into `rollouts`.
             reward: Mean reward of the step.
+            kept: Steps whose files stay if the budget is exceeded.
 
         Raises:
             OSError: The disk is full.
         """
+        write_images(self.folder.parent, rollouts)
         write_table(self.path(step), rollout_table(step, rollouts, scores, reward))
         if self.max_bytes is None:
             return
@@ -55,35 +64,41 @@ class RolloutLog:
             self._sizes = {_step_of(path): path.stat().st_size for path in self.folder.glob("step_*.parquet")}
         self._sizes[step], self._rewards[step] = self.path(step).stat().st_size, reward
         if sum(self._sizes.values()) > self.max_bytes:
-            self._thin_out(self._sizes, self.max_bytes)
+            self._thin_out(self._sizes, self.max_bytes, kept)
+
+    def remove(self, step: int) -> None:
+        """Removes a step's file, if there is one."""
+        self.path(step).unlink(missing_ok=True)
+        for known in (self._sizes or {}, self._rewards):
+            known.pop(step, None)
 
     def forget(self) -> None:
         """Forgets the sizes of the files, which others have changed."""
         self._sizes, self._rewards = None, {}
 
-    def _thin_out(self, sizes: dict[int, int], max_bytes: int) -> None:
+    def _thin_out(self, sizes: dict[int, int], max_bytes: int, kept: Collection[int]) -> None:
         for step in sizes.keys() - self._rewards.keys():
             self._rewards[step] = _stored_reward(self.path(step))
         known = {step: self._rewards[step] for step in sizes if math.isfinite(self._rewards[step])}
         best = max(known, key=lambda step: known[step]) if known else None
-        for step in to_remove(sizes, int(KEPT_FRAC * max_bytes), best):
+        for step in to_remove(sizes, int(KEPT_FRAC * max_bytes), {*kept, *([] if best is None else [best])}):
             self.path(step).unlink(missing_ok=True)
             del sizes[step]
 
 
-def to_remove(sizes: Mapping[int, int], max_bytes: int, best: int | None) -> list[int]:
+def to_remove(sizes: Mapping[int, int], max_bytes: int, kept: Collection[int] = ()) -> list[int]:
     """Returns the steps whose files to remove: repeatedly the one whose neighbours are closest.
 
     Args:
         sizes: Sizes in bytes by step.
         max_bytes: Budget for the remaining files.
-        best: A step to keep, in addition to the first and the last one.
+        kept: Steps to keep, in addition to the first and the last one.
     """
     steps, total, removed = sorted(sizes), sum(sizes.values()), []
     while total > max_bytes and len(steps) > 2:
         numbers = np.asarray(steps)
         gaps = (numbers[2:] - numbers[:-2]).astype(float)
-        gaps[numbers[1:-1] == best] = np.inf
+        gaps[np.isin(numbers[1:-1], [*kept])] = np.inf
         index = int(gaps.argmin())
         if not np.isfinite(gaps[index]):
             break
@@ -106,7 +121,7 @@ def rollout_table(
         "step": pa.array([step] * len(rollouts), pa.int32()),
         "prompt_index": column(pa.int32(), lambda row: row.prompt_index),
         "sample_index": column(pa.int32(), lambda row: row.sample_index),
-        "prompt": column(pa.string(), lambda row: prompt_text(row.prompt)),
+        "prompt": pa.array(_once_per_prompt(rollouts, lambda row: prompt_text(row.prompt)), pa.string()),
         "completion": column(pa.string(), lambda row: valid_text(row.text)),
         "finish_reason": column(pa.string(), lambda row: row.finish_reason),
         "policy_version": column(pa.int32(), lambda row: row.policy_version),
@@ -139,8 +154,45 @@ def rollout_table(
         columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
     if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
         columns["adapter"] = column(pa.string(), lambda row: row.adapter)
+    if any(row.images is not None for row in rollouts):
+        names = _once_per_prompt(rollouts, lambda row: [*map(image_name, images_of(row.example))])
+        columns["images"] = pa.array(names, pa.list_(pa.string()))
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
+
+
+def _once_per_prompt(rollouts: Sequence[Rollout], value: Callable[[Rollout], Any]) -> list[Any]:
+    """Returns a value of each completion that depends on its dataset's row alone, computed once for each row."""
+    known: dict[int, Any] = {}
+    for row in rollouts:
+        if id(row.example) not in known:
+            known[id(row.example)] = value(row)
+    return [known[id(row.example)] for row in rollouts]
+
+
+def write_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
+    """Writes the images of prompts that a run folder does not have yet, as images/SHA256.png (see `image_name`).
+
+    Args:
+        folder: The run folder.
+        rollouts: Completions.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    examples = {id(row.example): row.example for row in rollouts if row.images is not None}
+    for image in (image for example in examples.values() for image in images_of(example)):
+        path = folder / image_name(image)
+        if path.exists():
+            continue
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f".{path.name}")
+        try:
+            (image if image.mode in PNG_MODES else image.convert("RGB")).save(partial, "PNG")
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def write_table(path: Path, table: Any) -> None:
@@ -184,8 +236,8 @@ def simple_column(values: Sequence[Any]) -> Any:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a prompt as one text; a conversation as JSON."""
-    return valid_text(prompt) if isinstance(prompt, str) else json.dumps(prompt, default=str)
+    """Returns a prompt as one text; a conversation as JSON, with the names of its images' files (`image_name`)."""
+    return valid_text(prompt) if isinstance(prompt, str) else json.dumps(named(prompt), default=str)
 
 
 def valid_text(text: str) -> str:

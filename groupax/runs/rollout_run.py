@@ -54,6 +54,7 @@ from groupax.runs.progress.display import Progress
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
 from groupax.storage.buckets import is_remote
+from groupax.types import PromptImages
 
 
 class RolloutRun(Run[GRPOConfig]):
@@ -125,7 +126,7 @@ class RolloutRun(Run[GRPOConfig]):
     def _load_data(self, train_dataset: Any, eval_dataset: Any) -> tuple[Examples, dict[str, Examples]]:
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
-        train_examples = load_examples(train_dataset)
+        train_examples = load_examples(train_dataset, may_have_images=True)
         eval_examples = {} if eval_dataset is None else _load_eval_sets(eval_dataset)
         if self.args.eval_steps and not eval_examples:
             raise ValueError(f"eval_steps is {self.args.eval_steps}, but there is no eval_dataset")
@@ -182,7 +183,7 @@ class RolloutRun(Run[GRPOConfig]):
         has_turns = self.rules.has_turns
         policy = self.learner.policy
         given = self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns
-        self.engine = engine_for(args, *given, may_stop=self.rules.templates is not None)
+        self.engine = engine_for(args, *given, self.rules.templates is not None, self.learner.features)
         self.collector = Collector(
             args,
             self.schedule,
@@ -227,7 +228,9 @@ class RolloutRun(Run[GRPOConfig]):
 
     def _describe(self) -> Identity:
         names = [reward.name for reward in self.rewards]
-        return identity_of(self.args, self._model, self.tokenizer, self.prompts.token_ids, names, self.num_steps)
+        images = () if self.prompts.images is None else self.prompts.images.digests
+        given = self.args, self._model, self.tokenizer, self.prompts.token_ids, names, self.num_steps
+        return identity_of(*given, images)
 
     def _restore(self, saved: Saved, log: RunLog) -> None:
         self.cursor, self.experience = Cursor(**saved.state["cursor"]), None
@@ -235,7 +238,11 @@ class RolloutRun(Run[GRPOConfig]):
         if state is not None:
             first, end = state["first_prompt"], self.cursor.num_prompts
             order = self.collector.visited(first, end - first)
-            experience, scores = read_rollout(saved.folder, state, lambda index: self.prompts.examples[order[index]])
+
+            def prompt_of(index: int) -> tuple[Any, PromptImages | None]:
+                return self.prompts.examples[order[index]], self.prompts.images_of([order[index]])[0]
+
+            experience, scores = read_rollout(saved.folder, state, prompt_of)
             minibatches = self.collector.cut(experience.groups[: self.schedule.prompts_per_rollout])
             self.experience = replace(experience, minibatches=with_scores(minibatches, scores))
         if self.pipeline is not None:
@@ -287,4 +294,7 @@ class RolloutRun(Run[GRPOConfig]):
 
 def _load_eval_sets(dataset: Any) -> dict[str, Examples]:
     sets = named_sets(dataset)
-    return {name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS) for name, each in sets.items()}
+    return {
+        name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS, may_have_images=True)
+        for name, each in sets.items()
+    }

@@ -269,7 +269,7 @@ class Run(Generic[ConfigT]):
         if self._identity is None:
             self._identity = self._describe()
             if self._model.adapter is None:  # the learner has its own copies
-                self._model = replace(self._model, params={})
+                self._model = replace(self._model, params=self.learner.untrained)
         parts = self._identity, self._model, self.run_folder, self.learner, log, self._policies
         saver = RunSaver(self.args, *parts, self.checkpoints_in, self.checkpoint_files)
         model_folder = self.run_folder.path / "model"
@@ -377,7 +377,7 @@ class Run(Generic[ConfigT]):
         if self._model.adapter is not None:
             adapter = replace(self._model.adapter, trained=params)
             return save_adapter(replace(self._model, adapter=adapter), folder, self.tokenizer, self._card())
-        trained = replace(self._model, params=params)
+        trained = replace(self._model, params={**self.learner.untrained, **params})
         return save_model(trained, folder, self.tokenizer, jnp.dtype(stored_dtype(self._model)), card=self._card())
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:

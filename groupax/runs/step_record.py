@@ -3,18 +3,19 @@
 data ──► rollout ──► reward ──► advantage ──► loss ──► update
 
 Each stage depends on those before it, so the first one that differs between two computations of a step says where they
-part. Data, rollouts, rewards and advantages have a digest for each group.
+part. Data, rollouts, rewards and advantages have a digest for each group, the loss has one for each row of the update.
 """
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from groupax.data.images import named
 from groupax.rollouts.state import Cursor
 from groupax.training.learner import Update
 from groupax.types import Rollout, Row
@@ -22,7 +23,7 @@ from groupax.types import Rollout, Row
 Stage = Literal["data", "rollout", "reward", "advantage", "loss", "update"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NAME = "record.jsonl"
-GROUP_BYTES, STAGE_BYTES = 4, 8
+GROUP_BYTES, ROW_BYTES, STAGE_BYTES = 4, 3, 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepRecord:
         rollout: Digest of the tokens and the sampler's log-probs of each group.
         reward: Digest of the rewards of each group.
         advantage: Digest of the advantages of each group.
-        loss: Digest of the inputs and results of the loss.
+        loss: Digest of the inputs and log-probs of each row of the update.
         update: Digest of the weights after the update.
     """
 
@@ -54,7 +55,7 @@ class StepRecord:
     rollout: tuple[str, ...]
     reward: tuple[str, ...]
     advantage: tuple[str, ...]
-    loss: str
+    loss: tuple[str, ...]
     update: str
 
     def line(self) -> str:
@@ -84,7 +85,7 @@ def step_record(
         _finite(metrics["loss"]),
         _finite(metrics["grad_norm"]),
         *(tuple(_digest(parts(group), GROUP_BYTES) for group in groups) for parts in _PARTS),
-        loss=_digest(_of_loss(rows, update), STAGE_BYTES),
+        loss=tuple(_digest(each, ROW_BYTES) for each in _of_losses(rows, update)),
         update=weights[: 2 * STAGE_BYTES],
     )
 
@@ -95,8 +96,8 @@ def parsed_records(text: bytes) -> dict[int, StepRecord]:
     for line in text.splitlines():
         try:
             content = json.loads(line)
-            groups = {name: tuple(content[name]) for name in ("data", "rollout", "reward", "advantage")}
-            records[int(content["step"])] = StepRecord(**{**content, **groups})
+            digests = {name: tuple(content[name]) for name in STAGES if name != "update"}
+            records[int(content["step"])] = StepRecord(**{**content, **digests})
         except (ValueError, TypeError, KeyError):
             continue
     return records
@@ -104,11 +105,15 @@ def parsed_records(text: bytes) -> dict[int, StepRecord]:
 
 def row_digest(example: Mapping[str, Any]) -> str:
     """Returns the digest of a row of a dataset, as the records of its groups have it."""
-    return _digest([json.dumps(dict(example), sort_keys=True, default=repr)], GROUP_BYTES)
+    return _digest([_as_json(example)], GROUP_BYTES)
 
 
 def _of_data(group: Sequence[Rollout]) -> list[Any]:
-    return [json.dumps(dict(group[0].example), sort_keys=True, default=repr)]
+    return [_as_json(group[0].example)]
+
+
+def _as_json(example: Mapping[str, Any]) -> str:
+    return json.dumps(named(dict(example)), sort_keys=True, default=repr)
 
 
 def _of_rollout(group: Sequence[Rollout]) -> list[Any]:
@@ -139,14 +144,10 @@ def _of_advantages(group: Sequence[Rollout]) -> list[Any]:
 _PARTS = (_of_data, _of_rollout, _of_rewards, _of_advantages)
 
 
-def _of_loss(rows: Sequence[Row], update: Update) -> list[Any]:
-    parts: list[Any] = []
-    for row in rows:
+def _of_losses(rows: Sequence[Row], update: Update) -> Iterator[list[Any]]:
+    for row, logps, entropies in zip(rows, update.logps, update.entropies, strict=True):
         given = (row.mask, row.advantages, row.old_logp, row.ref_logp, row.sampler_logp, row.policy_mask)
-        parts += ["" if value is None else value for value in given]
-    metrics = update.metrics
-    numbers = np.asarray([metrics["loss"], metrics["grad_norm"]], np.float64)
-    return [*parts, *update.logps, *update.entropies, numbers]
+        yield [*("" if value is None else value for value in given), logps, entropies]
 
 
 def _digest(parts: Iterable[Any], num_bytes: int) -> str:

@@ -60,6 +60,9 @@ class AdapterLearners:
         first = self._first
         self.config, self.mesh, self.settings, self.dtype = first.config, first.mesh, first.settings, first.dtype
         self.frozen, self.dropout_rate, self.reference = first.frozen, first.dropout_rate, first.reference
+        self.is_adapter, self.untrained, self.features = first.is_adapter, first.untrained, first.features
+        for learner in self.each.values():
+            learner.features = self.features
         self.state = self._state()
         self.policy = self._policy()
 

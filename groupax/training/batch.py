@@ -12,19 +12,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import MIN_QUERIES
-from groupax.models.grouped import RaggedBatch
+from groupax.models.grouped import RaggedBatch, RaggedImages
+from groupax.models.vision.batch import ImageBatch
+from groupax.models.vision.config import VisionConfig
+from groupax.models.vision.placement import continued, image_blocks
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
-from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, tile_ranges
-from groupax.training.packing import MicroBatchPlan, plan_micro_batches
-from groupax.types import Row
+from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
+from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_parts, plan_micro_batches, round_up
+from groupax.types import Image, Row
+
+
+@pytree
+class Features:
+    """The features of a micro-batch's images: known ones, or images from which they are computed.
+
+    Attributes:
+        known: Features of each level; None if they are computed.
+        images: Images of each shard; None if features are known.
+        rows: Index of each feature among the rows of those that are computed; None if features are known.
+    """
+
+    known: Float[Any, "F levels D"] | None = None
+    images: ImageBatch | None = None
+    rows: Int[Any, "F"] | None = None
 
 
 @pytree
@@ -39,6 +57,7 @@ class MicroBatch:
         slots: index in `cells`, flattened, of each target, -1 for padding.
         loss_inputs: inputs of the loss for each row; padding rows have no token that counts.
         dropout_ids: a number per token that does not depend on the packing, from which its dropout is drawn.
+        features: features of the images of its prompts; None without images, and until they are known.
     """
 
     ragged: RaggedBatch
@@ -46,6 +65,7 @@ class MicroBatch:
     slots: Int[Any, "R"]
     loss_inputs: LossInputs
     dropout_ids: UInt32[Any, "M"]
+    features: Features | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +76,13 @@ class Packed:
         batch: arrays on the host.
         rows: index among the packed rows for each row of `batch.cells`, -1 for padding.
         num_tokens: number of tokens that the devices compute, padding included.
+        images: different images of the prompts of each shard, in the order of their features; empty without images.
     """
 
     batch: MicroBatch
     rows: Int[np.ndarray, "B"]
     num_tokens: int
+    images: Sequence[Sequence[Image]] = ()
 
 
 def pack(
@@ -71,6 +93,7 @@ def pack(
     share_prefix: SharePrefix = "auto",
     longest: tuple[int, int] = (0, 0),
     attention_cost: AttentionCost = PLAIN,
+    vision: VisionConfig | None = None,
 ) -> tuple[list[Packed], list[Shape]]:
     """Packs rows into micro-batches of about `micro_batch_tokens` tokens per shard.
 
@@ -83,6 +106,7 @@ def pack(
             cheaper way.
         longest: tokens of the longest prompt and completion to expect, which new shapes hold where that costs little.
         attention_cost: cost of attention.
+        vision: part of the model that sees images; None for a model of text.
 
     Returns:
         The micro-batches, and the known shapes with the new ones.
@@ -90,7 +114,33 @@ def pack(
     planned = plan_micro_batches(rows, num_shards, micro_batch_tokens, known, share_prefix, longest, attention_cost)
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
     present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
-    return [_pack_shards(rows, present, each) for each in planned], [*known, *new]
+    return [_pack_shards(rows, present, each, vision) for each in planned], [*known, *new]
+
+
+def pack_parts(
+    rows: Sequence[Row],
+    parts: Sequence[Sequence[int]],
+    num_shards: int,
+    share_prefix: SharePrefix = "auto",
+    attention_cost: AttentionCost = PLAIN,
+    vision: VisionConfig | None = None,
+) -> list[Packed]:
+    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards.
+
+    Args:
+        rows: rows of the step.
+        parts: indices of the rows of each part.
+        num_shards: number of devices that share each micro-batch.
+        share_prefix: as for `pack`; "auto" computes a prompt once.
+        attention_cost: cost of attention.
+        vision: part of the model that sees images; None for a model of text.
+    """
+    groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
+    num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
+    shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
+    present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
+    nothing: list[list[RowGroup]] = [[] for _ in range(num_shards - 1)]
+    return [_pack_shards(rows, present, MicroBatchPlan([own, *nothing], shape), vision) for own in groups]
 
 
 def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
@@ -104,11 +154,61 @@ def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
 _OPTIONAL = {"old_logp": np.float32, "ref_logp": np.float32, "sampler_logp": np.float32, "policy_mask": bool}
 
 
-def _pack_shards(rows: Sequence[Row], present: Sequence[str], planned: MicroBatchPlan) -> Packed:
+def _pack_shards(
+    rows: Sequence[Row], present: Sequence[str], planned: MicroBatchPlan, vision: VisionConfig | None
+) -> Packed:
     """Packs the rows of a micro-batch; `present` are the optional fields that some row has."""
     shards = [_pack_shard(rows, present, groups, planned.shape) for groups in planned.shards]
-    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _ in shards))
-    return Packed(batch, np.concatenate([index for _, index in shards]), len(shards) * planned.shape.tokens)
+    batches, images = [batch for batch, _ in shards], []
+    if any(rows[index].images for groups in planned.shards for group in groups for index in group.rows):
+        assert vision is not None, "the model sees images"
+        packed = [
+            _with_images(vision, batch, rows, groups) for batch, groups in zip(batches, planned.shards, strict=True)
+        ]
+        batches, images = [batch for batch, _ in packed], [own for _, own in packed]
+    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+    index = np.concatenate([index for _, index in shards])
+    return Packed(batch, index, len(shards) * planned.shape.tokens, images)
+
+
+def _with_images(
+    vision: VisionConfig, batch: MicroBatch, rows: Sequence[Row], groups: Sequence[RowGroup]
+) -> tuple[MicroBatch, list[Image]]:
+    """Returns a shard with the images of its prompts, of which equal ones have the same features; and these images."""
+    ragged = batch.ragged
+    index, blocks = np.full((2, len(ragged.tokens)), -1, np.int32)
+    positions = np.repeat(ragged.positions[:, None], 3, axis=1)
+    firsts: dict[str, int] = {}
+    images: list[Image] = []
+    num, end = 0, 0
+    row_starts = iter(_row_starts([length for group in groups for length in group.lengths], len(ragged.tokens)))
+    for group in groups:
+        own, given = slice(end, end + group.prompt), rows[group.rows[0]].images
+        end += group.prompt
+        starts = [next(row_starts) for _ in group.rows]
+        if given is None:
+            continue
+        placed = continued(given, group.prompt)
+        of_features = np.zeros(sum(given.num_tokens), np.int32)
+        first = 0
+        for image, size in zip(given.images, given.num_tokens, strict=True):
+            if image.digest not in firsts:
+                firsts[image.digest] = num
+                images.append(image)
+                num += size
+            of_features[first : first + size] = firsts[image.digest] + np.arange(size)
+            first += size
+        is_image = placed.feature_index >= 0
+        index[own] = np.where(is_image, of_features[placed.feature_index], -1)
+        blocks[own] = image_blocks(placed.feature_index)
+        if placed.positions is not None:
+            positions[own] = placed.positions.T
+            for start, length in zip(starts, group.lengths, strict=True):
+                positions[start : start + length] += given.position_offset
+    of_tokens = RaggedImages(index, blocks if vision.sees_whole_images else None)
+    if vision.has_grid_positions:
+        ragged = replace(ragged, positions=positions)
+    return replace(batch, ragged=replace(ragged, images=of_tokens)), images
 
 
 def _pack_shard(
@@ -116,7 +216,7 @@ def _pack_shard(
 ) -> tuple[MicroBatch, np.ndarray]:
     indices = [index for group in groups for index in group.rows]
     lengths = [length for group in groups for length in group.lengths]
-    starts = _row_starts(lengths, shape)
+    starts = _row_starts(lengths, shape.tokens)
     first_targets = [start - (shape.tokens - shape.row_tokens) for start in starts]
     (B, T), row_index = shape.rows, np.full(shape.rows[0], -1)
     slots, cells = np.full(shape.row_tokens, -1, np.int32), np.full((B, T), -1, np.int32)
@@ -131,9 +231,9 @@ def _pack_shard(
     return MicroBatch(ragged, cells, slots, loss_inputs, _dropout_ids(rows, groups, starts, shape)), row_index
 
 
-def _row_starts(lengths: Sequence[int], shape: Shape) -> list[int]:
+def _row_starts(lengths: Sequence[int], num_tokens: int) -> list[int]:
     """Returns the first token of each row: rows are at the end of the shard."""
-    return (shape.tokens - sum(lengths) + np.cumsum([0, *lengths]))[:-1].tolist()
+    return (num_tokens - sum(lengths) + np.cumsum([0, *lengths]))[:-1].tolist()
 
 
 def _loss_inputs(rows: Sequence[Row], present: Sequence[str], shape: Shape) -> LossInputs:

@@ -19,6 +19,7 @@ from groupax.models.execution import execution_for
 from groupax.models.fused_attention import select_fused_attention
 from groupax.models.quantize import cast_unquantized, is_quantized
 from groupax.models.specs import Params
+from groupax.models.vision.features import FeatureCache
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold
@@ -30,11 +31,13 @@ from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.compute import Checkpointing, UpdateSettings
 from groupax.settings.fields import like
+from groupax.settings.images import VisionSettings
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
-from groupax.training.batch import Packed, attention_cost_with, denominators, pack, unpack
+from groupax.training.batch import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
 from groupax.training.buckets import Shape
+from groupax.training.images import computed_features, known_features
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.offload import offload_state
 from groupax.training.optimizer import make_optimizer, make_schedule
@@ -59,7 +62,7 @@ from groupax.types import Metrics, Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerSettings(UpdateSettings, ReferenceSettings, MaskSettings):
+class LearnerSettings(UpdateSettings, ReferenceSettings, MaskSettings, VisionSettings):
     """Everything that updates depend on.
 
     Attributes:
@@ -107,7 +110,11 @@ class Learner:
 
     Attributes:
         state: float32 master weights of the trained model or adapter, and optimizer state.
-        frozen: base weights of an adapter in compute dtype; None if all weights are trained.
+        frozen: base weights of an adapter in compute dtype, or the weights that see images if these are not trained;
+            None if all weights are trained.
+        is_adapter: whether an adapter is trained.
+        untrained: the weights that are not trained, as they were loaded; empty for an adapter.
+        features: cache of the features of images, which the engine may share; None for a model of text.
         policy: weights in compute dtype, which the engine reads.
         reference: weights of the reference, which for an adapter are its base; None if `beta` is 0. With
             `offload_reference` they are in host memory (see `reference_on_devices`).
@@ -128,12 +135,17 @@ class Learner:
         self.on_cpu = device.platform == "cpu"
         self.dtype: Any = compute_dtype(device.platform, settings.dtype)
         fused = select_fused_attention(settings.attn_implementation, device, model.config, self.dtype)
+        self.is_adapter, self.untrained = model.adapter is not None, _untrained(model, settings)
         self.frozen, self.dropout_rate = self._frozen_base(model), 0.0
+        trained = {name: weight for name, weight in model.params.items() if name not in self.untrained}
         if model.adapter:
-            self.dropout_rate = model.adapter.config.lora_dropout
-        _check_dropout(self.dropout_rate, self.mesh)
+            trained, self.dropout_rate = model.adapter.trained, model.adapter.config.lora_dropout
+        self.trains_vision = "vision" in trained
+        _check_dropout(self.dropout_rate, self.mesh, self.trains_vision)
+        vision, cache_bytes = model.config.vision, int(settings.image_cache_gb * 1e9)
+        self.features = None if vision is None else FeatureCache(vision, cache_bytes)
         self.state: TrainState = init_state(
-            model.adapter.trained if model.adapter else model.params,
+            trained,
             optimizer=self.optimizer,
             config=self.config,
             mesh=self.mesh,
@@ -155,14 +167,18 @@ class Learner:
             raise ValueError(
                 "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
             )
-        return model.adapter and FrozenBase(
-            cast_unquantized(model.adapter.frozen.params, self.dtype), model.adapter.frozen.scale
-        )
+        if model.adapter is None:
+            untrained = cast_unquantized(self.untrained, self.dtype)
+            return FrozenBase(untrained, jnp.float32(1.0)) if untrained else None
+        return FrozenBase(cast_unquantized(model.adapter.frozen.params, self.dtype), model.adapter.frozen.scale)
 
     def _initial_reference(self) -> Params:
         # fewer bits would lose the small steps by which sync_ref_model moves the reference
         dtype = jnp.float32 if self.settings.sync_ref_model else self.dtype
-        return self._stored(self.frozen.params if self.frozen else cast_params(self.state.params, dtype=dtype))
+        if self.is_adapter:
+            assert self.frozen is not None, "the base of an adapter is frozen"
+            return self._stored(self.frozen.params)
+        return self._stored(apply_adapter(self.frozen, cast_params(self.state.params, dtype=dtype)))
 
     @cached_property
     def micro_batch_tokens(self) -> int:
@@ -250,6 +266,29 @@ class Learner:
             metrics["policy_loss"] = policy_loss(metrics, coef, self.config, self.settings.objective)
         return metrics
 
+    def gradients(self, rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> Iterator[Params]:
+        """Yields the gradient of each part of a step's rows: of their terms of the step's loss, without an update.
+
+        The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
+        mixture of experts, which is that of the part alone. What later updates compute does not change.
+
+        Args:
+            rows: Rows of the step.
+            parts: Indices of the rows of each part.
+        """
+        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        try:
+            if self.settings.top_entropy_quantile < 1:
+                rows = self._with_policy_masks(rows)
+        finally:
+            self.shapes = shapes
+        counts = denominators(rows, self.settings.masked_rows_in_denominator)
+        given = self.settings.share_prefix, attention_cost_with(self.execution.attention), self.config.vision
+        for packed in pack_parts(rows, parts, num_data_shards(self.mesh), *given):
+            accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
+            with self._exclusive():
+                yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
+
     def _accumulate(
         self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float, dropout_rate: float
     ) -> tuple[GradAccumulator, list[Any]]:
@@ -263,7 +302,7 @@ class Learner:
                 accumulator, pair = micro_step(
                     trained,
                     accumulator,
-                    shard_batch(part.batch, self.mesh),
+                    shard_batch(self._with_features(part, trained), self.mesh),
                     counts,
                     jnp.float32(entropy_coef),
                     self.frozen,
@@ -316,9 +355,9 @@ class Learner:
         if settings.sync_ref_model and self.num_updates % settings.ref_model_sync_steps == 0:
             assert self.reference is not None, "the config requires beta > 0"
             with self._exclusive():
-                on_device = on_devices(self.reference)
+                on_device = on_devices({name: self.reference[name] for name in self.state.params})
                 mixed = ema_update(on_device, self.state.params, alpha=settings.ref_model_mixup_alpha)
-                self.reference = self._stored(mixed)
+                self.reference = self._stored(apply_adapter(self.frozen, mixed))
         return metrics
 
     def _distributions(self, before: Params) -> dict[str, np.ndarray]:
@@ -348,7 +387,7 @@ class Learner:
         scored = []
         for part in packed:
             with self._explain_out_of_memory(part), self._exclusive():
-                batch = shard_batch(part.batch, self.mesh)
+                batch = shard_batch(self._with_features(part, params, is_differentiated=False), self.mesh)
                 pair = score(
                     params,
                     batch,
@@ -402,12 +441,42 @@ class Learner:
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix
         packed, self.shapes = pack(
-            rows, num_data_shards(self.mesh), self.micro_batch_tokens, self.shapes, share_prefix, self.longest, cost
+            rows,
+            num_data_shards(self.mesh),
+            self.micro_batch_tokens,
+            self.shapes,
+            share_prefix,
+            self.longest,
+            cost,
+            self.config.vision,
         )
         return packed
 
+    def _with_features(self, packed: Packed, params: Params, is_differentiated: bool = True) -> MicroBatch:
+        """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
+        if not packed.images:
+            return packed.batch
+        assert self.config.vision is not None, "the model sees images"
+        assert self.features is not None, "the model sees images"
+        if self.trains_vision and is_differentiated:
+            return replace(packed.batch, features=computed_features(self.config.vision, packed.images))
+        vision = params["vision"] if self.trains_vision or self.frozen is None else self.frozen.params["vision"]
+        return replace(packed.batch, features=known_features(self.features, vision, packed.images))
 
-def _check_dropout(rate: float, mesh: Mesh) -> None:
+
+def _untrained(model: Model, settings: LearnerSettings) -> Params:
+    """Returns the weights that a run without an adapter leaves as they are."""
+    if model.adapter is not None or not settings.freeze_vision_tower or "vision" not in model.params:
+        return {}
+    return {"vision": model.params["vision"]}
+
+
+def _check_dropout(rate: float, mesh: Mesh, trains_vision: bool) -> None:
+    if rate and trains_vision:
+        raise ValueError(
+            f"lora_dropout {rate} is not built for the changes of the part that sees images; set it to 0, or name "
+            "modules of the language model alone in lora_target_modules, e.g. by a regular expression"
+        )
     if rate and mesh.shape["tp"] > 1:
         raise ValueError(
             f"mesh {format_mesh(mesh)}: lora_dropout {rate} is not built for inputs that are split over tp; set it to "

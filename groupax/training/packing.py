@@ -80,9 +80,14 @@ def plan_micro_batches(
 
 def group_rows(rows: Sequence[Row], share: bool) -> list[RowGroup]:
     """Groups rows by their prompt, or puts each row into its own group."""
+    return group_parts(rows, range(len(rows)), share)
+
+
+def group_parts(rows: Sequence[Row], part: Sequence[int], share: bool) -> list[RowGroup]:
+    """Groups some of the rows, by their indices, as `group_rows` does."""
     indices: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        indices.setdefault(row.group if share else index, []).append(index)
+    for index in part:
+        indices.setdefault(rows[index].group if share else index, []).append(index)
     return [_row_group(rows, each) for each in indices.values()]
 
 

@@ -21,6 +21,7 @@ from groupax.models.experts import Routing, load_balancing_loss
 from groupax.models.grouped import gather_with_inverse, grouped_logprobs, local_tokens
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
+from groupax.models.vision.tower import encode_images
 from groupax.objective.aggregation import Denominators
 from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
@@ -257,14 +258,26 @@ def _logprobs(
     batch: MicroBatch,
     layout: Layout,
 ) -> tuple[Array, Array, list[Routing]]:
-    logp, entropy, routings = grouped_logprobs(
-        config, params, batch.ragged, settings.temperature, execution, settings.entropy_bonus, layout
-    )
+    given = settings.temperature, execution, settings.entropy_bonus, layout
+    logp, entropy, routings = grouped_logprobs(config, params, batch.ragged, *given, _features(config, params, batch))
     return (
         gather_with_inverse(logp, batch.cells, batch.slots),
         gather_with_inverse(entropy, batch.cells, batch.slots),
         routings,
     )
+
+
+def _features(config: ModelConfig, params: Params, batch: MicroBatch) -> Float[Array, "levels F D"] | None:
+    """Returns the features of the micro-batch's images; None if there are none."""
+    features = batch.features
+    if features is None:
+        return None
+    if features.known is not None:
+        return jnp.swapaxes(features.known, 0, 1)
+    assert config.vision is not None, "the model sees images"
+    assert features.images is not None, "features are computed"
+    assert features.rows is not None, "features are computed"
+    return encode_images(config.vision, params["vision"], features.images)[:, features.rows]
 
 
 def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:

@@ -27,6 +27,7 @@ from groupax.view.search import Query, exported, search_steps
 from groupax.view.series import smoothed, thinned
 from groupax.view.timeline import shares, timeline
 from groupax.view.tokens import token_texts
+from groupax.view.why import why
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -63,6 +64,7 @@ class Page:
             "/api/group": self.group,
             "/api/tokens": self.tokens,
             "/api/text": self.text,
+            "/api/why": self.why,
             "/api/search": self.search,
             "/api/prompts": self.prompts,
             "/api/prompt": self.prompt,
@@ -201,6 +203,10 @@ class Page:
         texts = token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
+
+    def why(self, request: Request) -> Any:
+        """Returns what the update of a step was made of: rows by their share of the gradient, tokens, findings."""
+        return why(self._run(request), _integer(request, "step"))
 
     def text(self, request: Request) -> Any:
         """Returns the full text of the completion `sample`, or of the prompt if there is no `sample`.

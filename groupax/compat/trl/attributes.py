@@ -119,7 +119,7 @@ class Attributes(Reports):
     def ref_model(self) -> hf.CausalLM | None:
         """The reference as it is now; None without `beta`, and for an adapter, whose reference is its base."""
         learner = self.native.learner
-        if learner.reference is None or learner.frozen is not None:
+        if learner.reference is None or learner.is_adapter:
             return None
         return hf.CausalLM(replace(self.native.model, params=learner.reference))
 

@@ -166,4 +166,5 @@ class TrainedModel:
 def _master_model(trainer: Run[Any]) -> Model:
     """Returns the present policy with the weights that updates change, in float32, not with those that sample."""
     model = trainer.model
-    return model if model.adapter is not None else replace(model, params=trainer.learner.state.params)
+    learner = trainer.learner
+    return model if model.adapter is not None else replace(model, params={**learner.untrained, **learner.state.params})

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -55,6 +56,24 @@ def place_images(config: VisionConfig, token_ids: Int[np.ndarray, "S"], images: 
     # the text continues after the largest coordinate
     offset = int(positions.max(initial=-1)) + 1 - len(index)
     return PromptImages(tuple(images), counts, index, positions, offset)
+
+
+def continued(images: PromptImages, size: int) -> PromptImages:
+    """Returns the images of a prompt for its first tokens, or for a longer prompt that continues it by text.
+
+    Args:
+        images: Images of a prompt.
+        size: Number of tokens.
+    """
+    old = len(images.feature_index)
+    if size <= old:
+        positions = None if images.positions is None else images.positions[:, :size]
+        return replace(images, feature_index=images.feature_index[:size], positions=positions)
+    index = np.concatenate([images.feature_index, np.full(size - old, -1, np.int32)])
+    if images.positions is None:
+        return replace(images, feature_index=index)
+    later = np.broadcast_to(np.arange(old, size, dtype=np.int32) + images.position_offset, (3, size - old))
+    return replace(images, feature_index=index, positions=np.concatenate([images.positions, later], axis=1))
 
 
 def _grid_positions(

@@ -36,6 +36,7 @@ def identity_of(
     prompts: Sequence[np.ndarray],
     rewards: Sequence[str],
     num_steps: int,
+    images: Sequence[tuple[str, ...]] = (),
 ) -> Identity:
     """Returns everything that identifies a run, as plain data.
 
@@ -46,14 +47,16 @@ def identity_of(
         prompts: Token ids of each training prompt.
         rewards: Names of the reward functions.
         num_steps: Number of optimizer steps of the run.
+        images: Digests of the images of each training prompt; empty if all prompts are text.
     """
+    data = [*(ids.tobytes() for ids in prompts), *(" ".join(digests).encode() for digests in images)]
     return _plain(
         {
             "model": asdict(model.config),
             "weights": weights_digest(model.params),
             "adapter": model.adapter and asdict(model.adapter.config),
             "tokenizer": tokenizer_fingerprint(tokenizer),
-            "train_dataset": {"prompts": len(prompts), "sha256": _sha256(ids.tobytes() for ids in prompts)},
+            "train_dataset": {"prompts": len(prompts), "sha256": _sha256(data)},
             "rewards": list(rewards),
             "num_steps": num_steps,
             "settings": args.to_dict(),

@@ -18,7 +18,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.parallel.runtime import configure_jax
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import damage
-from groupax.runs.checkpoints.record import PARAMS
+from groupax.runs.checkpoints.record import PARAMS, UNTRAINED
 from groupax.runs.checkpoints.store import Store
 
 
@@ -74,6 +74,8 @@ def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: A
     origin = store.state(step)["model"]
     config = read_config(origin["config"])
     named = arrays.read_on_host(local / PARAMS)
+    if (local / UNTRAINED).is_dir():
+        named = {**named, **arrays.read_on_host(local / UNTRAINED)}
     specs = arrays.named_leaves(model_specs(config))
     if named.keys() != specs.keys():
         other = sorted(named.keys() ^ specs.keys())

@@ -2,6 +2,7 @@
 
 state.json            cursor, adaptive coefficients, log, identity, versions
 params/ optimizer/    master weights (or adapters) and the optimizer's state
+untrained/            weights that the run does not train: those that see images, if they are frozen
 reference/            only if the reference model moves
 rollout.parquet       only while updates on a rollout are left: its completions and their log-probs
 policies/             only with max_staleness: earlier policies, which sample the next rollouts
@@ -41,10 +42,11 @@ from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
 from groupax.training.state import TrainState
-from groupax.types import Rollout, Row
+from groupax.types import PromptImages, Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
 POLICIES = "policies"
+UNTRAINED = "untrained"
 SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
 BRANCH_SCORES = "branch_scores"  # those of the rows of further streams of an episode
@@ -218,7 +220,7 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     missing = [None] * (len(rollouts) - len(trained))
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
-        if field.name not in ("example", *BY_NAME):
+        if field.name not in ("example", "images", *BY_NAME):
             stored = AS_STORED.get(field.name, _unchanged)
             columns[field.name] = [stored(getattr(row, field.name)) for row in rollouts]
     for name in BY_NAME:
@@ -234,14 +236,14 @@ def write_rollout(experience: Experience, folder: Path) -> None:
 
 
 def read_rollout(
-    folder: Path, state: Mapping[str, Any], example_of: Callable[[int], Any]
+    folder: Path, state: Mapping[str, Any], prompt_of: Callable[[int], tuple[Any, PromptImages | None]]
 ) -> tuple[Experience, list[dict[str, np.ndarray | None]]]:
     """Returns a rollout that `write_rollout` has written.
 
     Args:
         folder: Folder of the checkpoint.
         state: The rollout's entry of `state.json`.
-        example_of: Returns the dataset row of a prompt by its index in the rollout.
+        prompt_of: Returns the dataset row of a prompt, and its images, by its index in the rollout.
 
     Returns:
         The rollout without its minibatches, and the log-probs of each row.
@@ -264,7 +266,8 @@ def read_rollout(
         if own["turn_advantages"] is not None:
             own["turn_advantages"] = tuple(own["turn_advantages"].tolist())
         own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}
-        groups[group].append(Rollout(example=example_of(own["prompt_index"]), **own))
+        example, images = prompt_of(own["prompt_index"])
+        groups[group].append(Rollout(example=example, images=images, **own))
     scored = []
     for index in range(table.num_rows):
         branches = columns.get(BRANCH_SCORES, {index: None})[index]
@@ -313,6 +316,8 @@ def trees_of(
 ) -> dict[str, Any]:
     """Returns the arrays of a learner and of earlier policies by the names of their folders."""
     trees: dict[str, Any] = {PARAMS: learner.state.params}
+    if learner.untrained:
+        trees[UNTRAINED] = learner.untrained
     if with_optimizer:
         trees[OPTIMIZER] = learner.state.opt_state
     if learner.settings.sync_ref_model:

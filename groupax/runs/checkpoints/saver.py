@@ -153,7 +153,9 @@ class RunSaver:
                 write_rollout(experience, folder)
 
         text = json.dumps(state)  # before the log changes
-        published = partial(remove_records, self.folder.records, cursor.num_rollouts, RECORD_BYTES)
+        updates = self.args.updates_per_rollout if isinstance(self.args, GRPOConfig) else 1
+        kept = {(step - 1) // updates for step in self.folder.steps_with_findings()}
+        published = partial(remove_records, self.folder.records, cursor.num_rollouts, RECORD_BYTES, kept)
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
 
     def _state(

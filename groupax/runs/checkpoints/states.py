@@ -94,7 +94,7 @@ class StateKeeper:
 
     def _thin_out(self) -> None:
         sizes = {step: _size(self.store.local(step)) for step in self.store.steps()}
-        for step in to_remove(sizes, self.max_bytes, None):
+        for step in to_remove(sizes, self.max_bytes):
             self.store.delete(step)
 
 

@@ -6,6 +6,7 @@ import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
 import { SearchAll } from "./search_all.js";
 import { go, oneRun } from "./state.js";
+import { Why } from "./why.js";
 
 const FILTERS = {
   all: ["all groups", () => true],
@@ -38,6 +39,8 @@ export class Rollouts {
     this.detail = el("div", { class: "detail" });
     this.group = new Group(this.detail);
     this.searchAll = new SearchAll((link) => this.follow(link));
+    this.why = new Why((prompt) => this.goTo({ prompt, why: null }));
+    this.showsWhy = false; // whether what the step's update was made of replaces the group
     this.summary = el("p", { class: "summary", role: "status" });
     this.tools = el("div", { class: "toolbar" });
     this.body = el("div", { class: "browser" }, el("div", { class: "list" }, this.summary, this.list), this.detail);
@@ -70,7 +73,8 @@ export class Rollouts {
         this.number,
         el("button", { type: "button", "aria-label": "Next step", title: "→", on: { click: () => this.move(1) } }, "›"),
         el("button", { type: "button", title: "Newest step (End)", on: { click: () => this.move(Infinity) } }, "Newest"),
-        this.slider, this.count),
+        this.slider, this.count,
+        this.whyButton = el("button", { type: "button", title: "What this step's update was made of", "aria-pressed": "false", on: { click: () => this.goTo({ why: this.showsWhy ? null : 1 }) } }, "Why")),
       select("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), this.filter, (value) => this.setList({ filter: value }), "filter"),
       select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.sort, (value) => this.setList({ sort: value }), "sort"),
       el("div", { class: "joined" }, this.search, this.all),
@@ -95,7 +99,9 @@ export class Rollouts {
     try {
       if (!(await this.readSteps()) || !this.steps.length) return;
       const step = this.nearest("step" in parameters ? Number(parameters.step) : Infinity);
-      const isNew = this.run !== this.shownRun || step !== this.step;
+      const isNew = this.run !== this.shownRun || step !== this.step || this.showsWhy !== ("why" in parameters);
+      this.showsWhy = "why" in parameters;
+      this.whyButton.setAttribute("aria-pressed", String(this.showsWhy));
       this.step = step;
       this.shownRun = this.run;
       this.number.value = String(step);
@@ -164,7 +170,8 @@ export class Rollouts {
     this.list.replaceChildren();
     this.addItems();
     if (this.showsHits) return;
-    if (this.shown.length) this.open();
+    if (this.showsWhy) this.openWhy();
+    else if (this.shown.length) this.open();
     else {
       this.group.leave();
       fill(this.detail, empty("No matching group", "No group of this step matches the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
@@ -192,8 +199,16 @@ export class Rollouts {
       el("div", { class: "squares", "aria-hidden": "true" }, squares));
   }
 
+  openWhy() {
+    this.group.leave();
+    fill(this.detail, this.why.root);
+    this.why.show(this.run, this.step);
+  }
+
   /** Show the group that the address names, or the first of the list. */
   open() {
+    if (this.showsWhy) return;
+    this.why.leave();
     const wanted = "prompt" in this.parameters ? Number(this.parameters.prompt) : null;
     const chosen = this.shown.find((group) => group.prompt_index === wanted) ?? this.shown[0];
     if (!chosen) return;
@@ -207,7 +222,7 @@ export class Rollouts {
   }
 
   goTo(change) {
-    const target = { run: this.run, step: this.step, prompt: this.prompt, ...change };
+    const target = { run: this.run, step: this.step, prompt: this.prompt, why: this.showsWhy && !("prompt" in change && change.prompt !== null) ? 1 : null, ...change };
     go("rollouts", target, true);
   }
 

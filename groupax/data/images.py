@@ -1,0 +1,332 @@
+"""Images in rows of datasets: in columns, and as parts of messages. Imports no jax.
+
+A row may have a column `image` or `images`, and its messages parts like {"type": "image"}. An image is a PIL image, the
+bytes of a file, a path, a mapping with `bytes` and `path` as `datasets` stores it, or a `data:` URL. Nothing is fetched
+from a network.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import stat
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupax.terminal.printable import error_line, short_repr
+
+COLUMNS = ("image", "images")
+# Formats of files that are decoded.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_BYTES = 1 << 26  # of a file
+MAX_PIXELS = 50_000_000
+MAX_IMAGES = 256  # of a prompt
+PARTS = ("image", "image_url")  # types of the parts of a message that are images
+URL = "data:"
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row has an image in a column or in a message of its prompt."""
+    if any(is_filled(row.get(column)) for column in COLUMNS):
+        return True
+    return any(_is_image(part) for message in _messages(row.get("prompt")) for part in _parts(message))
+
+
+def is_filled(value: Any) -> bool:
+    """Returns whether the value of a column is something other than nothing."""
+    return value is not None and not (isinstance(value, (str, bytes, list, tuple, dict)) and len(value) == 0)
+
+
+def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a row whose images are PIL images, in its columns and as parts of its prompt's messages.
+
+    As in TRL, the images of a column take the places {"type": "image"} of the messages, in their order. If there are no
+    such places, they come before the text of the first message of the user.
+
+    Args:
+        row: Row with images (see `has_images`).
+        where: Name of the row in an error.
+
+    Raises:
+        ValueError: An image cannot be read, or there are more or fewer of them than places.
+    """
+    given, columns = _column(row, where)
+    row = {**row, **columns}
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return row
+    messages = [_read_parts(message, where) for message in _messages(prompt)]
+    if given and not any(_is_place(part) for message in messages for part in _parts(message)):
+        messages = _with_places(messages, len(given))
+    num_places = sum(_is_place(part) for message in messages for part in _parts(message))
+    if num_places != len(given):
+        raise ValueError(
+            f"{where} has {len(given)} images in its column and {num_places} parts {{'type': 'image'}} without an "
+            "image in its messages; give one such part for each image, or none, so that they come before the text of "
+            "the first message of the user"
+        )
+    rest = iter(given)
+    filled = [_filled(message, rest) for message in messages]
+    num = sum(_is_image(part) for message in filled for part in _parts(message))
+    if num > MAX_IMAGES:
+        raise ValueError(f"{where} has {num} images, at most {MAX_IMAGES} are read")
+    return {**row, "prompt": filled}
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Returns the PIL images of a row of `with_images`, in the order in which its prompt shows them."""
+    if isinstance(row["prompt"], str):
+        value = next((row[column] for column in COLUMNS if is_filled(row.get(column))), None)
+        return [] if value is None else list(value) if isinstance(value, list) else [value]
+    return [part["image"] for message in row["prompt"] for part in _parts(message) if _is_image(part)]
+
+
+def without_images(prompt: Any, names: Sequence[str] = ()) -> Any:
+    """Returns a prompt of `with_images` whose image parts are {"type": "image"}, or have these names as their image."""
+    if isinstance(prompt, str):
+        return prompt
+    left = iter(names)
+
+    def plain(part: Any) -> Any:
+        if not _is_image(part):
+            return part
+        name = next(left, None)
+        return {"type": "image"} if name is None else {"type": "image", "image": name}
+
+    return [
+        {**message, "content": [plain(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in prompt
+    ]
+
+
+def read_image(value: Any, where: str) -> Any:
+    """Returns an image, decoded, as a PIL image.
+
+    Args:
+        value: A PIL image, the bytes of a file, a path, a mapping with `bytes` and `path`, or a `data:` URL.
+        where: Name of the image in an error.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: It is none of these, too large, damaged, or of another format.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError("images need Pillow: pip install 'groupax[vision]'") from error
+    image = value
+    if not isinstance(value, Image.Image):
+        data = _data_of(value, where)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{where} has {len(data):,} bytes, at most {MAX_BYTES:,} are read")
+        try:
+            with warnings.catch_warnings():  # of sizes, which are checked below
+                warnings.simplefilter("ignore")
+                image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError as error:
+            raise ValueError(f"{where} is not an image in one of the formats {', '.join(FORMATS)}") from error
+        except Exception as error:  # a damaged header may fail in many ways
+            raise ValueError(f"{where} cannot be read: {error_line(error)}") from error
+    width, height = image.size
+    if not 0 < width * height <= MAX_PIXELS:
+        raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {MAX_PIXELS:,} in all are read")
+    if (num_frames := getattr(image, "n_frames", 1)) > 1:
+        raise ValueError(f"{where} has {num_frames} frames, and a model sees still images; give one of them")
+    try:
+        image.load()
+    except Exception as error:  # decoders raise what they like
+        raise ValueError(f"{where} is damaged: {error_line(error)}") from error
+    return image
+
+
+def is_image(value: Any) -> bool:
+    """Returns whether a value is a PIL image, without importing PIL."""
+    return hasattr(value, "getbands") and hasattr(value, "tobytes")
+
+
+def image_name(image: Any) -> str:
+    """Returns the name of a PIL image's file in a run folder, by its pixels."""
+    digest = hashlib.sha256(f"{image.mode} {image.size}".encode())
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(repr(image.getpalette()).encode())
+    return f"images/{digest.hexdigest()}.png"
+
+
+def named(value: Any) -> Any:
+    """Returns a row, or a part of one, with names in place of PIL images (see `image_name`)."""
+    if is_image(value):
+        return image_name(value)
+    if isinstance(value, Mapping):
+        return {key: named(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [named(each) for each in value]
+    return value
+
+
+def absolute_paths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Returns rows whose images' paths are absolute; those of the dataset are relative to the folder of its file."""
+    return [_absolute_row(row, folder) if has_images(row) else row for row in rows]
+
+
+def _absolute_row(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    columns = {column: _absolute(row[column], folder) for column in COLUMNS if column in row}
+    if isinstance(row.get("prompt"), list):
+        messages = []
+        for message in row["prompt"]:
+            if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+                parts = [
+                    {**part, "image": _absolute(part["image"], folder)}
+                    if isinstance(part, Mapping) and "image" in part
+                    else part
+                    for part in message["content"]
+                ]
+                message = {**message, "content": parts}
+            messages.append(message)
+        columns["prompt"] = messages
+    return {**row, **columns}
+
+
+def _absolute(value: Any, folder: Path) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_absolute(each, folder) for each in value]
+    if isinstance(value, Mapping) and value.get("path") and not value.get("bytes"):
+        return {**value, "path": _absolute(value["path"], folder)}
+    if isinstance(value, str) and value and not value.startswith(URL) and "://" not in value:
+        return str(folder / value)
+    return value
+
+
+def _column(row: Mapping[str, Any], where: str) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the images of a row's column, and the column with them."""
+    filled = [column for column in COLUMNS if is_filled(row.get(column))]
+    if len(filled) > 1:
+        raise ValueError(f"{where} has images in both columns image and images; leave one of them out")
+    if not filled:
+        return [], {}
+    [column] = filled
+    value = row[column]
+    if isinstance(value, (list, tuple)):
+        images = [read_image(each, f"{where}: image {index}") for index, each in enumerate(value)]
+        return images, {column: images}
+    image = read_image(value, f"{where}: the image")
+    return [image], {column: image}
+
+
+def _messages(prompt: Any) -> list[Mapping[str, Any]]:
+    return [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list) else []
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in PARTS
+
+
+def _is_place(part: Any) -> bool:
+    return _is_image(part) and part.get("image") is None
+
+
+def _read_parts(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a message whose image parts have PIL images, except places without an image."""
+    if not isinstance(message.get("content"), list):
+        return dict(message)
+    role = message.get("role")
+    parts: list[Any] = []
+    for number, part in enumerate(message["content"], 1):
+        if not _is_image(part):
+            parts.append({key: value for key, value in part.items() if key != "image" or value is not None})
+            continue
+        name = f"{where}: part {number} of a message of the role {role!r:.20}"
+        value = part.get("image")
+        if part["type"] == "image_url" or (value is None and part.get("image_url") is not None):
+            value = part.get("image_url")
+            value = value.get("url") if isinstance(value, Mapping) else value
+            if not isinstance(value, str) or not value.startswith(URL):
+                raise ValueError(
+                    f"{name} has the URL {short_repr(value)}; only data: URLs are read, and nothing is fetched from a "
+                    "network: download the image"
+                )
+        for key in ("path", "bytes", "url", "base64"):
+            if value is None and part.get(key) is not None:
+                raise ValueError(f"{name} has its image under {key!r}; give it under 'image'")
+        if role not in ("user", "system"):
+            raise ValueError(f"{name} is an image; only messages of the user and the system may have some")
+        parts.append({"type": "image"} if value is None else {"type": "image", "image": read_image(value, name)})
+    return {**message, "content": parts}
+
+
+def _with_places(messages: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    first = next(
+        (
+            i
+            for i, message in enumerate(messages)
+            if message.get("role") == "user" and isinstance(message["content"], str)
+        ),
+        None,
+    )
+    if first is None:
+        return list(messages)
+    parts = [*({"type": "image"} for _ in range(number)), {"type": "text", "text": messages[first]["content"]}]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+
+
+def _filled(message: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [{**part, "image": next(images)} if _is_place(part) else part for part in message["content"]]
+    return {**message, "content": parts}
+
+
+def _data_of(value: Any, where: str) -> bytes:
+    """Returns the bytes of an image's file.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if isinstance(value, Mapping) and (value.get("bytes") is not None or value.get("path") is not None):
+        return _data_of(value["bytes"] if value.get("bytes") is not None else value["path"], where)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    if isinstance(value, str) and value.startswith(URL):
+        return _decoded(value, where)
+    if isinstance(value, str) and "://" in value[:16]:
+        raise ValueError(f"{where} is the URL {short_repr(value)}, and nothing is fetched from a network; download it")
+    if isinstance(value, (str, os.PathLike)):
+        return _read_file(Path(value), where)
+    raise ValueError(
+        f"{where} must be a PIL image, bytes, a path, a mapping with bytes or a path, or a data: URL, got "
+        f"{type(value).__name__} {short_repr(value)}"
+    )
+
+
+def _decoded(url: str, where: str) -> bytes:
+    head, comma, text = url.partition(",")
+    if not comma or not head.endswith(";base64") or len(text) > 2 * MAX_BYTES:
+        raise ValueError(f"{where} is not a data: URL with base64 of at most {MAX_BYTES:,} bytes: {short_repr(url)}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{where} is a data: URL whose base64 is damaged: {error}") from error
+
+
+def _read_file(path: Path, where: str) -> bytes:
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{where} is {path}, which is not a file")
+        if found.st_size > MAX_BYTES:
+            raise ValueError(f"{where} is {path}, which has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and str(error).startswith(where):
+            raise
+        raise ValueError(f"{where} is the path {str(path)!r}, which cannot be read: {error}") from error

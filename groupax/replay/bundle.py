@@ -1,0 +1,322 @@
+"""Bundles: one step of a run with all that a replay of it needs, as a file that can be sent.
+
+    bundle.json            what this is, and what is not in it
+    rows.jsonl             the rows of the dataset that the step visited, and the one with the longest prompt
+    run/                   of the run's folder: settings, machine, metrics, digests, completions, answers of tools
+    state/                 weights and optimizer state before the step's rollout, if included
+    after.safetensors      weights after the step, if the state is included
+    model/                 the model that the run started from, if included
+
+Arrays are safetensors, everything else is JSON or Parquet: nothing in a bundle is code.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from groupax.config import GRPOConfig
+from groupax.replay.collector import ReplayCollector
+from groupax.replay.recorded import RecordedRun
+from groupax.replay.session import Make
+from groupax.replay.trainer import ReplayTrainer, Target, first_of_rollout, replay_settings
+from groupax.runs.checkpoints import arrays
+from groupax.runs.checkpoints.files import STATE, seal
+from groupax.runs.checkpoints.fingerprint import Identity, versions
+from groupax.runs.checkpoints.store import OWN
+from groupax.runs.rollout_log import RolloutLog
+from groupax.runs.step_record import NAME, row_digest
+
+FORMAT = 1
+Part = Literal["state", "model"]
+SMALL_STATE_BYTES = 64 * 2**20  # of a state that is included without being asked for
+FILES = ("config.json", "run.json", "command.json", "diagnostics.jsonl")
+TREES = ("params", "optimizer", "reference", "policies")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `bundle.json`.
+
+    Attributes:
+        format: Version of bundles.
+        groupax: Version of groupax.
+        step: The step.
+        start: Number of steps before the state that a replay starts from.
+        run: Path of the run folder on the machine that made the bundle, or its URL.
+        model: Folder or hub id of the model that the run started from; empty for one made in memory.
+        num_steps: Number of optimizer steps of the run.
+        num_examples: Number of rows of its dataset.
+        visits: Index in `rows.jsonl` by the position in the run's order of prompts.
+        rewards: Names of the reward functions.
+        tools: Schema, time limit and kind of each tool.
+        identity: Everything that identifies the run (see `fingerprint`).
+        includes: Parts that are in the bundle.
+        plays: Whether completions can be sampled without code of the run: no environments, programs or functions that
+            sample.
+    """
+
+    format: int
+    groupax: str
+    step: int
+    start: int
+    run: str
+    model: str
+    num_steps: int
+    num_examples: int
+    visits: Mapping[str, int]
+    rewards: Sequence[str]
+    tools: Sequence[Mapping[str, Any]]
+    identity: Identity
+    includes: Sequence[str]
+    plays: bool
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Returns the manifest of an unpacked bundle.
+
+    Raises:
+        ValueError: It is not one of this version, or is damaged.
+    """
+    try:
+        content = json.loads((folder / "bundle.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"bundle.json cannot be read: {error}") from error
+    known = {each.name: each.type for each in fields(Manifest)}
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        version = content.get("groupax") if isinstance(content, dict) else None
+        raise ValueError(f"the bundle was written by groupax {version!r:.40}, and this groupax reads format {FORMAT}")
+    kinds = {int: int, str: str, bool: bool, Identity: dict, Mapping[str, int]: dict}
+    for name, kind in known.items():
+        if type(content.get(name)) is not kinds.get(kind, list):
+            raise ValueError(f"bundle.json is damaged: {name} is {content.get(name)!r:.60}")
+    numbers = [*content["visits"].values(), *map(_position, content["visits"])]
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError("bundle.json is damaged: visits must have rows by position")
+    return Manifest(**{name: content[name] for name in known})
+
+
+def _position(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
+
+
+def collect_bundle(
+    run: RecordedRun, step: int, make: Make, args: GRPOConfig, folder: Path, include: Sequence[Part] | None = None
+) -> Manifest:
+    """Writes the files of a bundle into a new folder.
+
+    The state before the step's rollout comes from a replay up to it.
+
+    Args:
+        run: The recorded run.
+        step: The step.
+        make: Makes the trainer of the run.
+        args: Settings of the run.
+        folder: The folder.
+        include: Parts to include; None for the state if it is small.
+
+    Raises:
+        ValueError: The step was not recorded, or its dataset has what JSON cannot hold.
+    """
+    target = Target(run, step)
+    target.check()
+    start = first_of_rollout(step, args)
+    folder.mkdir(parents=True)
+    if start:
+        target = Target(run, start, "update", saves=True)
+    with replay_settings(target, args) as settings:
+        trainer = make(target, settings)
+        identity = trainer.description
+        num_bytes = 3 * sum(leaf.nbytes for leaf in _leaves(trainer.learner.state.params))
+        includes = ["state"] * (num_bytes <= SMALL_STATE_BYTES) if include is None else [*dict.fromkeys(include)]
+        if trainer.model_name is None and "model" not in includes:  # there is nothing that one could refer to
+            includes = [*includes, "model"]
+        if "model" in includes:
+            _write_model(trainer, folder / "model")
+        if start and "state" in includes:
+            trainer.train()
+            _write_state(trainer.run_folder.path / "checkpoints" / OWN.name_of(start), folder / "state")
+            first = start
+        else:
+            saved = run.checkpoint(start)
+            first = 0 if saved is None else saved.step
+        manifest = _manifest(trainer, run, step, first, includes, identity)
+        _write_rows(trainer, run, folder / "rows.jsonl", manifest)
+        _copy_run(run, step, first, folder / "run")
+    (folder / "bundle.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [*arrays.named_leaves(tree).values()]
+
+
+def _write_state(checkpoint: Path, folder: Path) -> None:
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    shutil.copy(checkpoint / STATE, folder / STATE)
+    for name in TREES:
+        if (checkpoint / name).is_dir():
+            save_file(_contiguous(arrays.read_on_host(checkpoint / name)), folder / f"{name}.safetensors")
+
+
+def write_after(trainer: ReplayTrainer, folder: Path) -> None:
+    """Writes the weights after a step into the folder of its bundle."""
+    from safetensors.numpy import save_file
+
+    leaves = arrays.named_leaves(trainer.learner.state.params)
+    save_file(_contiguous({name: np.asarray(leaf) for name, leaf in leaves.items()}), folder / "after.safetensors")
+
+
+def _contiguous(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.ascontiguousarray(leaf).reshape(leaf.shape) for name, leaf in tree.items()}
+
+
+def _manifest(
+    trainer: ReplayTrainer, run: RecordedRun, step: int, start: int, includes: Sequence[str], identity: Identity
+) -> Manifest:
+    collector, prompts = trainer.collector, trainer.prompts
+    before = run.records[start].num_prompts if start else 0
+    positions = range(before, run.records[step].num_prompts)
+    visited = [collector.visited(position, 1)[0] for position in positions]
+    longest = max(range(len(prompts)), key=lambda index: len(prompts.token_ids[index]))
+    local = {index: number for number, index in enumerate(dict.fromkeys([*visited, longest]))}
+    rules = trainer.rules
+    plays = not rules.has_environments and rules.rollout_func is None
+    return Manifest(
+        FORMAT,
+        versions()["groupax"],
+        step,
+        start,
+        str(run.folder.resolve()),
+        str(trainer.model_name or ""),
+        trainer.num_steps,
+        len(prompts),
+        {str(position): local[index] for position, index in zip(positions, visited, strict=True)},
+        [reward.name for reward in trainer.rewards],
+        _tools_of(trainer) if plays else [],
+        identity,
+        includes,
+        plays,
+    )
+
+
+def _tools_of(trainer: ReplayTrainer) -> list[Mapping[str, Any]]:
+    tools = [tool for kind in trainer.rules.kinds.values() for tool in kind.tools.values()]
+    return [
+        {
+            "schema": tool.schema,
+            "is_async": tool.is_async,
+            "parallel": tool.parallel,
+            "timeout_s": tool.timeout_s,
+            "opens": tool.open is not None,
+        }
+        for tool in tools
+    ]
+
+
+def _write_rows(trainer: ReplayTrainer, run: RecordedRun, path: Path, manifest: Manifest) -> None:
+    prompts, collector = trainer.prompts, trainer.collector
+    indices: dict[int, int] = {}
+    for position, local in manifest.visits.items():
+        indices[local] = collector.visited(int(position), 1)[0]
+    longest = max(range(len(prompts)), key=lambda index: len(prompts.token_ids[index]))
+    ordered = [indices[local] for local in range(len(indices))]
+    lines = []
+    for index in [*ordered, *([] if longest in ordered else [longest])]:
+        row = dict(prompts.examples[index])
+        line = json.dumps(row, default=repr)
+        if row_digest(json.loads(line)) != row_digest(row):
+            raise ValueError(f"row {index} of the dataset of {run.folder} has values that JSON cannot hold")
+        lines.append(line + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _copy_run(run: RecordedRun, step: int, start: int, folder: Path) -> None:
+    """Copies what a run has of the steps after `start` up to `step`."""
+    folder.mkdir()
+    for name in FILES:
+        if (run.folder / name).is_file():
+            shutil.copy(run.folder / name, folder / name)
+    if (run.folder / "tokenizer").is_dir():
+        shutil.copytree(run.folder / "tokenizer", folder / "tokenizer")
+    records = [record.line() for number, record in sorted(run.records.items()) if number <= step]
+    (folder / NAME).write_text("".join(records), encoding="utf-8")
+    lines = [json.dumps(line) + "\n" for line in run.metrics if line["step"] <= step]
+    (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    kept, log = RolloutLog(folder / "rollouts"), RolloutLog(run.folder / "rollouts")
+    kept.folder.mkdir()
+    last = run.records[step].num_rollouts
+    for number, record in run.records.items():  # a rollout may be kept by a later step than this one
+        is_used = number > start and (number <= step or record.num_rollouts == last)
+        if is_used and log.path(number).is_file():
+            shutil.copy(log.path(number), kept.path(number))
+    first = run.records[start].num_rollouts if start else 0
+    for number in range(first, last):
+        for path in run.calls(number):
+            (folder / "calls").mkdir(exist_ok=True)
+            shutil.copy(path, folder / "calls")
+
+
+def _write_model(trainer: ReplayTrainer, folder: Path) -> None:
+    source = trainer.model_source
+    if source is None:
+        trainer.save_start(folder)
+        return
+    if (source / "adapter_config.json").is_file():
+        raise ValueError(f"{source} is an adapter, which names its base by a path; leave it out: it is given by --base")
+    folder.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja"):
+            shutil.copy(path.resolve(), folder / path.name)
+
+
+def restore_state(folder: Path, manifest: Manifest) -> None:
+    """Writes the state of an unpacked bundle as a checkpoint of its run folder, if it has one."""
+    if not (folder / "state").is_dir():
+        return
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    place = folder / "run" / "checkpoints" / OWN.name_of(manifest.start)
+    place.mkdir(parents=True)
+    shutil.copy(folder / "state" / STATE, place / STATE)
+    for name in TREES:
+        path = folder / "state" / f"{name}.safetensors"
+        if path.is_file():
+            try:
+                tree = load_file(path)
+            except SafetensorError as error:
+                raise ValueError(f"state/{path.name} of the bundle is damaged: {error}") from error
+            arrays.start_writing(place / name, tree)()
+    seal(place)
+
+
+class BundleCollector(ReplayCollector):
+    """A `ReplayCollector` whose prompts are the few that a bundle has.
+
+    Args:
+        collector: Collector of the replay.
+        visits: Index of a prompt by its position in the run.
+        num_examples: Number of rows of the run's dataset.
+    """
+
+    def __init__(self, collector: ReplayCollector, visits: Mapping[str, int], num_examples: int) -> None:
+        vars(self).update(vars(collector))
+        self.visits, self.num_examples = visits, num_examples
+
+    def visited(self, first: int, count: int) -> list[int]:
+        """Returns the indices of the examples at these positions of the run.
+
+        Raises:
+            ValueError: The bundle does not have one.
+        """
+        found = [self.visits.get(str(position)) for position in range(first, first + count)]
+        if any(index is None for index in found):
+            raise ValueError("the replay asks for prompts that the bundle does not have: its step visited others")
+        return [index for index in found if index is not None]

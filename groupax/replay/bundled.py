@@ -1,0 +1,302 @@
+"""Replays of bundles, which come from somebody else: no code of theirs runs unless the user asks for it.
+
+Rewards and answers of tools are those of the record. Settings that name functions are refused, and so are models and
+states that the bundle only refers to, until the user says where these are.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupax.config import GRPOConfig
+from groupax.data.tokenizer import load_tokenizer
+from groupax.episodes.record import NOT_RECORDED
+from groupax.events import Message
+from groupax.models.lora import LoRAConfig
+from groupax.parallel.runtime import configure_jax
+from groupax.replay.archive import unpack
+from groupax.replay.bundle import BundleCollector, Manifest, read_manifest, restore_state
+from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.runs.checkpoints import arrays
+from groupax.runs.checkpoints.files import STATE
+from groupax.runs.checkpoints.fingerprint import Identity
+from groupax.runs.checkpoints.store import OWN
+from groupax.runs.step_record import Stage
+from groupax.tools.tool import Tool
+from groupax.types import Rollout
+
+FUNCTIONS = ("loss_type", "kl_estimator", "advantage_estimator")  # settings that may name a function
+REFERENCE = re.compile(r"\s*[\w./]+:\w+\s*(\(.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """An unpacked bundle.
+
+    Attributes:
+        folder: Its folder.
+        manifest: What it is.
+        run: What it has of the run.
+        base: Folder or hub id of the model that the run started from.
+        args: Settings of the run.
+    """
+
+    folder: Path
+    manifest: Manifest
+    run: RecordedRun
+    base: str
+    args: GRPOConfig
+
+    @property
+    def stage(self) -> Stage:
+        """The first stage that can be computed again without code of the run."""
+        return "data" if self.manifest.plays and not self._rewards_by_turn else "advantage"
+
+    @property
+    def _rewards_by_turn(self) -> bool:
+        table = self.run.table(self.manifest.step)
+        return table is not None and any('"rewards": {"' in text for text in table.get("turns", ()) if text)
+
+    @property
+    def tokenizer_part(self) -> dict[str, Any]:
+        """The run's tokenizer, as an argument of the trainer."""
+        return {"processing_class": load_tokenizer(self.folder / "run" / "tokenizer")}
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Arguments of a trainer whose tools answer from the record."""
+        return {**self.tokenizer_part, "tools": [_recorded_tool(each) for each in self.manifest.tools]}
+
+    def about(self, with_code: bool) -> list[str]:
+        """Returns what the bundle is, as lines of text.
+
+        Args:
+            with_code: Whether rewards and tools are called.
+        """
+        manifest = self.manifest
+        lines = [f"step {manifest.step} of {manifest.run}, written by groupax {manifest.groupax}"]
+        if self.stage == "advantage" and not with_code:
+            lines += ["completions and rewards are those of the record: they need code of the run (--allow_code)"]
+        elif not with_code:
+            tools = " and answers of tools" if manifest.tools else ""
+            lines += [f"rewards{tools} are those of the record (--allow_code, --reward compute them)"]
+        return lines
+
+    def make(self, target: Target, args: GRPOConfig) -> "BundleTrainer":
+        """Returns the trainer for a target, whose rewards and tools answer from the record."""
+        table = self.run.table(target.step) or {}
+        rewards = [RecordedReward(name, table) for name in self.manifest.rewards]
+        return self.trainer(target, args, rewards, self.parts)
+
+    def trainer(self, target: Target, args: GRPOConfig, rewards: Any, parts: Mapping[str, Any]) -> "BundleTrainer":
+        """Returns the trainer for a target.
+
+        Args:
+            target: The target.
+            args: Settings.
+            rewards: Reward functions.
+            parts: Further arguments of the trainer by name.
+        """
+        args = replace(args, max_steps=self.manifest.num_steps, chat_template=None)
+        adapter = self.manifest.identity.get("adapter")
+        lora = LoRAConfig(**_tuples(adapter)) if adapter and not args.lora_r else None
+        rows = _rows(self.folder / "rows.jsonl")
+        given = self.base, rewards, args, rows
+        return BundleTrainer(self.manifest, target, *given, peft_config=lora, **parts)
+
+    def weights_text(self, trainer: ReplayTrainer) -> str:
+        """Returns how the weights after the step differ from the run's; empty if they do not, or are not known."""
+        path = self.folder / "after.safetensors"
+        return weights_difference(path, trainer) if path.is_file() else ""
+
+
+def open_bundle(
+    archive: Path,
+    folder: Path,
+    base: str | None = None,
+    state: str | None = None,
+    code: bool = False,
+    max_gb: float = 8,
+) -> Bundle:
+    """Unpacks a bundle.
+
+    Args:
+        archive: The file.
+        folder: New folder for its content.
+        base: Folder or hub id of the model that the run started from; None for the one in the bundle.
+        state: Run folder or checkpoint that has the weights before the step; None for those in the bundle.
+        code: Whether settings may name functions, which are then imported.
+        max_gb: Most gigabytes that are unpacked.
+
+    Raises:
+        ValueError: It is no bundle, is damaged or too large, or lacks what is not given.
+    """
+    unpack(archive, folder, int(max_gb * 1e9))
+    return bundle_in(folder, base, state, code)
+
+
+def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> Bundle:
+    """Returns the bundle in a folder (see `open_bundle`)."""
+    configure_jax()  # before its arrays are read, which fixes the number of devices
+    manifest, run = read_manifest(folder), recorded_run(folder / "run")
+    settings = {name: run.config.get(name) for name in FUNCTIONS}
+    named = {name: value for name, value in settings.items() if REFERENCE.fullmatch(str(value))}
+    if named and not code:
+        listed = ", ".join(f"{name} {value!r:.80}" for name, value in named.items())
+        raise ValueError(
+            f"the bundle's run computes with functions of its own: {listed}. If you have them and trust them, replay "
+            "it with --allow_code, which imports them"
+        )
+    if (folder / "model" / "adapter_config.json").exists():
+        raise ValueError("the bundle's model is an adapter, whose base it names: give --base instead")
+    own = folder / "model"
+    if not own.is_dir() and base is None:
+        raise ValueError(
+            f"the model that the run started from is not in the bundle, which calls it {manifest.model!r:.200}: give "
+            "--base with its folder or hub id"
+        )
+    if manifest.start:
+        _place_state(folder, manifest, state)
+    args = GRPOConfig.from_mapping({**run.config, "output_dir": str(folder / "replay"), "resume": "never"})
+    return Bundle(folder, manifest, run, str(base or own), args)
+
+
+def _place_state(folder: Path, manifest: Manifest, state: str | None) -> None:
+    if state is None and (folder / "state").is_dir():
+        restore_state(folder, manifest)
+        return
+    name = OWN.name_of(manifest.start)
+    place = folder / "run" / "checkpoints" / name
+    if state is None:
+        raise ValueError(
+            f"the weights before step {manifest.step} are not in the bundle: they follow from {name} of the run "
+            f"{manifest.run!r:.200}; give --state with that run's folder or a copy of the checkpoint"
+        )
+    given = Path(state).expanduser()
+    found = [path for path in (given, *(given / each / name for each in ("checkpoints", "states"))) if _is_state(path)]
+    if not found:
+        raise ValueError(f"--state {state}: there is no checkpoint {name}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(found[0].resolve())
+
+
+def _is_state(folder: Path) -> bool:
+    return (folder / STATE).is_file()
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedReward:
+    """A reward that is what the run had for a completion with the same tokens, and None for another one.
+
+    Attributes:
+        name: Name of the reward.
+        table: The recorded completions.
+    """
+
+    name: str
+    table: Mapping[str, Sequence[Any]]
+
+    def rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """Returns the reward of each completion, [B]."""
+        known: dict[tuple[int, int], tuple[Any, Any]] = {}
+        if f"rewards/{self.name}" in self.table:
+            columns = (self.table[each] for each in ("prompt_index", "sample_index", "completion_ids"))
+            for prompt, sample, ids, value in zip(*columns, self.table[f"rewards/{self.name}"], strict=True):
+                known[prompt, sample] = ids, value
+        values = np.full(len(rollouts), np.nan)
+        for index, rollout in enumerate(rollouts):
+            ids, value = known.get((rollout.prompt_index, rollout.sample_index), (None, None))
+            if value is not None and rollout.completion_ids.tolist() == ids:
+                values[index] = value
+        return values
+
+
+class BundleTrainer(ReplayTrainer):
+    """A `ReplayTrainer` of a bundle.
+
+    Args:
+        manifest: The bundle.
+        target: What to repeat.
+        arguments: Those of `ReplayTrainer`.
+        named: Likewise.
+    """
+
+    def __init__(self, manifest: Manifest, target: Target, *arguments: Any, **named: Any) -> None:
+        self.manifest = manifest
+        super().__init__(target, *arguments, **named)
+
+    def _build_parts(self) -> None:
+        super()._build_parts()
+        self.collector = BundleCollector(self.collector, self.manifest.visits, self.manifest.num_examples)
+
+    def _describe(self) -> Identity:
+        """Returns the identity of the run; says so if the model is not its model."""
+        own, then = self.description, self.manifest.identity
+        if self.target.is_changed:
+            return own if self.target.identity is None else self.target.identity
+        if own["model"] != then.get("model"):
+            raise ValueError(
+                f"{self.model_name} is another model than the run's, which is {self.manifest.model!r:.200}: give that "
+                "one as --base"
+            )
+        if own["weights"] != then.get("weights"):
+            self.emit(Message(f"the weights of {self.model_name} are not those the run started from", warning=True))
+        return then
+
+
+def weights_difference(path: Path, trainer: ReplayTrainer) -> str:
+    """Returns how the trained weights differ from those in a file: the largest difference and that of the norms."""
+    from safetensors.numpy import load_file
+
+    then = load_file(path)
+    now = {name: np.asarray(leaf) for name, leaf in arrays.named_leaves(trainer.learner.state.params).items()}
+    if then.keys() != now.keys() or any(then[name].shape != now[name].shape for name in now):
+        return "other weights than those in the bundle"
+    differences = {name: np.abs(now[name].astype(np.float64) - then[name].astype(np.float64)) for name in now}
+    count = sum(int((each > 0).sum()) for each in differences.values())
+    if not count:
+        return ""
+    name = max(differences, key=lambda each: differences[each].max(initial=0.0))
+    size = sum(float(np.square(each).sum()) for each in differences.values()) ** 0.5
+    norm = sum(float(np.square(each.astype(np.float64)).sum()) for each in then.values()) ** 0.5
+    total = sum(each.size for each in differences.values())
+    return (
+        f"{count} of {total} weights differ, by {differences[name].max():.2g} at most (in {name}), together "
+        f"{size / norm:.2g} of their norm"
+    )
+
+
+def _rows(path: Path) -> list[Any]:
+    import json
+
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"rows.jsonl of the bundle cannot be read: {error}") from error
+
+
+def _recorded_tool(about: Mapping[str, Any]) -> Tool:
+    """Returns a tool that is never called: what is not in the record has this text as its result."""
+    schema = about["schema"]
+
+    def answer(**arguments: Any) -> str:
+        del arguments
+        return NOT_RECORDED
+
+    def answer_of(owner: Any, **arguments: Any) -> str:
+        del owner
+        return answer(**arguments)
+
+    opens = bool(about["opens"])
+    more: dict[str, Any] = {"takes_owner": True, "open": lambda seed: seed} if opens else {}
+    limits = {"parallel": bool(about["parallel"]), "timeout_s": about["timeout_s"]}
+    return Tool(schema["function"]["name"], answer_of if opens else answer, schema, **limits, **more)
+
+
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}

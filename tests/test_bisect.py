@@ -1,0 +1,196 @@
+"""The step that a metric went wrong in, and the rows that did it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax import init_model
+from groupax.replay.bisect import bisected
+from groupax.replay.causes import halved
+from groupax.replay.expression import parsed_condition
+from groupax.replay.recorded import recorded_run
+from groupax.replay.show import comparison
+from groupax.replay.show_cause import cause_lines
+from groupax.replay.trainer import ReplayTrainer
+from groupax.training.influence import influence_of
+from groupax.training.optimizer import make_optimizer
+
+from .stopped_run import letters
+from .test_config_and_data import a_tokenizer
+from .test_replay import ONE_LAYER
+from .test_trainer import PROMPTS, a_trainer
+
+SETTINGS = {"max_steps": 6, "replay_state_gb": 0.0, "beta": 0.001, "scale_rewards": "none"}
+
+
+def dividing_loss(terms, settings):
+    """Divides by the logarithm of a completion's length, which is 0 for one token."""
+    lengths = jnp.maximum(jnp.sum(terms.mask, axis=-1, keepdims=True), 1).astype(jnp.float32)
+    return -terms.ratio * terms.advantage / jnp.log(lengths)
+
+
+def with_rate(trainer, at=3):
+    """Gives one update of a trainer another learning rate."""
+    learner, update = trainer.learner, trainer.learner.update
+
+    def spoiled(rows):
+        own = learner.schedule, learner.optimizer
+        if learner.num_updates + 1 == at:
+            learner.schedule = lambda _: jnp.float32(1.0)
+            learner.optimizer = make_optimizer(learner.settings.optimizer, learner.schedule)
+        try:
+            return update(rows)
+        finally:
+            learner.schedule, learner.optimizer = own
+
+    learner.update = spoiled
+
+
+def with_nan(trainer, at=4):
+    """Damages a row of one update of a trainer."""
+    next_rows = trainer._next_rows
+
+    def spoiled(log, stop):
+        rows = next_rows(log, stop)
+        if trainer.cursor.step + 1 == at:
+            rows[5] = replace(rows[5], advantages=rows[5].advantages * np.float32(np.nan))
+        return rows
+
+    trainer._next_rows = spoiled
+
+
+def makes(reward=letters, data=PROMPTS, spoil=None):
+    def make(target, args):
+        model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
+        trainer = ReplayTrainer(target, model, reward, args, data, None, tokenizer)
+        if spoil is not None:
+            spoil(trainer)
+        return trainer
+
+    return make
+
+
+def found(folder, trainer, until, make, window=4):
+    condition = parsed_condition(until)
+    found = bisected(recorded_run(folder / "run"), condition, make, trainer.args, window)
+    lines = [] if found.parted is None else [*comparison(found.parted)]
+    lines += [] if found.cause is None else [*cause_lines(found.cause, condition.metrics, until)]
+    return found, "\n".join(lines)
+
+
+@pytest.mark.heavy
+def test_a_reward_that_was_flipped_once(tmp_path):
+    def reward(prompts, completion_ids, log_extra):
+        scores = letters(prompts, completion_ids, log_extra)
+        if trainer.cursor.step != 3 or flipped:
+            return scores
+        flipped.append(prompts[0])
+        return [scores[0], 50.0, *scores[2:]]
+
+    flipped = []
+    reward.__name__ = "letters"
+    trainer = a_trainer(tmp_path, reward, **SETTINGS)
+    trainer.train()
+    bisection, text = found(tmp_path, trainer, "grad_norm > 5", makes())
+    assert bisection.step == 4
+    assert bisection.parted.step == 4
+    assert "50 in the run" in text
+    assert bisection.cause.step == 4
+    assert len(bisection.cause.left_out) == 1
+
+
+@pytest.mark.heavy
+def test_a_learning_rate_spike(tmp_path):
+    trainer = a_trainer(tmp_path, letters, **SETTINGS)
+    with_rate(trainer)
+    trainer.train()
+    bisection, text = found(tmp_path, trainer, "kl > 0.5", makes())
+    assert (bisection.step, bisection.parted.step, bisection.cause) == (4, 3, None)
+    assert "update     DIFFERS: learning_rate 1 in the run, 0.01 now" in text
+    again = makes(spoil=with_rate)  # as in a schedule of the run itself
+    bisection, text = found(tmp_path, trainer, "kl > 0.5", again)
+    assert bisection.parted is None
+    assert (bisection.cause.step, bisection.cause.left_out) == (3, ())
+    assert "the update of step 3 did it (learning_rate 1" in text
+
+
+@pytest.mark.heavy
+def test_a_poisoned_prompt(tmp_path):
+    def reward(prompts, completion_ids, log_extra):
+        scores = letters(prompts, completion_ids, log_extra)
+        return [300.0 * score if prompt == "fed" else score for prompt, score in zip(prompts, scores, strict=True)]
+
+    trainer = a_trainer(tmp_path, reward, **SETTINGS)
+    trainer.train()
+    norms = {int(line["step"]): line["grad_norm"] for line in recorded_run(tmp_path / "run").metrics}
+    bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
+    assert bisection.parted is None
+    assert norms[bisection.cause.step] > 5
+    assert {bisection.cause.rollouts[each].prompt for each in bisection.cause.left_out} == {"fed"}
+    assert bisection.cause.without["grad_norm"] < 5
+
+
+@pytest.mark.heavy
+def test_a_row_of_the_dataset_that_has_changed(tmp_path):
+    def gold(prompts, completion_ids, gold, log_extra):
+        bonus = [90.0 * ids.count(3) if each == "!" else 0.0 for each, ids in zip(gold, completion_ids, strict=True)]
+        return [a + b for a, b in zip(letters(prompts, completion_ids, log_extra), bonus, strict=True)]
+
+    data = [{**row, "gold": "!"} if row["prompt"] == "ef" else row for row in PROMPTS]
+    trainer = a_trainer(tmp_path, gold, data, **SETTINGS)
+    trainer.train()
+    bisection, text = found(tmp_path, trainer, "grad_norm > 5", makes(gold))
+    assert bisection.parted.stages[0].stage == "data"
+    assert len(bisection.parted.stages[0].places) == 1
+    assert "a column of the dataset other than the prompt" in text
+    assert {bisection.cause.rollouts[each].prompt for each in bisection.cause.left_out} == {"ef"}
+
+
+@pytest.mark.heavy
+def test_a_loss_that_is_not_finite(tmp_path):
+    trainer = a_trainer(tmp_path / "once", letters, **SETTINGS)
+    with_nan(trainer)
+    trainer.train()
+    bisection, text = found(tmp_path / "once", trainer, "loss is nan", makes())
+    assert (bisection.step, bisection.parted.step, bisection.cause) == (4, 4, None)
+    assert "loss       DIFFERS: rows 5; loss not finite in the run" in text
+    trainer = a_trainer(tmp_path / "own", letters, **{**SETTINGS, "loss_type": dividing_loss, "max_bad_steps": 99})
+    trainer.train()
+    bisection, text = found(tmp_path / "own", trainer, "loss is nan", makes())
+    assert bisection.parted is None
+    lengths = [len(each.completion_ids) for each in bisection.cause.rollouts]
+    assert {lengths[each] for each in bisection.cause.left_out} == {1}
+    assert np.isfinite(bisection.cause.without["loss"])
+
+
+@pytest.mark.heavy
+def test_shares_are_those_of_the_gradient(tmp_path):
+    trainer = a_trainer(tmp_path, letters, max_steps=1, beta=0.1, replay_state_gb=0.0)
+    rows = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda given: rows.extend(given) or update(given)
+    trainer.train()
+    learner = a_trainer(tmp_path / "again", letters, beta=0.1).learner
+    parts = [[0, 1, 2, 3], [4, 5, 6, 7], *([index] for index in range(8, 16))]
+    before, shapes = learner.digest(), list(learner.shapes)
+    found = influence_of(learner, rows, parts)
+    assert (learner.digest(), learner.shapes) == (before, shapes)
+    assert sum(found.shares) == pytest.approx(1.0, abs=1e-5)
+    assert found.norm == pytest.approx(learner.update(rows).metrics["grad_norm"], rel=1e-5)
+    learner = a_trainer(tmp_path / "third", letters, beta=0.1).learner
+    (of_part,), (of_all,) = ([*learner.gradients(rows, [part])] for part in (parts[0], [*range(16)]))
+    products = [
+        sum(float(jnp.vdot(x, y)) for x, y in zip(*map(jax.tree.leaves, pair), strict=True))
+        for pair in ((of_part, of_all), (of_all, of_all))
+    ]
+    assert found.shares[0] == pytest.approx(products[0] / products[1], rel=1e-4, abs=1e-6)
+
+
+def test_halving_finds_what_does_it_alone():
+    assert halved([*range(8)], lambda part: 5 in part) == [5]
+    assert halved([*range(8)], lambda part: {4, 6} <= {*part}) == [4, 5, 6, 7]
+    assert halved([*range(8)], lambda part: False) == [*range(8)]
+    assert halved([3], lambda part: False) == [3]

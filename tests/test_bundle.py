@@ -1,0 +1,211 @@
+"""A bundle carries a step to another machine, and nothing that runs there."""
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+
+from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
+from groupax.cli.main import main
+from groupax.replay.archive import pack, unpack
+from groupax.replay.bundled import open_bundle
+from groupax.replay.recorded import recorded_run
+from groupax.replay.session import replay_changed
+from groupax.replay.trainer import Target
+
+from .stopped_run import letters
+from .test_config_and_data import a_tokenizer
+from .test_replay import ONE_LAYER, STALE, a_run
+from .test_trainer import PROMPTS
+
+
+def bundled(run, step, path, **named):
+    model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
+    return bundle_step(run, step, path, model, letters, train_dataset=PROMPTS, processing_class=tokenizer, **named)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return a_run(tmp_path_factory.mktemp("bundled"), loss_type="dapo")
+
+
+@pytest.fixture(scope="module")
+def archive(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("archives") / "bug.tar.zst"
+    made = bundled(run, 3, path)
+    assert made.outcome.is_equal
+    return path
+
+
+def names_in(path):
+    with pyarrow.input_stream(str(path), compression="zstd") as stream:
+        return tarfile.open(fileobj=io.BytesIO(stream.read())).getnames()
+
+
+def written(path, members):
+    """An archive of these members: names with their bytes, or tarfile's own records."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for member, content in members:
+            info = tarfile.TarInfo(member) if isinstance(member, str) else member
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(data.getvalue())
+    return path
+
+
+@pytest.mark.heavy
+def test_a_bundle_is_replayed_elsewhere_with_equal_bits(run, archive, tmp_path):
+    names = names_in(archive)
+    assert {name.partition("/")[0] for name in names} == {
+        "bundle.json",
+        "rows.jsonl",
+        "after.safetensors",
+        "run",
+        "state",
+        "model",
+    }
+    assert not [name for name in names if name.endswith((".py", ".pkl", ".bin"))]
+    moved = run.with_name("moved")
+    run.rename(moved)  # nothing of the run is needed
+    try:
+        outcome = replay_bundle(archive)
+    finally:
+        moved.rename(run)
+    assert outcome.is_equal
+    assert outcome.sampled == ()
+    assert outcome.step - 1 == outcome.first_step
+
+
+@pytest.mark.heavy
+def test_what_is_not_included_is_asked_for(run, tmp_path):
+    path = tmp_path / "small.tar.zst"
+    made = bundled(run, 3, path, include=["model"])
+    assert made.manifest.includes == ["model"]
+    assert "state" not in {name.partition("/")[0] for name in names_in(path)}
+    assert replay_bundle(path).is_equal  # from the run's start, on the rollouts of its first steps
+
+
+@pytest.mark.heavy
+@pytest.mark.long
+def test_policies_of_earlier_steps_are_included(tmp_path):
+    run = a_run(tmp_path, max_steps=6, **STALE)
+    assert bundled(run, 5, tmp_path / "bug.tar.zst").outcome.is_equal
+    assert replay_bundle(tmp_path / "bug.tar.zst").is_equal
+
+
+@pytest.mark.heavy
+def test_differences_have_sizes(archive, tmp_path):
+    unpack(archive, tmp_path / "bundle", 10**9)
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(tmp_path / "bundle" / "state" / "params.safetensors")
+    name = sorted(weights)[0]
+    weights[name] = weights[name] + np.float32(1e-3)
+    save_file(weights, tmp_path / "bundle" / "state" / "params.safetensors")
+    pack(tmp_path / "bundle", tmp_path / "other.tar.zst")
+    outcome = replay_bundle(tmp_path / "other.tar.zst")
+    by_name = {stage.stage: stage for stage in outcome.stages}
+    assert by_name["data"].is_equal
+    assert "the sampler's log-probs of row" in by_name["rollout"].text or "token of row" in by_name["rollout"].text
+    assert "by 0.00" in by_name["update"].text or "weights differ, by 0.0" in by_name["update"].text
+    assert "of their norm" in by_name["update"].text
+
+
+@pytest.mark.heavy
+def test_a_bundle_is_replayed_from_a_shell(archive, capsys):
+    assert main(["replay", str(archive), "--why"]) == 0
+    text = capsys.readouterr().out
+    assert "rewards are those of the record" in text
+    assert "update     equal" in text
+    assert "by their share of the gradient" in text
+    assert main(["replay", str(archive), "--with", "learning_rate=0.1"]) == 0
+    assert "learning_rate 0.01 in the run, 0.1 now" not in capsys.readouterr().err
+    assert main(["replay", str(archive), "--step", "2"]) == 2
+    assert "has step 3, not 2" in capsys.readouterr().err
+    assert main(["replay", str(archive), "--bundle", "x"]) == 2
+
+
+def test_files_that_a_bundle_has_not_are_refused(tmp_path):
+    manifest = ("bundle.json", b"{}")
+    link = tarfile.TarInfo("run/config.json")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    for number, member in enumerate(
+        [
+            ("../evil.json", b""),
+            ("/tmp/evil", b""),
+            ("model/run.py", b""),
+            ("model/pytorch_model.bin", b""),
+            ("run/tokenizer/.hidden.json", b""),
+            ("model/a/b.json", b""),
+            (link, b""),
+            manifest,
+        ]
+    ):
+        path = written(tmp_path / f"{number}.tar.zst", [manifest, member])
+        with pytest.raises(ValueError, match="is no bundle of groupax: it has"):
+            unpack(path, tmp_path / f"out{number}", 10**6)
+    assert not [name for name in os.listdir(tmp_path) if "evil" in name]
+
+
+def test_damaged_and_huge_files_are_refused(tmp_path):
+    big = written(tmp_path / "big.tar.zst", [("bundle.json", b"{}"), ("rows.jsonl", bytes(10**6))])
+    assert big.stat().st_size < 2000
+    with pytest.raises(ValueError, match=r"unpacks to more than 0\.0005 GB"):
+        unpack(big, tmp_path / "big", 5 * 10**5)
+    whole = big.read_bytes()
+    (tmp_path / "cut.tar.zst").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.tar.zst").write_bytes(b"hello")
+    for name in ("cut", "text"):
+        with pytest.raises(ValueError, match="is no bundle of groupax"):
+            unpack(tmp_path / f"{name}.tar.zst", tmp_path / name, 10**9)
+    with pytest.raises(ValueError, match=r"it has no bundle\.json"):
+        unpack(written(tmp_path / "no.tar.zst", [("rows.jsonl", b"")]), tmp_path / "no", 10**9)
+    manifest = {"format": 1, "groupax": "0.1.0"}
+    with pytest.raises(ValueError, match=r"bundle\.json is damaged: step is None"):
+        open_bundle(written(tmp_path / "m.tar.zst", [("bundle.json", json.dumps(manifest).encode())]), tmp_path / "m")
+    later = written(tmp_path / "v.tar.zst", [("bundle.json", json.dumps({"format": 2, "groupax": "9"}).encode())])
+    with pytest.raises(ValueError, match="written by groupax '9', and this groupax reads format 1"):
+        open_bundle(later, tmp_path / "v")
+
+
+@pytest.mark.heavy
+def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tmp_path, capsys):
+    unpack(archive, tmp_path / "bundle", 10**9)
+    config = json.loads((tmp_path / "bundle/run/config.json").read_text())
+    (tmp_path / "bundle/run/config.json").write_text(json.dumps({**config, "loss_type": "os:system"}))
+    pack(tmp_path / "bundle", tmp_path / "code.tar.zst")
+    with pytest.raises(ValueError, match="computes with functions of its own: loss_type 'os:system'"):
+        replay_bundle(tmp_path / "code.tar.zst")
+    (tmp_path / "bundle/run/config.json").write_text(json.dumps(config))
+    shutil.rmtree(tmp_path / "bundle/model")
+    shutil.rmtree(tmp_path / "bundle/state")
+    pack(tmp_path / "bundle", tmp_path / "bare.tar.zst")
+    with pytest.raises(ValueError, match="the model that the run started from is not in the bundle"):
+        replay_bundle(tmp_path / "bare.tar.zst")
+    with pytest.raises(ValueError, match="the weights before step 3 are not in the bundle"):
+        replay_bundle(tmp_path / "bare.tar.zst", base="elsewhere")
+
+
+@pytest.mark.heavy
+def test_a_bundle_can_be_changed(archive, tmp_path):
+    bundle = open_bundle(archive, tmp_path / "bundle")
+    target = Target(bundle.run, 3, "update")
+    outcome = replay_changed(target, bundle.make, bundle.make, bundle.args, {"learning_rate": 0.1}, other_weights=False)
+    assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
+    assert "learning_rate 0.01 in the run, 0.1 now" in outcome.stages[-1].text
+
+
+@pytest.mark.heavy
+def test_a_file_that_exists_is_not_replaced(run, archive):
+    with pytest.raises(ValueError, match="exists already"):
+        bundled(run, 3, archive)
+    assert GRPOConfig.from_mapping(recorded_run(run).config).loss_type == "dapo"
+    assert Path(archive).stat().st_size < 400_000
