@@ -218,7 +218,7 @@ def _evaluations(run: RunRecord) -> Rows:
     return rows if len(rows) > 1 else []
 
 
-def _logged(line: Mapping[str, float], name: str) -> str:
+def _logged(line: Mapping[str, Any], name: str) -> str:
     """Returns a metric of an evaluation during training, with its interval if it has one."""
     low, high = (line.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
     shown = number(line.get(name, math.nan))
