@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.models.attention import attend
-from groupax.models.config import DynamicRope, Experts, LongRope, Rope
+from groupax.models.config import ClampedSwiglu, DynamicRope, Experts, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
@@ -385,30 +385,43 @@ def test_softcapped_log_probs_are_those_of_a_dense_softmax():
 
 
 @pytest.mark.heavy
-def test_both_ways_through_the_experts_are_the_sum_over_them():
+@pytest.mark.parametrize(("has_bias", "weighs_inputs"), [(False, False), (False, True), (True, False)])
+def test_both_ways_through_the_experts_are_the_sum_over_them(has_bias, weighs_inputs):
     rng = np.random.default_rng(0)
-    x, gate, up, down = (
+    x, *matrices = (
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((11, 8), (5, 6, 8), (5, 6, 8), (5, 8, 6))
     )
+    gate, up, down = matrices
+    biases = tuple(jnp.asarray(rng.normal(size=(5, 6)), jnp.float32) if has_bias else None for _ in range(2))
     chosen = jnp.asarray(np.argsort(rng.random((11, 5)))[:, :2], jnp.int32)
     weights = jnp.asarray(rng.random((11, 2)), jnp.float32)
+    activation = ClampedSwiglu(1.3, 2.0) if has_bias else "silu"
 
-    def expert(x, e):
-        return (jax.nn.silu(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T
+    def expert(x, w, e):
+        x, w = (w * x, 1.0) if weighs_inputs else (x, w)
+        gated, upper = x @ gate[e].T, x @ up[e].T
+        if not has_bias:
+            return w * (jax.nn.silu(gated) * upper) @ down[e].T
+        gated, upper = jnp.minimum(gated + biases[0][e], 2.0), jnp.clip(upper + biases[1][e], -2.0, 2.0)
+        return w * ((upper + 1.0) * gated * jax.nn.sigmoid(1.3 * gated)) @ down[e].T
 
     expected = [
-        sum(w * expert(row, e) for w, e in zip(ws, es, strict=True))
+        sum(expert(row, w, e) for w, e in zip(ws, es, strict=True))
         for row, ws, es in zip(x, weights, chosen, strict=True)
     ]
-    for way in (ragged_experts, loop_over_experts):
-        np.testing.assert_allclose(way(x, weights, chosen, gate, up, down, "silu"), expected, atol=1e-4)
-    grads = [
-        jax.grad(
-            lambda *args, way=way: jnp.sum(jnp.square(way(args[0], args[1], chosen, *args[2:], "silu"))), range(5)
-        )(x, weights, gate, up, down)
-        for way in (ragged_experts, loop_over_experts)
-    ]
-    for a, b in zip(*grads, strict=True):
+
+    def through(way):
+        def loss(x, weights, matrices, biases):
+            out = way(x, weights, chosen, matrices, biases, activation, weighs_inputs)
+            return jnp.sum(jnp.square(out)), out
+
+        return jax.value_and_grad(loss, range(4), has_aux=True)(x, weights, tuple(matrices), biases)
+
+    (_, out), gradients = through(ragged_experts)
+    (_, other), other_gradients = through(loop_over_experts)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_allclose(other, expected, atol=1e-4)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 

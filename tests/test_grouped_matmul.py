@@ -98,7 +98,7 @@ def test_experts_of_other_devices_contribute_nothing_through_the_kernels(monkeyp
 
     def results(way, **options):
         def loss(x, weights, *matrices):
-            out = way(x, weights, chosen, *matrices, "silu", **options)
+            out = way(x, weights, chosen, matrices, activation="silu", **options)
             return jnp.sum(jnp.square(out)), out
 
         return jax.value_and_grad(loss, argnums=range(5), has_aux=True)(x, weights, *matrices)

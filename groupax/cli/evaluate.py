@@ -212,20 +212,26 @@ def _load_engine(command: Eval, task: _Task) -> "Engine":
 
 def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> Results:
     from groupax.data.prompts import encode_examples, prompt_limit
+    from groupax.engine.core import FEATURE_BYTES
     from groupax.episodes.rules import make_rules
     from groupax.evaluation.evaluate import evaluate as evaluate_set
+    from groupax.models.vision.prompts import prompt_encoder
     from groupax.rewards.runner import RewardRunner
     from groupax.settings.rewards import RewardSettings
+    from groupax.storage.folders import resolve_folder
 
     tokenizer, kwargs = engine.tokenizer, command.chat_template_kwargs
     limit = prompt_limit(engine.config.max_positions, task.sampling.max_tokens, command.max_prompt_length, "max_tokens")
     rules = make_rules(tokenizer, command.episodes, task.tools, task.environments, kwargs, engine.eos_ids)
     rules = replace(rules, max_prompt_tokens=limit)
+    source = None if engine.config.vision is None else resolve_folder(task.model)
+    encoder = prompt_encoder(engine.config.vision, source, tokenizer, FEATURE_BYTES)
     results: dict[str, dict[str, SetEvaluation]] = {}
     with RewardRunner(task.rewards, RewardSettings()) as runner:
         for name, rows in task.datasets.items():
             schemas = rules.schemas_of(rows)
-            prompts = encode_examples(rows, tokenizer, limit, task.overflow, kwargs, f"dataset {name!r}", schemas)
+            given = rows, tokenizer, limit, task.overflow, kwargs, f"dataset {name!r}", schemas
+            prompts = encode_examples(*given, encoder=encoder)
             results[name] = {
                 way: evaluate_set(
                     engine,
@@ -312,7 +318,9 @@ def _load_sets(command: Eval, recipe: Recipe | None) -> "dict[str, Examples]":
 
     if command.dataset:
         loaded = {
-            name: recipe.examples(source) if recipe else load_examples(source, f"dataset {name!r}", EVAL_SPLITS)
+            name: recipe.examples(source)
+            if recipe
+            else load_examples(source, f"dataset {name!r}", EVAL_SPLITS, may_have_images=True)
             for name, source in sources_by_name(command.dataset).items()
         }
     else:

@@ -282,6 +282,8 @@ class Experts:
     shared_name: str = "mlp.shared_experts"
 
     def __post_init__(self) -> None:
+        # an expert that a token does not choose sees an input of 0, and must make 0 of it
+        assert not (self.weighs_inputs and self.has_bias), "no family weighs the inputs of experts with biases"
         if not 1 <= self.per_token <= self.num:
             raise ValueError(f"experts per token must be between 1 and {self.num}, got {self.per_token}")
         if self.num % self.num_groups or not 1 <= self.groups_per_token <= self.num_groups:

@@ -275,13 +275,13 @@ def _attention(
     q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
         q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
-    rope, growth = config.ropes[index], config.query_growth
+    rope, growth, factors = config.ropes[index], config.query_growth, at.query_factors
     q, k = (_rotated(rope, at, x) for x in (q, k))
     if config.qk_norm == "after_rope" and rope is not None:
         unit = jnp.ones(config.head_dim, q.dtype)
         q, k = _norm_heads(config, q, k, unit, unit)
-    if growth is not None and (rope is None or not growth.only_without_rope):
-        q = q * at.query_factors
+    if growth is not None and factors is not None and (rope is None or not growth.only_without_rope):
+        q = q * factors
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
     out, cache = attend(q, k, v, *([weights["sinks"]] if config.sinks else []))
@@ -334,7 +334,7 @@ def _mlp(
         assert config.experts is not None, "the layer has some"
         matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
         router = Router(weights["router"], weights.get("router_bias"), weights.get(ROUTER_CORRECTION))
-        biases = tuple(weights.get(f"expert_{name}_bias") for name in ("gate", "up", "down"))
+        biases = weights.get("expert_gate_bias"), weights.get("expert_up_bias"), weights.get("expert_down_bias")
         out, routing = mixture_of_experts(
             config.experts, h, router, matrices, biases, config.activation, layout, recorded
         )

@@ -19,7 +19,7 @@ from groupax.parallel.pytree import pytree
 
 # The matrices of experts, [E, F, D], [E, F, D] and [E, D, F], and their biases, [E, F], [E, F] and [E, D].
 Matrices = tuple[Array, Array, Array]
-Biases = tuple[Array | None, ...]
+Biases = tuple[Array | None, Array | None, Array | None]
 NO_BIASES: Biases = (None, None, None)
 # Rows times their group's matrix, [E, O, I]; the matrices have the layout of checkpoints, as in `layers.linear`.
 _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
@@ -186,9 +186,10 @@ def ragged_experts(
     row_weights = _dispatch(weights.reshape(-1, 1), order, inverse)
     rows = rows * row_weights if weighs_inputs else rows
     gated, upper = _grouped_matmul(rows, gate, sizes), _grouped_matmul(rows, up, sizes)
-    if biases[0] is not None:
+    gate_bias, up_bias = biases
+    if gate_bias is not None and up_bias is not None:
         by_row = jax.nn.one_hot(chosen.reshape(-1)[order], E, dtype=x.dtype)
-        gated, upper = (y + linear(by_row, bias.T) for y, bias in zip((gated, upper), biases, strict=True))
+        gated, upper = gated + linear(by_row, gate_bias.T), upper + linear(by_row, up_bias.T)
     between = gated_activation(activation, gated, upper)
     weighted = between if weighs_inputs else between * row_weights
     if has_remote:  # rows after those of the groups are undefined

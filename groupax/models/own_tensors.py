@@ -8,7 +8,8 @@ from typing import Any
 
 from groupax.models.families import VISION_FAMILIES
 from groupax.models.families.text_part import has_text_part
-from groupax.models.tensor_files import TensorFile, Tensors
+from groupax.models.tensor_files import StackedRows, TensorFile, Tensors
+from groupax.storage.model_json import MAX_EXPERTS
 
 logger = logging.getLogger(__name__)
 # Prefixes of text models within others, with what stands there in a text model alone.
@@ -31,6 +32,9 @@ _IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_p
 # Layers of these models that predict several tokens ahead, which have names of their own.
 _AHEAD = re.compile(r"mtp\.")
 _WITH_AHEAD = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+# Experts that released models of these kinds have in stacks, and files of transformers one by one.
+_STACKS = re.compile(r"(model\.layers\.\d{1,4}\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_WITH_STACKS = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 
@@ -56,11 +60,14 @@ def own_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder
         found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
     if hf.get("model_type") in _WITH_AHEAD:
         found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
-    if len(found) < len(tensors):
+    num_left = len(found)
+    if hf.get("model_type") in _WITH_STACKS:
+        found = _unstacked(found)
+    if num_left < len(tensors):
         logger.warning(
             "%s: %d of its %d tensors are of parts that groupax does not have, which see images or predict several "
             "tokens ahead; they are neither read nor saved",
-            *(folder, len(tensors) - len(found), len(tensors)),
+            *(folder, len(tensors) - num_left, len(tensors)),
         )
     return found
 
@@ -70,6 +77,26 @@ def _renamed(tensors: Tensors, prefixes: tuple[tuple[str, str], ...]) -> dict[st
     for name, file in tensors.items():
         own = next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), name)
         found[own] = file if own == name else TensorFile(file.path, {own: name})
+    return found
+
+
+def _unstacked(tensors: Tensors) -> Tensors:
+    """Returns the tensors with the matrices of stacked experts by the names that each expert's would have."""
+    found: Tensors = {}
+    for name, file in tensors.items():
+        match = _STACKS.fullmatch(name)
+        shape = file.get_slice(name).get_shape() if match else []
+        if match is None or len(shape) != 3 or not 1 <= shape[0] <= MAX_EXPERTS:
+            found[name] = file
+            continue
+        parts, stored = match[2].removesuffix("_proj").split("_"), file.stored_names.get(name, name)
+        rows = {
+            f"{match[1]}.{expert}.{part}_proj.weight": StackedRows(stored, expert, index, len(parts))
+            for expert in range(shape[0])
+            for index, part in enumerate(parts)
+        }
+        file.close()
+        found |= dict.fromkeys(rows, TensorFile(file.path, rows=rows))
     return found
 
 

@@ -79,9 +79,7 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     norms = _BLOCK_NORMS[config.block]
     specs = {ours: _norm_spec(config, (D,), f"{prefix}.{theirs}") for ours, theirs in norms.items()}
     if config.is_recurrent(index):
-        assert config.recurrent is not None, "the layer is recurrent"
-        is_delta = isinstance(config.recurrent, GatedDeltaNet)
-        specs |= (_delta_specs if is_delta else _convolution_specs)(config.recurrent, D, prefix)
+        specs |= _recurrent_specs(config.recurrent, D, prefix)
     else:
         specs |= _latent_specs(config, prefix) if config.latent else _attention_specs(config, prefix)
     if config.has_experts(index):
@@ -164,6 +162,13 @@ def _latent_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     if config.o_bias:
         specs["o_bias"] = Spec((D,), (None,), f"{name}.o_proj.bias", init="zeros")
     return specs
+
+
+def _recurrent_specs(recurrent: ShortConvolution | GatedDeltaNet | None, D: int, prefix: str) -> dict[str, Spec]:
+    assert recurrent is not None, "the layer is recurrent"
+    if isinstance(recurrent, GatedDeltaNet):
+        return _delta_specs(recurrent, D, prefix)
+    return _convolution_specs(recurrent, D, prefix)
 
 
 def _convolution_specs(convolution: ShortConvolution, D: int, prefix: str) -> dict[str, Spec]:
@@ -273,7 +278,7 @@ def _expert_bias_specs(experts: Experts, specs: dict[str, Spec], prefix: str) ->
     return biases
 
 
-def _fused_rows(experts: Experts) -> dict[str, dict[str, int]]:
+def _fused_rows(experts: Experts) -> dict[str, dict[str, Any]]:
     """Returns the rows of gate and up in a fused tensor, as arguments of `Spec`."""
     F = experts.ffn_size
     first, step = (1, 2) if experts.fused == "alternating" else (F, 1)

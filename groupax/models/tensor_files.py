@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ CHECKED_NUMBERS = 1 << 18  # checked at a time, to fit in the processor's caches
 DTYPES = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 
 
+@dataclass(frozen=True)
+class StackedRows:
+    """Rows of one matrix of a stack, which stand for a tensor of their own.
+
+    Attributes:
+        name: Name of the stack in its file.
+        matrix: Index of the matrix.
+        part, num_parts: Number of the part, of equally many rows, and the number of parts.
+    """
+
+    name: str
+    matrix: int
+    part: int = 0
+    num_parts: int = 1
+
+
 class TensorFile:
     """A safetensors file that is memory-mapped only while a weight is read.
 
@@ -26,11 +43,18 @@ class TensorFile:
     Args:
         path: Path of the file.
         stored_names: Names of tensors in the file, by the names under which they are requested, if these differ.
+        rows: Rows of stacks that are requested as tensors, by name.
     """
 
-    def __init__(self, path: Path, stored_names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        stored_names: Mapping[str, str] | None = None,
+        rows: Mapping[str, StackedRows] | None = None,
+    ) -> None:
         self.path = path
         self.stored_names = stored_names or {}
+        self.rows = rows or {}
         self._file: Any = None
 
     @property
@@ -52,6 +76,8 @@ class TensorFile:
 
     def get_slice(self, name: str) -> Any:
         """Returns a tensor that can be read in slices."""
+        if rows := self.rows.get(name):
+            return _RowsSlice(self.file.get_slice(rows.name), rows)
         return self.file.get_slice(self.stored_names.get(name, name))
 
     def get_tensor(self, name: str) -> np.ndarray:
@@ -61,6 +87,27 @@ class TensorFile:
     def close(self) -> None:
         """Unmaps the file, which is opened again when it is needed."""
         self._file = None
+
+
+class _RowsSlice:
+    """Rows of a stack, with the interface of a slice of safetensors."""
+
+    def __init__(self, stack: Any, rows: StackedRows) -> None:
+        self.stack, self.rows = stack, rows
+
+    def get_shape(self) -> list[int]:
+        _, num_rows, *others = self.stack.get_shape()
+        return [num_rows // self.rows.num_parts, *others]
+
+    def get_dtype(self) -> str:
+        return self.stack.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        num_rows = self.get_shape()[0]
+        first, end, _ = index[0].indices(num_rows)
+        start = self.rows.part * num_rows
+        matrix = slice(self.rows.matrix, self.rows.matrix + 1)
+        return self.stack[(matrix, slice(start + first, start + end), *index[1:])][0]
 
 
 Tensors = dict[str, TensorFile]  # files by the names of their tensors

@@ -91,7 +91,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         streams = Streams(args, num_devices)
         train_dataset, eval_dataset = streams.training_rows(train_dataset), streams.evaluation_rows(eval_dataset)
         train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
-        examples = load_examples(train_dataset)
+        examples = load_examples(train_dataset, may_have_images=True)
         self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)
         if self._unknown_environments:
