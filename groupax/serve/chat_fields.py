@@ -1,9 +1,9 @@
 """Fields of chats in requests: messages, tools, and arguments for the chat template. Imports no jax."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
 from groupax.data.images import without_images
 from groupax.data.messages import check_messages, check_tools, join_text_parts
@@ -43,15 +43,15 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any, check: Callable[[Any], Any]) -> Any:
     """Returns a content as one text, or as parts if some are images, which then have their `data:` URL as `image`."""
     if not isinstance(value, list):
-        return value
+        return check(value)
     parts = [_image(part) if _is_image(part) else part for part in value]
     texts = [part for part in parts if not (_is_image(part) and part["type"] == "image")]
     try:
         text = join_text_parts(texts, "a message")
-        return text if len(texts) == len(parts) else parts
+        return check(text) if len(texts) == len(parts) else parts
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from error
 
@@ -75,14 +75,14 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: Annotated[Text | list[dict[str, Any]] | None, BeforeValidator(_content)] = None
+    content: Annotated[Text | None, WrapValidator(_content)] = None
 
 
 def _messages(given: list[Message]) -> list[dict[str, Any]]:
     """Returns messages as chat templates read them."""
     messages = []
     for number, message in enumerate(given):
-        fields = message.model_dump()
+        fields = message.model_dump(warnings=False)  # of contents that are parts
         if "reasoning" in fields:  # another name for it
             fields.setdefault("reasoning_content", fields.pop("reasoning"))
         if fields["content"] is None and not fields.get("tool_calls"):
