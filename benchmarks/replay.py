@@ -34,7 +34,7 @@ STORIES += ["--learning_rate", "2e-4", "--reward_funcs", "repetition_penalty"]
 RUNS = {
     "demo": ["--recipe", "arithmetic"],
     "adapter": [*STORIES, "--lora_r", "8", "--base_weights", "nf4", "--learning_rate", "1e-3"],
-    "stale": [*STORIES, "--max_staleness", "1"],
+    "stale": [*STORIES, "--max_staleness", "1", "--rollout_correction", "token_truncate"],
     "tools": ["--recipe", "calculator", "--max_steps", "30"],
 }
 
@@ -103,7 +103,7 @@ def measure(folder: Path, kinds: list[str], num_steps: int, model: str, max_step
 
 def options() -> argparse.Namespace:
     default = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--runs", nargs="+", default=[*RUNS], choices=[*RUNS])
     parser.add_argument("--max_steps", type=int, help="length of the runs; their own by default")

@@ -34,6 +34,7 @@ from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.notebook import result_html
+from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
@@ -303,7 +304,7 @@ class SFTTrainer(Run[SFTConfig]):
             "examples": f"{examples.num_examples:,}{packed}{held_out}",
             "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
             **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),
-            **memory_facts(self.learner),
+            **memory_facts(self.learner, args.batch_size),
         }
 
     def _card(self) -> str:
@@ -319,6 +320,7 @@ class SFTTrainer(Run[SFTConfig]):
             is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
             license_id=license_of(read_card(self._model.source)),
             method=SFT,
+            of_run=run_sections(self.run_folder.path),
         )
 
     def _report_setup(self, log: RunLog) -> None:

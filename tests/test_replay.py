@@ -7,7 +7,7 @@ import pytest
 
 from groupax import GRPOConfig, init_model, replay_step
 from groupax.cli.main import main
-from groupax.episodes.record import remove_records
+from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
 from groupax.replay.bisect import first_line
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
@@ -15,6 +15,7 @@ from groupax.replay.session import replay_changed, stage_of
 from groupax.replay.show import changes, comparison
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.step_record import STAGES, parsed_records
+from groupax.tools.results import ToolResult
 
 from .conftest import TINY
 from .stopped_run import letters
@@ -214,8 +215,22 @@ def test_records_survive_damaged_lines(run):
     assert len(text) < 4 * 2000
 
 
+def test_a_replay_makes_no_call_that_is_not_in_the_record(tmp_path):
+    asked, other = (Question((0, 0), 1, "call", has_state=False, name=name) for name in ("add", "delete"))
+    record = Record(tmp_path, "rollout_000000")
+    assert record.answer(asked) is None
+    record.add(asked, ToolResult("3", 0.1))
+    record.close()
+    closed = Record(tmp_path, "rollout_000000", is_closed=True)
+    assert closed.answer(asked).text == "3"
+    assert NOT_RECORDED in closed.answer(other).text
+    assert Record(tmp_path, "rollout_000000").answer(other) is None
+
+
 def test_the_newest_answers_of_tools_are_kept_for_replays(tmp_path):
     for number in range(4):
         (tmp_path / f"rollout_{number:06d}.0.jsonl").write_text("x" * 10)
     remove_records(tmp_path, 3, max_bytes=20)
     assert sorted(path.name[8:14] for path in tmp_path.iterdir()) == ["000001", "000002", "000003"]
+    remove_records(tmp_path, 4, max_bytes=10, kept={1})
+    assert sorted(path.name[8:14] for path in tmp_path.iterdir()) == ["000001", "000003"]

@@ -18,7 +18,7 @@ METRICS = {
     "train/tokens_per_s": 4321.0,
     "step_time": 2.0,
 }
-FULL_LINE = "step 3/20  eta 0:34  reward 0.5  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
+FULL_LINE = "step 3/20  eta 0:34  reward 0.5  2 s/step  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
 # A run of three steps that stands still whenever it waits for Enter.
 RUN = f"""
 import logging, sys, warnings
@@ -74,7 +74,7 @@ def test_the_run_is_on_the_screen_at_every_width():
         assert FULL_LINE in terminal.lines
         for columns in (200, 100, 80, 40):
             terminal.resize(columns)
-            shown = FULL_LINE if columns >= 100 else FULL_LINE[:columns].rpartition("  ")[0]
+            shown = FULL_LINE if columns >= len(FULL_LINE) else FULL_LINE[:columns].rpartition("  ")[0]
             terminal.wait_for(
                 lambda shown=shown, columns=columns: shown in terminal.lines and is_whole(terminal, columns)
             )
@@ -162,7 +162,7 @@ with rich.Rich() as shown:
 """
     variables = {**os.environ, "FORCE_COLOR": "1"}  # as many CI systems set it
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
-    fields = "reward 0.5  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
+    fields = "reward 0.5  2 s/step  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
     assert done.stdout.splitlines() == [
         "[0:00] loading the model",
         "[0:00] evaluating 120/500",

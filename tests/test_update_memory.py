@@ -1,5 +1,6 @@
 """What a backward pass keeps in memory, and the checkpointing that is chosen for a device's memory."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -8,12 +9,14 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.data.prompts import PromptSet
+from groupax.engine import batch
 from groupax.models import fused_attention
 from groupax.models.decoder import KERNELS, forward
 from groupax.models.execution import Execution, FusedAttention
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.specs import model_specs
+from groupax.parallel.mesh import num_data_shards
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import learner_settings
 from groupax.runs.checkpoints.record import restore_learner, start_writing, state_of
@@ -211,16 +214,40 @@ def test_the_memory_that_is_always_taken_is_among_the_facts_of_a_run(tmp_path):
     masters, policy = jax.tree.leaves(state.params), jax.tree.leaves(trainer.learner.policy)
     copies = 1 if policy[0] is masters[0] else 2
     expected = sum(x.nbytes for x in masters) * (2 + copies) / 1e6  # with adamw's two moments
-    assert memory_facts(trainer.learner) == {
-        "memory": f"{expected:.3g} MB on each device for weights and optimizer state"
-    }
-    assert list(trainer._facts)[-1] == "memory"
+    told = memory_facts(trainer.learner, num_rows=8)["planned memory"]
+    assert told.startswith(f"{expected:.3g} MB per device for weights and optimizer, plus about ")
+    assert list(trainer._facts)[-1] == "planned memory"
+
+
+def test_the_memory_that_updates_are_planned_to_take(tmp_path):
+    learner = a_trainer(tmp_path).learner
+    gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(learner.state.params))
+    per_token = learner._memory().bytes_per_token(learner.execution.checkpointing)
+    longest = learner._memory().longest_row
+    shards = num_data_shards(learner.mesh)
+    assert learner.planned_update_bytes(num_rows=shards) == gradients + longest * per_token
+    assert learner.planned_update_bytes(10**9) == gradients + learner.micro_batch_tokens * per_token
+
+
+def test_the_cache_of_a_rollout_is_as_large_as_planned(tmp_path, monkeypatch):
+    engine = (trainer := a_trainer(tmp_path)).engine
+    seen = []
+
+    def decode_chunk(params, cache, *others, **options):
+        arrays = jax.tree.leaves((cache.prompt_k, cache.prompt_v, cache.k, cache.v))
+        seen.append(sum(x.addressable_shards[0].data.nbytes for x in arrays))
+        return decode(params, cache, *others, **options)
+
+    decode = batch.decode_chunk
+    monkeypatch.setattr(batch, "decode_chunk", decode_chunk)
+    trainer.train()
+    assert 0 < max(seen) <= engine.planned_bytes() < 4 * max(seen)
 
 
 def test_the_memory_of_an_adapter_has_the_base_once_and_no_moments_of_it(tmp_path):
     learner = a_trainer(tmp_path, lora_r=2).learner
     base = sum(x.nbytes for x in jax.tree.leaves(learner.frozen.params) if isinstance(x, jax.Array)) / 1e6
-    assert base <= float(memory_facts(learner)["memory"].split()[0]) < 2 * base
+    assert base <= float(memory_facts(learner, num_rows=8)["planned memory"].split()[0]) < 2 * base
 
 
 @pytest.mark.parametrize(("checkpointing", "runs"), [("none", 1), ("all_dots", 1), ("dots", 2), ("full", 2)])

@@ -1,46 +1,71 @@
 """Models that see images: placement of features, towers and decoders against transformers, folders, adapters."""
 
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models.families import read_config
+from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
+from groupax.models.families import VISION_FAMILIES, read_config
+from groupax.models.lora import adapter_specs
+from groupax.models.vision.batch import batch_images, bucket
 from groupax.models.vision.placement import image_blocks, make_image, place_images
+from groupax.models.vision.tower import encode_images
 
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-SIGLIP = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "image_size": 16,
-    "patch_size": 4,
-}
-IMAGE = 95
-QWEN = {
-    "model_type": "qwen3_vl",
-    "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-    "vision_config": {
-        "depth": 3,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_heads": 3,
-        "patch_size": 4,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 25,
-        "deepstack_visual_indexes": [0, 2],
-    },
-    "image_token_id": IMAGE,
-    "video_token_id": 94,
-}
+from .test_lora import trained_randomly
+from .vision_models import (
+    IMAGE,
+    config_of,
+    our_logits,
+    random_image,
+    random_prompts,
+    torch_inputs,
+    torch_logits,
+    torch_model,
+)
+
+# Changes of the text part, of the part that sees images, and of the whole; and the side of tiles in pixels.
+CASES = [
+    ("smolvlm", {}, {}, {}, None),
+    ("smolvlm", {"attention_bias": True}, {"image_size": 76, "num_hidden_layers": 1}, {"scale_factor": 1}, None),
+    ("smolvlm", {"num_key_value_heads": 1}, {"image_size": 25, "hidden_act": "gelu"}, {"scale_factor": 3}, 12),
+    ("idefics3", {"head_dim": 16}, {"num_channels": 1, "layer_norm_eps": 1e-2}, {"tie_word_embeddings": True}, None),
+    ("idefics3", {"num_hidden_layers": 1, "mlp_bias": True}, {"patch_size": 7, "image_size": 44}, {}, 14),
+    ("gemma3", {"sliding_window": 3}, {}, {}, None),
+    ("gemma3", {"sliding_window": 64}, {"vision_use_head": True}, {"tie_word_embeddings": False}, None),
+    (
+        "gemma3",
+        {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"image_size": 36, "layer_norm_eps": 1e-2},
+        {"mm_tokens_per_image": 9},
+        None,
+    ),
+    ("gemma3", {"query_pre_attn_scalar": 8, "attention_bias": True}, {}, {"mm_tokens_per_image": 1}, None),
+    ("gemma3", {"num_hidden_layers": 7, "head_dim": 4, "sliding_window": 4}, {"hidden_act": "gelu"}, {}, None),
+    ("qwen3_vl", {}, {}, {}, None),
+    ("qwen3_vl", {"attention_bias": True}, {"deepstack_visual_indexes": []}, {"tie_word_embeddings": True}, None),
+    (
+        "qwen3_vl",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [1, 4, 4]}},
+        {"spatial_merge_size": 3, "temporal_patch_size": 1, "num_position_embeddings": 4},
+        {},
+        None,
+    ),
+    ("qwen3_vl", {"head_dim": 16}, {"spatial_merge_size": 1, "deepstack_visual_indexes": [0, 1, 2]}, {}, None),
+    ("qwen3_vl", {}, {"num_heads": 2, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}, {}, None),
+]
+FAMILIES = sorted(VISION_FAMILIES)
+
+
+def rest_long(cases):
+    """Leaves all but the first two cases of each family to `make long`."""
+    seen = Counter()
+    for case in cases:
+        seen[case[0]] += 1
+        yield pytest.param(*case, marks=[pytest.mark.long] if seen[case[0]] > 2 else [])
 
 
 def a_qwen_image(seed=0, grid=(4, 6)):
@@ -49,7 +74,7 @@ def a_qwen_image(seed=0, grid=(4, 6)):
 
 
 def test_the_tokens_of_an_image_have_positions_in_a_grid_and_later_text_continues_after_its_longer_side():
-    config = read_config(QWEN).vision
+    config = read_config(config_of("qwen3_vl", {}, {}, {})).vision
     tokens = np.array([5, *[IMAGE] * 6, 6, *[IMAGE] * 2, 7, 8])
     placed = place_images(config, tokens, [a_qwen_image(), a_qwen_image(1, (2, 4))])
     np.testing.assert_array_equal(placed.feature_index, [-1, 0, 1, 2, 3, 4, 5, -1, 6, 7, -1, -1])
@@ -65,7 +90,7 @@ def test_the_tokens_of_an_image_have_positions_in_a_grid_and_later_text_continue
 
 
 def test_a_prompt_whose_image_tokens_do_not_fit_its_images_is_refused_with_the_numbers():
-    config = read_config(QWEN).vision
+    config = read_config(config_of("qwen3_vl", {}, {}, {})).vision
     with pytest.raises(ValueError, match=r"has 5 image tokens \(95\), but its 1 images have 6 features \(6\)"):
         place_images(config, np.array([1, *[IMAGE] * 5, 2]), [a_qwen_image()])
     with pytest.raises(ValueError, match=r"has 1 image tokens .* its 0 images have 0 features"):
@@ -86,3 +111,199 @@ def test_images_are_told_apart_by_their_pixels_and_grid():
 def test_neighbouring_image_tokens_are_one_block():
     np.testing.assert_array_equal(image_blocks(np.array([-1, 0, 1, -1, 2, -1, -1])), [-1, 0, 0, -1, 1, -1, -1])
     assert image_blocks(np.array([], int)).shape == (0,)
+
+
+# -- features
+
+
+def a_model(family, seed=0):
+    model = init_model(config_of(family, {}, {}, {}), seed)
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), model.params)
+    return model.config, params
+
+
+@pytest.mark.heavy
+def test_features_do_not_depend_on_the_other_images_of_a_batch():
+    config, params = a_model("qwen3_vl")
+    rng = np.random.default_rng(1)
+    images = [random_image(config.vision, rng) for _ in range(3)]
+    features = []
+    for each in (images, images[2:]):
+        batch, firsts = batch_images(config.vision, each)
+        encoded = jax.jit(encode_images, static_argnums=0)(config.vision, params["vision"], batch)
+        features.append(np.asarray(encoded)[:, firsts[-1] :])
+    num = images[-1].patches.shape[1] // config.vision.patches_per_feature
+    for own in features[1:]:
+        np.testing.assert_allclose(own[:, :num], features[0][:, :num], atol=1e-5)
+    assert features[0].shape[0] == config.num_feature_levels
+    assert all(np.isfinite(own).all() for own in features)
+
+
+def test_images_that_do_not_fit_a_model_are_refused():
+    config = read_config(config_of("smolvlm", {}, {}, {})).vision
+    with pytest.raises(ValueError, match="no images to encode"):
+        batch_images(config, [])
+    with pytest.raises(ValueError, match="larger than the model's table of 4 x 4 positions"):
+        batch_images(config, [make_image(np.zeros((1, 36, 48)), (6, 6))])
+    with pytest.raises(ValueError, match="24 patches of 96 values in 4 rows and 6 columns does not fit"):
+        batch_images(config, [a_qwen_image()])
+
+
+def test_buckets_waste_at_most_a_quarter():
+    assert all(number <= bucket(number) <= 1.25 * number + 1e-9 for number in range(4, 3000))
+    assert len({bucket(number) for number in range(1, 3000)}) < 50
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "whole", "message"),
+    [
+        ("gemma3", {}, {"mm_tokens_per_image": 5}, "mm_tokens_per_image=5; groupax supports squares"),
+        ("gemma3", {"hidden_act": "relu"}, {}, "hidden_act='relu'; supported are gelu, gelu_pytorch_tanh"),
+        ("smolvlm", {"model_type": "clip"}, {}, "model_type='clip'; supported in a smolvlm model are"),
+        ("smolvlm", {"num_attention_heads": 5}, {}, "hidden_size=24, which 5 heads do not divide"),
+        ("smolvlm", {"image_size": [16, 32]}, {}, "image_size=\\[16, 32\\]; it must be a whole number"),
+        ("smolvlm", {"patch_size": 17}, {}, "patches of 17 pixels, larger than an image"),
+        ("smolvlm", {}, {"vision_config": 3}, "vision_config=3; it must be an object"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [2, 0]}, {}, "must be increasing layers below its depth of 3"),
+        ("qwen3_vl", {"num_position_embeddings": 24}, {}, "supports only squares"),
+        ("qwen3_vl", {"rope_parameters": {"rope_type": "yarn"}}, {}, "supports only 'axial'"),
+        ("qwen3_vl", {"depth": 9, "deepstack_visual_indexes": [0, 1, 2, 3]}, {}, "to 4 layers of the decoder, which"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(family, vision, whole, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(config_of(family, {}, vision, whole))
+
+
+def test_keys_that_are_not_known_are_reported():
+    with pytest.warns(UserWarning, match=r"vision_config of config\.json has keys .* \['use_conv'\]"):
+        read_config(config_of("smolvlm", {}, {"use_conv": True, "use_base_siglip": False}, {}))
+
+
+def test_dropout_of_what_sees_images_is_refused():
+    model = init_model(config_of("qwen3_vl", {}, {}, {}))
+    with pytest.raises(ValueError, match=r"lora_dropout is 0\.1, and target_modules names modules that see images"):
+        add_adapter(model, LoRAConfig(target_modules=["qkv"], lora_dropout=0.1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_softcaps_that_gemma_3_does_not_apply_are_reported():
+    with pytest.raises(UserWarning, match=r"attn_logit_softcapping=2\.0, which transformers' Gemma 3 does not apply"):
+        read_config(config_of("gemma3", {"attn_logit_softcapping": 2.0}, {}, {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_of_the_text_unless_names_say_otherwise(family):
+    config = read_config(config_of(family, {}, {}, {}))
+    assert "vision" not in adapter_specs(config, LoRAConfig())
+    pattern = r".*(fc1|linear_fc1|qkv|modality_projection\.proj)"
+    specs = adapter_specs(config, LoRAConfig(target_modules=pattern))
+    assert not jax.tree.leaves(specs["layers"])
+    names = {spec.name for spec in jax.tree.leaves(specs["vision"])}
+    assert all(".lora_" in name and config.prefix not in name for name in names)
+
+
+# -- against transformers, PEFT and bitsandbytes
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("error:config.json keys")
+@pytest.mark.parametrize(("family", "text", "vision", "whole", "side"), rest_long(CASES), ids=str)
+def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole, side):
+    from transformers import AutoModelForImageTextToText
+
+    theirs = torch_model(config_of(family, text, vision, whole))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    prompts = random_prompts(ours.config.vision, counts=(1, 4, 0, 2), side=side)
+    expected = torch_logits(theirs, ours.config.vision, prompts)
+    for own, other in zip(our_logits(ours, prompts), expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+    save_model(ours, tmp_path / "ours")
+    again, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert type(again) is type(theirs)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for own, other in zip(torch_logits(again, ours.config.vision, prompts), expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_likeliest_64_tokens_are_those_of_transformers(tmp_path, family):
+    """The whole sequence is computed again for each token; the engine's own way is compared with this elsewhere."""
+    theirs = torch_model(config_of(family, {}, {}, {}), seed=1)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    vision = ours.config.vision
+    [(ids, placed)] = random_prompts(vision, counts=(2,), seed=2)
+    expected = theirs.generate(**torch_inputs(vision, ids, placed.images), max_new_tokens=64, do_sample=False)[0]
+    found = list(ids)
+    while len(found) < len(expected):
+        row = np.array(found)
+        # generated tokens are text, whatever they are
+        as_text = np.where(np.arange(len(row)) < len(ids), row, np.where(row == IMAGE, 0, row))
+        [logits] = our_logits(ours, [(row, place_images(vision, as_text, placed.images))], length=len(ids) + 64)
+        found.append(int(np.argmax(logits[-1])))
+    np.testing.assert_array_equal(found, expected)
+
+
+ADAPTERS = [
+    ("smolvlm", r".*(q_proj|vision_model.*fc1|modality_projection\.proj|out_proj)"),
+    ("gemma3", ["q_proj", "down_proj"]),
+    ("qwen3_vl", r".*(visual.*(qkv|linear_fc2|attn\.proj)|v_proj)"),
+    ("qwen3_vl", "all-linear"),
+]
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("family", "targets"), ADAPTERS, ids=str)
+def test_adapters_are_those_of_peft_both_ways(tmp_path, family, targets):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = torch_model(config_of(family, {}, {}, {}))
+    base.save_pretrained(tmp_path / "base")
+    model = trained_randomly(add_adapter(load_model(tmp_path / "base"), LoRAConfig(r=2, target_modules=targets)))
+    save_adapter(model, tmp_path / "ours")
+    prompts = random_prompts(model.config.vision, counts=(1, 2))
+    theirs = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    for own, other in zip(our_logits(model, prompts), torch_logits(theirs, model.config.vision, prompts), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+    if targets == "all-linear":  # which is the whole model in PEFT
+        return
+    fresh = torch_model(config_of(family, {}, {}, {}))
+    theirs = get_peft_model(fresh, LoraConfig(r=2, target_modules=targets, init_lora_weights="gaussian")).eval()
+    for name, weight in theirs.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_model(tmp_path / "theirs", base=tmp_path / "base")
+    for own, other in zip(our_logits(again, prompts), torch_logits(theirs, model.config.vision, prompts), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_4_bits_are_those_of_transformers(tmp_path, family):
+    from transformers import AutoModelForImageTextToText
+
+    text = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    vision = {"out_hidden_size": 64} if family == "qwen3_vl" else {}
+    torch_model(config_of(family, text, vision, {})).save_pretrained(tmp_path / "plain")
+    save_model(load_model(tmp_path / "plain"), tmp_path / "ours", weights="nf4")
+    ours = load_model(tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]
+    prompts = random_prompts(ours.config.vision, counts=(1, 2))
+    expected = our_logits(load_model(tmp_path / "plain", weights="nf4"), prompts)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", attn_implementation="eager").dequantize()
+    for own, same, other in zip(
+        our_logits(ours, prompts), expected, torch_logits(theirs.float(), ours.config.vision, prompts), strict=True
+    ):
+        np.testing.assert_array_equal(own, same)
+        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)

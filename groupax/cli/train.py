@@ -171,12 +171,14 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
     after = trainer.evaluate()
+    closing = []
+    if processes.is_primary():
+        trainer.emit(PhaseStarted("writing the report"))
+        trainer.run_folder.flush()
+        closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
     trainer.write_card()
     if not processes.is_primary():
         return []
-    trainer.emit(PhaseStarted("writing the report"))
-    trainer.run_folder.flush()
-    closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
     trainer.run_folder.sync()
     return [*closing, *_next_commands(trainer, agents, result)]
 

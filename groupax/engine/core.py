@@ -18,7 +18,7 @@ from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
 from groupax.models.split import shard_params
 from groupax.models.vision.features import FeatureCache
-from groupax.parallel.mesh import decoding_mesh, splits_model
+from groupax.parallel.mesh import decoding_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
 
 FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given
@@ -143,6 +143,16 @@ class EngineCore:
             allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
         adapts = self.mesh.devices.flat[0].platform == "cpu"
         return plan_for(self.config, allowed, self.kv_dtype, self.mesh.shape["tp"], self.max_slots, adapts)
+
+    def planned_bytes(self) -> int:
+        """Returns the most that keys and values of the expected sequences take on a device, at most what is allowed."""
+        if self.expected is None:
+            return 0
+        unlimited = Plan(1 << 62, self.config.num_layers, self.max_slots)
+        shape = unlimited.first_shape(self.expected, num_data_shards(self.mesh))
+        needed = unlimited.planned_tokens(shape) * self.bytes_per_token
+        allowed = int(FREE_FRAC * free_memory_bytes(self.mesh)) if self.kv_bytes is None else self.kv_bytes
+        return min(needed, allowed)
 
     def demand(self, plan: Plan, sequences: Iterable[Sequence]) -> Demand:
         """Returns what these sequences, or those that are expected, need of the cache."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.terminal.printable import error_line
-from groupax.tools.results import ToolResult
+from groupax.tools.results import ToolResult, error_result
 from groupax.tools.threads import Outcome
 
 FOLDER = "calls"  # of a run folder
@@ -120,7 +120,8 @@ class Record:
                 return entry.answer
             if question.has_state:
                 return Outcome(message="the episode left its record", kind=LEFT)
-            return ToolResult("", 0.0, NOT_RECORDED) if self._is_closed and question.what == "call" else None
+            is_refused = self._is_closed and question.what == "call"
+            return error_result(NOT_RECORDED, 0.0, len(NOT_RECORDED) + 100) if is_refused else None
 
     def add(self, question: Question, answer: Answer) -> None:
         """Adds the answer to a question that was asked just now."""

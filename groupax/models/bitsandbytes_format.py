@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,15 @@ _STATE = "quant_state.bitsandbytes__nf4"
 FURTHER = (_SCALES, _CODE, _SCALE_SCALES, _SCALE_CODE, _STATE)
 
 
-def quantization_config(dtype: str) -> dict[str, Any]:
-    """Returns the `quantization_config` of `config.json`; `dtype` is what transformers should compute in."""
-    return {
+def quantization_config(dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the `quantization_config` of `config.json`.
+
+    Args:
+        dtype: Dtype in which transformers should compute.
+        skipped: Modules with matrices that are not in 4 bits, besides the head.
+    """
+    others = {"llm_int8_skip_modules": ["lm_head", *skipped]} if skipped else {}
+    return others | {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",

@@ -19,6 +19,7 @@ from groupax.models.quantize import dense
 from groupax.models.spec import Spec
 from groupax.models.specs import model_specs
 from groupax.models.tensor_files import INDEX_NAME, cast
+from groupax.models.vision.specs import vision_modules
 from groupax.storage.folders import read_json, write_json
 from groupax.storage.replacing import replacing_folder
 
@@ -41,7 +42,7 @@ def save_model(
         folder: Destination, which need not exist. A model that groupax wrote there is replaced; other files are kept.
         tokenizer: Tokenizer to save with the weights, if given.
         dtype: Dtype of the weights on disk; None keeps each weight's own.
-        weights: "nf4" to write the layers' matrices in the 4-bit format of bitsandbytes.
+        weights: "nf4" to write the matrices of the decoder's layers in the 4-bit format of bitsandbytes.
         card: Text of the `README.md`, if given.
 
     Raises:
@@ -58,7 +59,8 @@ def save_model(
         dtype_name = jnp.dtype(dtype or model.params["embed"].dtype).name
         hf_config = {key: value for key, value in model.hf_config.items() if key not in ("dtype", "torch_dtype")}
         if weights == "nf4":
-            hf_config["quantization_config"] = bitsandbytes_format.quantization_config(dtype_name)
+            skipped = vision_modules(model.config.vision) if model.config.vision else ()
+            hf_config["quantization_config"] = bitsandbytes_format.quantization_config(dtype_name, skipped)
         write_json(partial / "config.json", {**hf_config, "dtype": dtype_name})
         if model.generation_config:
             write_json(partial / "generation_config.json", model.generation_config)

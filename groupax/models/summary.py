@@ -108,7 +108,8 @@ def _parameters(config: ModelConfig) -> list[str]:
     specs = model_specs(config)
     layers = sum(_size(spec) for spec in jax.tree.leaves(specs["layers"]))
     head = sum(_size(spec) for name in ("head", "score") if (spec := specs.get(name)))
-    parts = {"layers": layers, "embedding": _size(specs["embed"]), "head": head}
+    vision = sum(_size(spec) for spec in jax.tree.leaves(specs.get("vision")))
+    parts = {"layers": layers, "embedding": _size(specs["embed"]), "head": head, "images": vision}
     counted = [_row(f"  {name}", f"{count:,}") for name, count in parts.items() if count]
     return [_row("parameters", f"{num_params(config):,}"), *counted]
 

@@ -117,7 +117,7 @@ def _check_tensor(name: str, spec: Spec, file: TensorFile, folder: Path) -> None
 
 
 def _check_quantized(name: str, spec: Spec, tensors: Tensors, folder: Path) -> None:
-    if not spec.is_layer_matrix or spec.num_rows is not None:
+    if not (spec.is_layer_matrix or spec.is_vision_matrix) or spec.num_rows is not None:
         raise ValueError(f"{folder}: {name} is a 4-bit weight, which groupax only supports for single matrices")
     for stored in (name, *(f"{name}.{further}" for further in bitsandbytes_format.FURTHER)):
         if stored in tensors and tensors[stored].get_slice(stored).get_dtype() not in ("U8", "F32"):

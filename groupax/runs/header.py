@@ -58,14 +58,28 @@ def model_facts(model: Model) -> dict[str, str]:
     }
 
 
-def memory_facts(learner: PolicyLearner) -> dict[str, str]:
-    """Returns how much memory of a device the weights and the optimizer state take throughout the run."""
+def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) -> dict[str, str]:
+    """Returns the memory that a run plans to use on each device, by label.
+
+    Weights and optimizer state are counted. Rollouts and updates, which take further memory one after the other, are
+    estimated by arithmetic, without temporary copies of the compiler.
+
+    Args:
+        learner: What the run trains.
+        num_rows: Rows of an optimizer step.
+        cache_bytes: Keys and values of a rollout; 0 for none.
+    """
     frozen = learner.frozen and learner.frozen.params
     leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the rest are few numbers
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
-    size, unit = (held / 1e9, "GB") if held >= 1e9 else (held / 1e6, "MB")
-    return {"memory": f"{size:.3g} {unit} on each device for weights and optimizer state"}
+    rollout = f"{_size(cache_bytes)} in a rollout and " if cache_bytes else ""
+    then = f"about {rollout}{_size(learner.planned_update_bytes(num_rows))} in an update"
+    return {"planned memory": f"{_size(held)} per device for weights and optimizer, plus {then}"}
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> dict[str, str]:

@@ -129,6 +129,7 @@ def run_card(
     license_id: str | None = None,
     of_episodes: Mapping[str, str] | None = None,
     method: Method = GRPO,
+    of_run: str = "",
 ) -> str:
     """Returns the card of a model that a run has trained.
 
@@ -145,6 +146,7 @@ def run_card(
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
         method: How it was trained.
+        of_run: Further sections in Markdown about the run.
     """
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     settings = args.to_dict()
@@ -160,6 +162,7 @@ def run_card(
         _held_out(estimates or {}),
         f"## Use\n\n{_usage(adapter is not None, is_chat)}",
         f"## Training\n\n{_table(('', ''), rows)}",
+        of_run,
     ]
     return card(method.title, "\n\n".join(filter(None, parts)), base, adapter is not None, license_id, method.tag)
 

@@ -51,6 +51,7 @@ from groupax.runs.header import memory_facts, run_facts
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
+from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
 from groupax.storage.buckets import is_remote
 from groupax.types import PromptImages
@@ -266,6 +267,7 @@ class RolloutRun(Run[GRPOConfig]):
             bool(getattr(self.tokenizer, "chat_template", None)),
             license_of(read_card(self._model.source)),
             self.rules.names,
+            of_run=run_sections(self.run_folder.path),
         )
 
     @property
@@ -276,7 +278,8 @@ class RolloutRun(Run[GRPOConfig]):
         if self.args.adapters:
             names = {"adapters": ", ".join(self.args.adapters), **names}
         facts = run_facts(self.args, self._model, *data, *counts, chosen, names)
-        return facts | memory_facts(self.learner)
+        cache_bytes = 0 if self.args.rollout_servers else self.engine.planned_bytes()
+        return facts | memory_facts(self.learner, self.schedule.rows_per_step, cache_bytes)
 
     def _report_setup(self, log: RunLog) -> None:
         sets = {"train_dataset": self.prompts} | {

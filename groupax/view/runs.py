@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,12 @@ import numpy as np
 
 from groupax.runs.severity import severity_of
 from groupax.storage.folders import RECORDS, run_folder_in
+from groupax.view.blocks import columns_of
 from groupax.view.tail import Tail
 
 MAX_METRICS = 5000  # metric names; further ones are ignored
+BLOCK_BYTES = 2**19  # of metrics that are parsed at once
+SMALL_BYTES = 2**14  # what a live run has written since the last look is parsed line by line
 LINES_AT_ONCE = 100  # of metrics that are read before the time limit counts
 MAX_SHOWN_DIAGNOSTICS = 100  # names in the state of a run
 LIVE_S = 60.0  # a run that wrote within the last minute is live
@@ -66,6 +70,11 @@ class Run:
             except OSError as error:
                 self._fault = str(error)
                 return True
+
+    @property
+    def num_lines(self) -> int:
+        """Number of lines of metrics that were read."""
+        return self._num_lines
 
     @property
     def generation(self) -> int:
@@ -181,32 +190,62 @@ class Run:
         return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
 
     def _read_metrics(self, until_s: float) -> bool:
+        while self._read_part():
+            if time.monotonic() > until_s:
+                return False
+        self._forget_replaced()
+        return True
+
+    def _read_part(self) -> bool:
+        """Reads the next lines, at most about a block, and returns whether there may be more."""
+        block = self._metrics.whole_lines(BLOCK_BYTES)
+        self._forget_replaced()
+        columns = columns_of(block) if len(block) >= SMALL_BYTES else None
+        if columns is None:
+            return self._read_lines()
+        _, steps = columns["step"]
+        self._num_lines += len(steps)
+        self._take_step(float(steps.max()))
+        for name, (rows, values) in columns.items():
+            if name != "step" and (column := self._column(name)) is not None:
+                column.steps.frombytes(steps[rows].tobytes())
+                column.values.frombytes(values.tobytes())
+        self._metrics.skip(len(block))
+        return True
+
+    def _read_lines(self) -> bool:
+        """Reads the next lines one by one, and returns whether there may be more."""
         for count, line in enumerate(self._metrics.new_objects(), 1):
-            if self._metrics.generation != self._generations[0]:
-                self._forget_metrics()
+            self._forget_replaced()
             step = _number(line.get("step"))
             if step is None or math.isnan(step):
                 self._metrics.num_bad_lines += 1
                 continue
             self._num_lines += 1
-            self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
+            self._take_step(step)
             del line["step"]
             for name, value in line.items():
                 number = value if type(value) is float and math.isfinite(value) else _number(value)
-                if number is None:
+                if number is None or (column := self._column(name)) is None:
                     continue
-                column = self._columns.get(name)
-                if column is None:
-                    if len(self._columns) == MAX_METRICS:
-                        continue
-                    column = self._columns[name] = _Column()
                 column.steps.append(step)
                 column.values.append(number)
-            if count % LINES_AT_ONCE == 0 and time.monotonic() > until_s:
-                return False
+            if count == LINES_AT_ONCE:
+                return True
+        return False
+
+    def _take_step(self, step: float) -> None:
+        self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
+
+    def _column(self, name: str) -> _Column | None:
+        """Returns the column of a metric; None for a new one beyond the limit."""
+        if name not in self._columns and len(self._columns) == MAX_METRICS:
+            return None
+        return self._columns.setdefault(name, _Column())
+
+    def _forget_replaced(self) -> None:
         if self._metrics.generation != self._generations[0]:
             self._forget_metrics()
-        return True
 
     def _forget_metrics(self) -> None:
         self._generations = (self._metrics.generation, self._generations[1])
@@ -282,14 +321,21 @@ class Runs:
         """Finds new runs and reads what was written since the last call, for a limited time.
 
         Returns:
-            Whether everything was read. All runs are read for about the same time.
+            Whether everything was read. Runs are read in turn, first those of which least was read.
         """
         with self._lock:
             paths = dict.fromkeys(path for folder in self._folders for path in _runs_in(folder))
             self._runs = {path: self._runs.get(path) or Run(path) for path in paths}
             runs = list(self._runs.values())
-        complete = [run.refresh(seconds / len(runs)) for run in runs]
-        return all(complete)
+        until_s = time.monotonic() + seconds
+        unread = deque(sorted(runs, key=lambda run: run.num_lines))
+        while unread:
+            run = unread.popleft()
+            if not run.refresh(0.0):
+                unread.append(run)
+            if unread and time.monotonic() > until_s:
+                return False
+        return True
 
     def named(self) -> dict[str, Run]:
         """Returns the runs by name: the shortest suffix of the path that no other run has."""

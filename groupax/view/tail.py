@@ -33,14 +33,7 @@ class Tail:
         Raises:
             OSError: The file exists and cannot be read.
         """
-        try:
-            stat = self.path.stat()
-        except FileNotFoundError:
-            self._restart(0)
-            return
-        if stat.st_ino != self._inode or stat.st_size < self._offset:
-            self._restart(stat.st_ino)
-        if stat.st_size == self._offset:
+        if not self._has_more():
             return
         with self.path.open("rb") as file:
             file.seek(self._offset)
@@ -58,6 +51,36 @@ class Tail:
                     yield content
                 else:
                     self.num_bad_lines += 1
+
+    def whole_lines(self, num_bytes: int) -> bytes:
+        """Returns the next whole lines of about that size, which `new_objects` still yields unless they are skipped.
+
+        Returns fewer bytes at the end of the file, and nothing if a line is longer. `generation` is up to date.
+
+        Raises:
+            OSError: The file exists and cannot be read.
+        """
+        if not self._has_more():
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            block = file.read(num_bytes)
+        return block[: block.rfind(b"\n") + 1]
+
+    def skip(self, num_bytes: int) -> None:
+        """Marks that many bytes as read."""
+        self._offset += num_bytes
+
+    def _has_more(self) -> bool:
+        """Returns whether there is something to read, and starts again with a file that was replaced."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            self._restart(0)
+            return False
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self._restart(stat.st_ino)
+        return stat.st_size > self._offset
 
     def _restart(self, inode: int) -> None:
         if self._offset:

@@ -1,5 +1,6 @@
 """Reading of the parts that see images from `config.json`."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -15,7 +16,9 @@ _METADATA = frozenset(
         "attention_dropout",
         "dtype",
         "initializer_range",
+        "max_image_size",  # of the image processor, in older files
         "model_type",
+        "size",  # likewise
         "torch_dtype",
         "transformers_version",
     ]
@@ -48,7 +51,7 @@ def vision_settings(
         defaults: Values of keys that are missing.
 
     Raises:
-        ValueError: There is none, a value is not of its key's kind, or a key is not known.
+        ValueError: There is none, it is of another kind, or a value is not of its key's kind.
     """
     settings = hf.get("vision_config")
     if not isinstance(settings, Mapping):
@@ -63,7 +66,10 @@ def vision_settings(
         key for key, value in settings.items() if key not in reads | _METADATA and value not in (None, False)
     )
     if unknown:
-        raise ValueError(f"vision_config of config.json has {short_repr(unknown)}, which groupax does not apply")
+        warnings.warn(
+            f"vision_config of config.json has keys that groupax does not know and ignores: {short_repr(unknown)}",
+            stacklevel=5,
+        )
     own = {key: value for key, value in settings.items() if value is not None}
     return {**defaults, **validate(own, VISION, "vision_config of config.json")}
 

@@ -46,6 +46,18 @@ _NAMES: dict[type, _Names] = {
 }
 
 
+_PROJECTORS: dict[type, str] = {
+    PixelShuffle: "model.connector.modality_projection",
+    AveragePool: "model.multi_modal_projector",
+}
+
+
+def vision_modules(config: VisionConfig) -> list[str]:
+    """Returns the modules of a checkpoint whose weights see images."""
+    projector = _PROJECTORS.get(type(config.projector))  # Qwen's is a part of the tower
+    return [_NAMES[type(config.projector)].prefix, *([projector] if projector else [])]
+
+
 def vision_specs(config: VisionConfig, text_size: int) -> dict[str, Any]:
     """Returns the specs of a tower and its projector.
 
@@ -133,10 +145,10 @@ def _projector_specs(config: VisionConfig, tower: str, text_size: int) -> Any:
     D, merged = config.tower.hidden_size, config.tower.hidden_size * config.patches_per_feature
     match config.projector:
         case PixelShuffle():
-            [projection] = _matrix("model.connector.modality_projection.proj", text_size, merged, bias=False)
+            [projection] = _matrix(f"{_PROJECTORS[PixelShuffle]}.proj", text_size, merged, bias=False)
             return {"projection": projection}
         case AveragePool():
-            name = "model.multi_modal_projector"
+            name = _PROJECTORS[AveragePool]
             return {
                 "norm": _vector(f"{name}.mm_soft_emb_norm.weight", D, "zeros"),
                 "projection": Spec((D, text_size), (None, None), f"{name}.mm_input_projection_weight"),

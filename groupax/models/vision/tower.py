@@ -100,7 +100,7 @@ def _rope_tables(tower: TowerConfig, cells: Int[Array, "B N 2"]) -> Tables:
 
 def _project(
     config: VisionConfig, weights: dict[str, Any], x: Float[Array, "B N D"], after: dict[int, Array]
-) -> Float[Array, "levels B n D"]:
+) -> Float[Array, "levels B n E"]:
     """Merges the vectors of neighbouring patches, which follow each other, to features of each level."""
     num = config.patches_per_feature
     match config.projector:

@@ -153,12 +153,13 @@ class TimeLeft:
 
 
 def status_fields(step: int, num_steps: int, metrics: Mapping[str, float], time_left: TimeLeft) -> list[str]:
-    """Returns texts about a step, most important first: its number, the remaining time, and metrics."""
+    """Returns texts about a step, most important first: its number, the remaining time, metrics, time per step."""
     fields = [f"step {step:,}/{num_steps:,}"]
-    left_s = time_left.seconds(num_steps - step)
+    left_s, step_s = (time_left.seconds(number) for number in (num_steps - step, 1))
     if left_s is not None and step < num_steps:
         fields.append(f"eta {clock(left_s)}")
-    return fields + [f"{label} {short_number(metrics[name])}" for name, label in shown_metrics(metrics).items()]
+    shown = [f"{label} {short_number(metrics[name])}" for name, label in shown_metrics(metrics).items()]
+    return fields + shown[:1] + ([f"{short_number(step_s)} s/step"] if step_s else []) + shown[1:]
 
 
 def fact_lines(facts: Mapping[str, str]) -> str:

@@ -43,7 +43,9 @@ TIMES_AHEAD = {
     "time/wait_s": "waiting for rollouts",
     "time/train_s": "update",
 }  # asynchronous rollouts
+EVALUATED = ("eval_*pass@1", "eval_*reward", "eval_*rewards/*", "eval_*loss", "eval_*completions/mean_length")
 TEXT_CHARACTERS = 4000
+CELL_CHARACTERS = 240  # of a text in a table
 
 Rows = list[tuple[str, ...]]
 
@@ -64,7 +66,7 @@ class Contents:
     Attributes:
         title: Title of the page.
         subject: Model, data, rewards and command, as a table.
-        summary, settings, hardware, times, evaluations, changes: Tables whose first row is the head.
+        summary, settings, hardware, times, evaluations, changes, flipped: Tables whose first row is the head.
         verdicts: Sentences about evaluations.
         diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
         curves: Curves of metrics.
@@ -81,6 +83,7 @@ class Contents:
     samples: Sequence[BeforeAndAfter]
     evaluations: Rows
     changes: Rows
+    flipped: Rows
     time_split: Mapping[str, float]
     times: Rows
     settings: Rows
@@ -104,6 +107,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         curves=_curves(run),
         samples=run.samples,
         evaluations=_evaluations(run),
+        flipped=_flipped(run),
         changes=[("held-out prompts that were answered", "better", "worse", "alike")]
         + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
         time_split=split,
@@ -139,11 +143,19 @@ def _subject(run: RunRecord) -> Rows:
         "held-out prompts": ", ".join(command.get("eval_dataset") or []),
         "prompts": facts.get("prompts"),
         "examples": facts.get("examples"),
-        "reward functions": facts.get("rewards") or ", ".join(rewards),
+        "reward functions": weighted(facts.get("rewards") or ", ".join(rewards), run.settings.get("reward_weights")),
         "steps": facts.get("steps"),
         "command": repeating_command(command, run.settings) if command else "none: the run was started from Python",
     }
     return [("", ""), *((label, str(value)) for label, value in named.items() if value)]
+
+
+def weighted(rewards: str, weights: Any) -> str:
+    """Returns the names of the reward functions, with their weights if the setting is given as (value, default)."""
+    names, given = rewards.split(", "), (weights or (None,))[0]
+    if not isinstance(given, list) or len(given) != len(names):
+        return rewards
+    return ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, given, strict=True))
 
 
 def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
@@ -190,22 +202,39 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
 
 def _evaluations(run: RunRecord) -> Rows:
     """Returns the estimates before and after training, or else those of the first and the last evaluation."""
-    rows: Rows = [("set", "", "before", "after", "difference, 95 % interval", "p")]
+    rows: Rows = [("set", "", "before, 95 % interval", "after", "difference", "p")]
     for name, each in ((run.result or {}).get("sets") or {}).items():
         for estimate, pair in each["comparison"]["differences"].items():
             change = pair["difference"]
             value, low, high = (_signed(change.get(key)) for key in ("value", "low", "high"))
             interval = f"{value} [{low}, {high}]"
-            rows.append((name, estimate, _cell(pair["before"]), _cell(pair["after"]), interval, _cell(pair["p_value"])))
+            both = [_with_interval(each.get(when), estimate, pair[when]) for when in ("before", "after")]
+            rows.append((name, estimate, *both, interval, _cell(pair["p_value"])))
     if len(rows) == 1 and run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         rows = [("", f"step {first['step']:.0f}", f"step {last['step']:.0f}")]
-        rows += [
-            (name.removeprefix("eval_"), number(first.get(name, math.nan)), number(last[name]))
-            for name in last
-            if name.startswith("eval_") and not name.endswith(("_low", "_high"))
-        ]
+        names = (name for name in last if any(_matches(name, pattern) for pattern in EVALUATED))
+        rows += [(name.removeprefix("eval_"), _logged(first, name), _logged(last, name)) for name in names]
     return rows if len(rows) > 1 else []
+
+
+def _logged(line: Mapping[str, Any], name: str) -> str:
+    """Returns a metric of an evaluation during training, with its interval if it has one."""
+    low, high = (line.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+    shown = number(line.get(name, math.nan))
+    return shown if math.isnan(low + high) else f"{shown} [{low:.3f}, {high:.3f}]"
+
+
+def _flipped(run: RunRecord) -> Rows:
+    """Returns held-out items that flipped: of each the rewards and the texts before and after."""
+    rows: Rows = [("prompt", "reward", "before", "after")]
+    for pairs in run.flipped.values():
+        for pair in pairs:
+            rewards = [_cell(answer.reward) for answer in (pair.before, pair.after)]
+            texts = (beginning(text, CELL_CHARACTERS) for text in (pair.prompt, pair.before.text, pair.after.text))
+            prompt, before, after = texts
+            rows.append((prompt, " → ".join(rewards), before, after))
+    return rows
 
 
 def _curves(run: RunRecord) -> list[Curve]:
@@ -247,7 +276,8 @@ def _hardware(run: RunRecord) -> Rows:
     rows: Rows = [("process", "devices", "processor", "software")] if run.processes else []
     for process in run.processes:
         versions = ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items())
-        devices = f"{process.get('num_devices')} x {process.get('kind')}, mesh {_plain(process.get('mesh'))}"
+        mesh = ", ".join(f"{axis} {size}" for axis, size in (process.get("mesh") or {}).items() if size != 1)
+        devices = f"{process.get('num_devices')} x {process.get('kind')}" + (f", mesh {mesh}" if mesh else "")
         processor = f"{process.get('processor')}, {process.get('cores')} cores"
         software = f"Python {process.get('python')}, {versions}"
         rows.append((f"since {process.get('started_at')}", devices, processor, software))
@@ -260,6 +290,15 @@ def _plain(value: Any) -> str:
 
 def _cell(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else number(value)
+
+
+def _with_interval(estimates: Any, name: str, value: float | None) -> str:
+    """Returns a value with its interval, if there is one."""
+    known = (estimates or {}).get(name) or {}
+    low, high = known.get("low"), known.get("high")
+    if value is None or low is None or high is None:
+        return _cell(value)
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _signed(value: float | None) -> str:

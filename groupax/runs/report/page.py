@@ -30,7 +30,7 @@ def html_page(report: Contents) -> str:
 def markdown(report: Contents) -> str:
     """Returns the report as Markdown, with curves as lines of characters."""
     environment = _environment(_inline, autoescape=False)
-    environment.globals |= {"table": _table, "sparklines": _sparklines, "texts": _texts}
+    environment.globals |= {"table": table, "sparklines": sparklines, "texts": _texts}
     environment.filters["escaped"] = lambda text: Markup(html.escape(shown(text)))
     return environment.get_template("report.md.jinja").render(report=report)
 
@@ -65,12 +65,14 @@ def _texts(pair: BeforeAndAfter) -> list[tuple[str, str]]:
     return [("prompt", pair.prompt), *((label, answer.text) for label, answer in _answers(pair))]
 
 
-def _table(rows: Rows) -> Markup:
+def table(rows: Rows) -> Markup:
+    """Returns a Markdown table whose first row is the head; "None." without others."""
     lines = [f"| {' | '.join(map(_inline, row))} |" for row in rows]
     return Markup("\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if len(rows) > 1 else "None.")
 
 
-def _sparklines(curves: Sequence[Curve]) -> Rows:
+def sparklines(curves: Sequence[Curve]) -> Rows:
+    """Returns a table of curves as lines of characters, with their first and last values."""
     rows: Rows = [("", "first", "", "last")]
     for name, values in (item for each in curves for item in each.series.items()):
         known = [value for value in values if math.isfinite(value)]

@@ -14,6 +14,7 @@ from groupax.storage.folders import run_folder_in
 from groupax.types import Metrics
 
 MAX_SAMPLES = 4
+MAX_FLIPPED = 8  # items that became worse, and as many that became better
 MAX_TABLES = 40  # of rollouts that are searched for a prompt
 
 
@@ -56,6 +57,7 @@ class RunRecord:
         samples: Completions early and late, of the same prompts if possible.
         changes: Numbers of held-out prompts that were answered better, worse and alike in the last evaluation, compared
             with the first, by set: by the correctness where it is known, else by the reward of the first completion.
+        flipped: Held-out items that were answered worse, and those that were answered better, by set.
         command: Content of `command.json`: the command line without settings, if `groupax train` started the run.
     """
 
@@ -68,6 +70,7 @@ class RunRecord:
     result: Mapping[str, Any] | None
     samples: Sequence[BeforeAndAfter]
     changes: Mapping[str, tuple[int, int, int]]
+    flipped: Mapping[str, Sequence[BeforeAndAfter]]
     command: Mapping[str, Any] | None
 
     @property
@@ -93,8 +96,12 @@ class RunRecord:
         return int(last["num_devices"]), "device"
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path, has_samples: bool = True) -> RunRecord:
     """Returns the record of a run, during the run or afterwards.
+
+    Args:
+        folder: The run folder.
+        has_samples: Whether to read completions and held-out items too.
 
     Raises:
         ValueError: The folder has no run, or its run has no logged step yet.
@@ -116,8 +123,9 @@ def read_run(folder: Path) -> RunRecord:
         processes=(_json(folder / "run.json") or {}).get("processes", []),
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=_json(folder / "result.json"),
-        samples=_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts"),
+        samples=(_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts")) if has_samples else [],
         changes=_changes(folder / "evaluations"),
+        flipped=_flipped(folder / "evaluations") if has_samples else {},
         command=_json(folder / "command.json"),
     )
 
@@ -147,6 +155,25 @@ def _changes(folder: Path) -> dict[str, tuple[int, int, int]]:
         if scores:
             changes[before.stem.partition(".")[2]] = better, worse, len(scores) - better - worse
     return changes
+
+
+def _flipped(folder: Path) -> dict[str, list[BeforeAndAfter]]:
+    """Returns items of each set that are worse and better than before, the largest differences first."""
+    flipped = {}
+    for before, after in _twice(folder):
+        when = _when(before), _when(after)
+        changed = []
+        for first, second in _items_of_both(before, after):
+            difference = _score(second.completions[0]) - _score(first.completions[0])
+            if difference:
+                pair = BeforeAndAfter(prompt_text(first.prompt), _answer(first), _answer(second), when)
+                changed.append((difference, pair))
+        changed.sort(key=lambda each: (each[0], each[1].prompt))
+        worse = [pair for difference, pair in changed if difference < 0][:MAX_FLIPPED]
+        better = [pair for difference, pair in reversed(changed) if difference > 0][:MAX_FLIPPED]
+        if changed:
+            flipped[before.stem.partition(".")[2]] = worse + better
+    return flipped
 
 
 def _score(completion: Completion) -> float:

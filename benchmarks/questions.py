@@ -1,0 +1,341 @@
+"""Five questions about runs, as actions and seconds: `groupax view`, an older one, TensorBoard and trackio.
+
+Trains two runs that report to TensorBoard and trackio, unless `--runs` has them: the recipe `arithmetic`, and the same
+with a reward that can be hacked. Opens each tool's own page on them in headless Chromium, does what a person who knows
+the page would do, and waits until the answer is visible in the window. An action is a click, a chosen option, a typed
+text or a scroll; the time is the machine's, from opening the page until the answer is there: people read and search
+longer. What a page does not show has no way to it, and the reason is printed instead. Median of `--repeats` visits.
+
+Needs selenium, and Chromium with its driver (Debian: chromium, chromium-driver), tensorboard and trackio.
+"""
+
+import argparse
+import io
+import os
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+OLDER = "0e341d07"  # the last commit before the overview
+HACKED = "def many_sevens(completions, **kwargs):\n    return [text.count('7') / 4 for text in completions]\n"
+TRAIN = "train --recipe arithmetic --progress_bar none --report_to tensorboard trackio --project arithmetic"
+RUNS = {
+    "good": "--max_steps 60 --eval_steps 20",
+    "hacked": "--max_steps 40 --reward_funcs think_answer_correct hacked:many_sevens --reward_weights 0.2 1 "
+    "--learning_rate 2e-3",
+}
+WAIT_S = 60.0
+# The first element with the selector whose text matches; in the window if that is asked. Looks into shadow roots.
+FOUND = """const [selector, pattern, inWindow] = arguments, wanted = new RegExp(pattern);
+const search = (root) => {
+  for (const each of root.querySelectorAll('*')) {
+    if (each.shadowRoot) { const inner = search(each.shadowRoot); if (inner) return inner; }
+    if (!each.matches(selector) || !wanted.test((each.innerText ?? each.textContent).trim())) continue;
+    const { top, bottom, left, right, width, height } = each.getBoundingClientRect();
+    if (!width || !height) continue;
+    if (!inWindow || (bottom > 0 && top < innerHeight && right > 0 && left < innerWidth)) return each;
+  }
+  return null;
+};
+return search(document);"""
+
+
+@dataclass(frozen=True)
+class Act:
+    """One action of a person: `kind` is click, choose (an option by its value), type or scroll."""
+
+    kind: str
+    selector: str
+    pattern: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way to an answer; without `seen` there is none.
+
+    Attributes:
+        seen: What is visible when the answer is there: selector and pattern of each element.
+        acts: Actions after the page was opened.
+        answer: What the page shows, or why it has no answer.
+    """
+
+    answer: str
+    seen: Sequence[tuple[str, str]] = ()
+    acts: Sequence[Act] = ()
+
+
+QUESTIONS = (
+    "Is it learning?",
+    "When and why did it break?",
+    "What does it say now, and what did it say at step 10?",
+    "Which prompts are never solved?",
+    "Where does the time go?",
+)
+
+
+def tab(name: str) -> Act:
+    """Returns a click on a view of `groupax view`."""
+    return Act("click", "#tabs a", f"^{name}")
+
+
+PROMPT = Act("click", "main td a", "=")
+VIEW = (
+    Way("pass@1 on held-out prompts before and after, of every run", [("td", "→"), ("td", r"^[+-]0\.\d")]),
+    Way(
+        "the diagnostic with its step, cause and remedy, errors first",
+        [("main *", "reward.hacking"), ("main *", "step \\d+")],
+        [tab("Diagnostics")],
+    ),
+    Way(
+        "completions of a prompt at several steps side by side, changed words marked",
+        [(".comparison .completion", "answer")],
+        [tab("Prompts"), PROMPT],
+    ),
+    Way(
+        "prompts ordered by their best reward ever",
+        [("main td.number", "^0$"), ("th", "Best ever")],
+        [tab("Prompts"), Act("choose", 'select[name="order"]', text="unsolved")],
+    ),
+    Way("shares of phases in all steps, and a timeline", [("td", r"\d+ %"), (".lane", "rollout")], [tab("Time")]),
+)
+EARLIER_VIEW = (
+    Way("curve of the training reward; no held-out estimates", [("main *", "^Reward$")]),
+    VIEW[1],
+    Way(
+        "one text at a time, on two pages",
+        [(".card", "answer")],
+        [
+            tab("Prompts"),
+            PROMPT,
+            Act("click", "main td a", "^step"),
+            tab("Prompts"),
+            PROMPT,
+            Act("click", "main tr:last-child td a", "^step"),
+        ],
+    ),
+    Way("no best reward of a prompt, and no order by it"),
+    Way(
+        "seconds of phases over steps, of one run",
+        [("main *", "Where the time goes")],
+        [Act("scroll", "main *", "^Where the time goes")],
+    ),
+)
+TAGS = 'input[placeholder^="Filter tags"]'
+TENSORBOARD = (
+    Way(
+        "curves of reward and held-out pass@1; no comparison before and after",
+        [("*", "^reward$"), ("*", "^eval_pass@1$")],
+        [Act("type", TAGS, text="^reward$|^eval_pass@1$")],
+    ),
+    Way(
+        "step and text of the diagnostic, among all texts",
+        [("*", "^[^{]*reward_hacking")],
+        [Act("click", "*", "^TEXT$"), Act("scroll", "*", "^diagnostics/reward_hacking")],
+    ),
+    Way(
+        "up to 16 completions of some steps, of other prompts each time",
+        [("td", "answer")],
+        [Act("click", "*", "^TEXT$"), Act("scroll", "*", "^samples")],
+    ),
+    Way("has no rewards by prompt"),
+    Way("one curve for each phase; no shares", [("*", "^time/rollout_s$")], [Act("type", TAGS, text="^time/")]),
+)
+FILTER = 'input[placeholder^="e.g., loss"]'
+TRACKIO = (
+    Way(
+        "curves of reward and held-out pass@1; no comparison before and after",
+        [("*", "^reward$"), ("*", "^eval_pass@1$")],
+        [Act("type", FILTER, text="^reward$|^eval_pass@1$")],
+    ),
+    Way("diagnostics are texts, which it stores and does not show; curves show when"),
+    Way(
+        "up to 16 completions of some steps, of other prompts each time",
+        [("td", "answer")],
+        [Act("click", "*", "^Media & Tables$")],
+    ),
+    Way("has no rewards by prompt"),
+    Way(
+        "one curve for each phase; no shares",
+        [("*", "^time/rollout_s$|^rollout_s$")],
+        [Act("type", FILTER, text="^time/")],
+    ),
+)
+
+
+def main() -> None:
+    """Prints the table, and with `--pictures` writes what was on the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "question_runs")
+    parser.add_argument("--older", default=OLDER, help="commit of the older `groupax view`")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--only", help="one of the tools")
+    args = parser.parse_args()
+    make_runs(args.runs)
+    with ExitStack() as stack:
+        older = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        archive = subprocess.run(["git", "archive", args.older, "groupax"], cwd=ROOT, check=True, capture_output=True)
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(older, filter="data")
+        tools = {
+            "groupax view": (partial(view, args.runs, ROOT), VIEW),
+            f"groupax view, {args.older}": (partial(view, args.runs, older), EARLIER_VIEW),
+            "TensorBoard": (partial(tensorboard, args.runs), TENSORBOARD),
+            "trackio": (partial(trackio, args.runs), TRACKIO),
+        }
+        browser = stack.enter_context(opened_browser())
+        for name, (serve, ways) in tools.items():
+            if args.only in (None, name):
+                with serve() as address:
+                    report(name, browser, address, ways, args.repeats, args.pictures)
+
+
+def report(name: str, browser: Any, address: str, ways: Sequence[Way], repeats: int, pictures: Path | None) -> None:
+    """Prints a line of a Markdown table for each question."""
+    for number, (question, way) in enumerate(zip(QUESTIONS, ways, strict=True)):
+        if not way.seen:
+            print(f"| {question} | {name} | no answer | | {way.answer} |", flush=True)
+            continue
+        seconds = [answered_s(browser, address, way) for _ in range(repeats)]
+        if pictures:
+            pictures.mkdir(parents=True, exist_ok=True)
+            browser.save_screenshot(str(pictures / f"{re.sub('[^a-z]+', '_', name.lower())}_{number + 1}.png"))
+        middle = statistics.median(seconds)
+        print(f"| {question} | {name} | {len(way.acts)} | {middle:.1f} s | {way.answer} |", flush=True)
+
+
+def answered_s(browser: Any, address: str, way: Way) -> float:
+    """Returns the seconds from opening the page until the answer is visible."""
+    browser.get("about:blank")
+    begun_s = time.perf_counter()
+    browser.get(address)
+    for act in way.acts:
+        do(browser, act)
+    for selector, pattern in way.seen:
+        waited_for(browser, selector, pattern, in_window=True)
+    return time.perf_counter() - begun_s
+
+
+def do(browser: Any, act: Act) -> None:
+    """Does what a person would do, as soon as the page allows it."""
+    from selenium.common.exceptions import WebDriverException
+
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        element = waited_for(browser, act.selector, act.pattern)
+        try:
+            if act.kind == "click":
+                element.click()
+            elif act.kind == "type":
+                element.send_keys(act.text)
+            elif act.kind == "choose":
+                element.find_element("css selector", f'option[value="{act.text}"]').click()
+            else:
+                browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", element)
+            return
+        except WebDriverException:  # it moves, or was drawn again
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
+
+
+def waited_for(browser: Any, selector: str, pattern: str, in_window: bool = False) -> Any:
+    """Returns the element as soon as it is there."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        if element := browser.execute_script(FOUND, selector, pattern, in_window):
+            return element
+        time.sleep(0.05)
+    browser.save_screenshot("build/question_missing.png")
+    raise SystemExit(f"nothing with {pattern!r} in {selector!r} within {WAIT_S:.0f} s; see build/question_missing.png")
+
+
+def make_runs(folder: Path) -> None:
+    """Trains the runs that are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hacked.py").write_text(HACKED)
+    for name, flags in RUNS.items():
+        if not (folder / name / "result.json").exists():
+            command = [sys.executable, "-m", "groupax", *TRAIN.split(), *flags.split(), "--run_name", name]
+            subprocess.run([*command, "--output_dir", str(folder / name)], check=True, env=environment(folder, ROOT))
+
+
+def environment(folder: Path, package: Path) -> Mapping[str, str]:
+    """Returns the environment for commands on the runs."""
+    of_runs = {"TRACKIO_DIR": str(folder / "trackio"), "PYTHONPATH": f"{package}:{folder}"}
+    return {**os.environ, **of_runs, "GRADIO_ANALYTICS_ENABLED": "False", "BROWSER": "true", "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def served(command: Sequence[str], env: Mapping[str, str], announced: str) -> Iterator[str]:
+    """Serves a page until the context ends; yields the address that the command prints."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as server:
+        assert server.stdout is not None
+        try:
+            for line in server.stdout:
+                if match := re.search(announced, line):
+                    yield match[1]
+                    return
+            raise SystemExit(f"{command} ended without an address")
+        finally:
+            server.terminate()
+
+
+def view(runs: Path, package: Path) -> Any:
+    """Serves `groupax view` from the given source tree."""
+    command = [sys.executable, "-m", "groupax", "view", *(str(runs / name) for name in RUNS), "--port", "0"]
+    return served(command, environment(runs, package), r"(http://\S+)")
+
+
+def tensorboard(runs: Path) -> Any:
+    """Serves TensorBoard on the event files of the runs."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--port", str(port)]
+    return served(command, environment(runs, ROOT), r"(http://\S+)")
+
+
+def trackio(runs: Path) -> Any:
+    """Serves trackio on its database of the runs."""
+    program = shutil.which("trackio", path=str(Path(sys.executable).parent))
+    if program is None:
+        raise SystemExit("no trackio; pip install trackio")
+    command = [program, "show", "--project", "arithmetic"]
+    return served(command, environment(runs, ROOT), r"UI launched at: (http[^\s\x1b]+)")
+
+
+@contextmanager
+def opened_browser() -> Iterator[Any]:
+    """Yields headless Chromium with a window of 1400 x 1000."""
+    from selenium import webdriver
+
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
+        raise SystemExit("no chromium with chromedriver; apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+        options.add_argument(flag)
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+if __name__ == "__main__":
+    main()
