@@ -137,7 +137,7 @@ def test_a_checkpoint_keeps_the_experts_of_a_rollout(tmp_path):
     group = [replace(one_turn(0), experts=experts), one_turn(1)]
     write_rollout(Experience([group], {}, {}, first_prompt=0, num_tokens=10), tmp_path)
     state = {"metrics": {}, "errors": {}, "first_prompt": 0, "num_tokens": 10, "num_used": 0}
-    found, _ = read_rollout(tmp_path, state, lambda _: group[0].example)
+    found, _ = read_rollout(tmp_path, state, lambda _: (group[0].example, None))
     np.testing.assert_array_equal(found.groups[0][0].experts, experts)
     assert found.groups[0][0].experts.dtype == np.int16
     assert found.groups[0][1].experts is None

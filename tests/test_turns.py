@@ -344,7 +344,7 @@ def test_a_checkpoint_keeps_episodes_in_progress(tmp_path):
     experience = Experience(groups, {"reward": 0.5}, {}, first_prompt=0, num_tokens=9)
     write_rollout(experience, tmp_path)
     state = {"metrics": {"reward": 0.5}, "errors": {}, "first_prompt": 0, "num_tokens": 9, "num_used": 0}
-    found, _ = read_rollout(tmp_path, state, lambda _: {"prompt": [{"role": "user", "content": "q"}]})
+    found, _ = read_rollout(tmp_path, state, lambda _: ({"prompt": [{"role": "user", "content": "q"}]}, None))
     pairs = [*zip(itertools.chain(*groups), itertools.chain(*found.groups), strict=True)]
     assert len(pairs) == 4
     for (a, b), field in itertools.product(pairs, fields(Rollout)):
