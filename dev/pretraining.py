@@ -1,7 +1,9 @@
 """Pretraining of small models on rows of several documents, for the scripts that make the embedded models."""
 
+import itertools
 import json
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,20 +78,31 @@ def loss(
 def train(model: Model, corpus: Corpus, batch_rows: int, learning_rate: float) -> Params:
     """One pass over a corpus in batches of rows. The learning rate is that of the peak."""
     steps = len(corpus.rows) // batch_rows
+    batches = [part.reshape(steps, batch_rows, -1) for part in corpus]
+    return fit(model, partial(loss, model.config), zip(*batches, strict=True), steps, learning_rate)
+
+
+def fit(
+    model: Model,
+    loss: Callable[..., Float[Array, ""]],
+    batches: Iterable[tuple[np.ndarray, ...]],
+    steps: int,
+    learning_rate: float,
+) -> Params:
+    """Minimizes a loss of the parameters and of the arrays of a batch. The learning rate is that of the peak."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(WARMUP_STEPS, steps // 2), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Any, state: Any, *batch: Array) -> tuple[Any, Any, Array]:
-        value, gradient = jax.value_and_grad(partial(loss, model.config))(params, *batch)
+        value, gradient = jax.value_and_grad(loss)(params, *batch)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    batches = [part.reshape(steps, batch_rows, -1) for part in corpus]
     params, state = model.params, optimizer.init(model.params)
     spread = NamedSharding(model.mesh, PartitionSpec(DATA))
     start = time.perf_counter()
-    for step, batch in enumerate(zip(*batches, strict=True), start=1):
+    for step, batch in enumerate(itertools.islice(batches, steps), start=1):
         params, state, value = update(params, state, *jax.device_put(batch, spread))
         value.block_until_ready()  # XLA's CPU collectives can deadlock with several steps in flight
         if step % 20 == 0:

@@ -131,7 +131,11 @@ def test_requests_with_faults_are_answered_or_refused(num_requests):
         ("/v1/messages", {"tool_choice": {"type": {}}}, "tool_choice must have the type auto, any, tool or none"),
         ("/v1/messages", {"max_tokens": None}, "max_tokens is missing"),
         ("/v1/messages", {"messages": [{"role": "system", "content": "x"}]}, r"messages\.0\.role must be user or"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type text"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "must have a source with type base64",
+        ),
         ("/v1/messages", {"thinking": {"type": "x"}}, "thinking must have the type"),
         ("/v1/messages", {"output_config": {"format": {"type": "x"}}}, "output_config.format must have the type"),
     ],

@@ -120,7 +120,7 @@ def test_requests_that_make_no_sense_are_refused(fields, message):
         ({"messages": [{"content": "x"}]}, "messages.0.role is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "a message has a part of type 'image_url'",
+            "a part of a message must be {'type': 'image_url'",
         ),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs needs logprobs=true"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools.0.function must have a name"),

@@ -43,7 +43,7 @@ def served(tokenizer):
 
 
 def reader_of(tokenizer, **fields):
-    return encoded_chat(chat(**fields), served(tokenizer), {})[1]
+    return encoded_chat(chat(**fields), served(tokenizer), {})[2]
 
 
 def joined(pieces):

@@ -38,6 +38,10 @@ class PlanCommand:
     """Folder that jax's CUDA plugin was installed into (pip install --no-deps --target build/cuda jax-cuda13-plugin
     jax-cuda13-pjrt nvidia-cudnn-cu13, the first two in jax's version), if not with jax by .[cuda]; it needs neither a
     GPU nor a driver."""
+    images: int = 0
+    """Number of images of each prompt, of a model that sees images. Their tokens are part of the prompt's length."""
+    image_tokens: int = 256
+    """Number of tokens that stand for an image."""
     all_layers: bool = False
     """Compile programs with all layers of the model, which takes minutes for some. By default, programs that are not
     loops over layers are compiled with two and four layers of each kind, from which the others are extrapolated."""
@@ -71,6 +75,7 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
     from rich.console import Console
 
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
+    from groupax.planning.images import PlannedImages
     from groupax.planning.measured import Compiler
     from groupax.planning.tables import format_plan, plan_record, verdict
     from groupax.recipes.fit import fit_config
@@ -85,7 +90,7 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
             _log(note)
     requested = make_plan(
         model,
-        Request(command.devices, args),
+        Request(command.devices, args, images=PlannedImages(command.images, command.image_tokens)),
         lora,
         compiler,
         activities,

@@ -104,12 +104,13 @@ def without_images(prompt: Any, names: Sequence[str] = ()) -> Any:
     ]
 
 
-def read_image(value: Any, where: str) -> Any:
+def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
     """Returns an image, decoded, as a PIL image.
 
     Args:
         value: A PIL image, the bytes of a file, a path, a mapping with `bytes` and `path`, or a `data:` URL.
         where: Name of the image in an error.
+        max_pixels: Most pixels that are decoded.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -133,8 +134,8 @@ def read_image(value: Any, where: str) -> Any:
         except Exception as error:  # a damaged header may fail in many ways
             raise ValueError(f"{where} cannot be read: {error_line(error)}") from error
     width, height = image.size
-    if not 0 < width * height <= MAX_PIXELS:
-        raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {MAX_PIXELS:,} in all are read")
+    if not 0 < width * height <= max_pixels:
+        raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {max_pixels:,} in all are read")
     if (num_frames := getattr(image, "n_frames", 1)) > 1:
         raise ValueError(f"{where} has {num_frames} frames, and a model sees still images; give one of them")
     try:

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from groupax.constraints.cache import AutomatonCache
+from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import cache_dtype, plan_for, token_bytes
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
@@ -92,6 +93,7 @@ class EngineCore:
         if features is None and config.vision is not None:
             features = FeatureCache(config.vision, FEATURE_BYTES)
         self.features = features
+        self.image_encoder: ImageEncoder | None = None  # of prompts with images, if a model's folder has one
 
     @property
     def params(self) -> Params:

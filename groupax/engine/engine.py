@@ -19,6 +19,7 @@ from groupax.engine.tensor_parallel import load_sharded
 from groupax.models.adapter_stack import changes_of, check_finite, stack_adapters
 from groupax.models.checkpoint import Model, load_adapter
 from groupax.models.specs import Params
+from groupax.models.vision.prompts import prompt_encoder
 from groupax.settings.sampling import SamplingParams
 
 
@@ -125,7 +126,9 @@ class Engine(EngineCore):
                 )
             tokenizer = load_tokenizer(model.source)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
-        return cls(model.config, params, model.mesh, eos_ids, tokenizer=tokenizer, adapters=names, **settings)
+        engine = cls(model.config, params, model.mesh, eos_ids, tokenizer=tokenizer, adapters=names, **settings)
+        engine.image_encoder = prompt_encoder(model.config.vision, model.source, tokenizer, 0)
+        return engine
 
     def generate(
         self, prompts: Any, params: SamplingParams | None = None, step: int = 0, adapter: str | None = None

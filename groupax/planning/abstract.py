@@ -39,22 +39,26 @@ class AbstractModel:
         self.fused = select_fused_attention(args.attn_implementation, device, config, self.dtype)
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
         weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
-        trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
+        frozen = {"vision"} & set(weights) if args.freeze_vision_tower and not lora else set()
+        specs = {name: spec for name, spec in model_specs(config).items() if name not in frozen}
+        trained = _in_dtype(adapter_specs(config, lora) if lora else specs, jnp.float32)
         self.masters = self.on_mesh(trained)
         state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
         self.state: Any = jax.tree.map(struct_with, state, state_shardings(config, mesh, state, args.offload_optimizer))
-        self.frozen = FrozenBase(weights, self.scalar) if lora else None
+        base = weights if lora else {name: weights[name] for name in frozen}
+        self.base_name = "base" if lora else "vision"
+        self.frozen = FrozenBase(base, self.scalar) if base else None
         # the masters serve as the policy where they have its dtype
         self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
         self.policy = self.masters if self.dtype == jnp.float32 else self.on_mesh(_in_dtype(trained, self.dtype))
         residents = {"masters": self.state.params, "optimizer": self.state.opt_state}
         residents |= {"policy": self.policy} if self.dtype != jnp.float32 else {}
-        residents |= {"base": weights} if lora else {}
+        residents |= {self.base_name: base} if base else {}
         if args.beta > 0 and not lora:
             residents["reference"] = jax.tree.map(_on_host, weights) if args.offload_reference else weights
         self.residents: dict[str, Any] = residents
         self.reference = weights
-        self.own = {self.policy_name: self.policy} | ({"base": weights} if lora else {})
+        self.own = {self.policy_name: self.policy} | ({self.base_name: base} if base else {})
         self.dropout_rate = lora.lora_dropout if lora else 0.0
 
     @property

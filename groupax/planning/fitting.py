@@ -15,6 +15,7 @@ from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, 
 from groupax.planning.devices import Target, absent_devices, find_target
 from groupax.planning.estimates import estimated_temporaries
 from groupax.planning.few_layers import FewLayers, few_layers
+from groupax.planning.images import NO_IMAGES, PlannedImages
 from groupax.planning.measured import Compiled, Compiler, Extrapolation, Measured, whole_program
 from groupax.planning.programs import DoesNotFitError, Program
 from groupax.planning.run import Run, trace_run
@@ -29,15 +30,17 @@ _FSDP = "1,-1,1,1,1"
 
 @dataclass(frozen=True)
 class Request:
-    """A run to plan: its devices, its settings, and how these were changed from the user's."""
+    """A run to plan: its devices, its settings, how these were changed from the user's, and its prompts' images."""
 
     devices: str
     args: GRPOConfig
     changes: tuple[str, ...] = ()
+    images: PlannedImages = NO_IMAGES
 
     def changed(self, text: str, devices: str | None = None, **settings: Any) -> "Request":
         """Returns the request with other settings, which `text` describes."""
-        return Request(devices or self.devices, replace(self.args, **settings), (*self.changes, text))
+        changes = (*self.changes, text)
+        return Request(devices or self.devices, replace(self.args, **settings), changes, self.images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +109,14 @@ def make_plan(
     check_divisible(split_dims(config), mesh, args.mesh_replicate)
     memory = target.chip.memory_bytes if target.chip else None
     try:
-        run = trace_run(config, mesh, args, lora, memory)
+        run = trace_run(config, mesh, args, lora, memory, images=request.images)
     except DoesNotFitError as error:
         return Plan(request, target, mesh, None, (), error)
     few = [FewLayers(config, 1.0)] if compiler.all_layers else few_layers(config, lora)
-    runs = [run if model.config == config else trace_run(model.config, mesh, args, lora, like=run) for model in few]
+    runs = [
+        run if model.config == config else trace_run(model.config, mesh, args, lora, like=run, images=request.images)
+        for model in few
+    ]
     each_program: list[Extrapolation] = []
     for index, program in enumerate(run.programs):
         same = [each.programs[index] for each in runs]

@@ -17,6 +17,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
 from groupax.planning.counting import bytes_between_hosts
+from groupax.planning.images import NO_IMAGES, PlannedImages, trace_encoding
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
@@ -70,6 +71,7 @@ def trace_run(
     lora: LoRAConfig | None = None,
     memory_bytes: float | None = None,
     like: "Run | None" = None,
+    images: PlannedImages = NO_IMAGES,
 ) -> Run:
     """Returns the programs of a run, most of which are traced when they are needed.
 
@@ -81,6 +83,7 @@ def trace_run(
         memory_bytes: Memory of a device; None for no limit.
         like: A run of the same model with more layers, whose cache and micro-batches have the sizes to use; None for
             those that the engine and the learner would choose.
+        images: Images of each prompt, whose tokens are part of its maximum length.
 
     Raises:
         ValueError: The settings contradict each other, or are not supported by plans.
@@ -106,7 +109,11 @@ def trace_run(
     training = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
         num_devices=mesh.devices.size,
-        programs=(*rollout, *training.programs),
+        programs=(
+            *trace_encoding(model_state, images, schedule.prompts_per_rollout),
+            *rollout,
+            *training.programs,
+        ),
         residents=model_state.residents,
         gathered_bytes=gathered,
         gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),

@@ -17,6 +17,8 @@ KINDS = (
     "optimizer",
     "policy",
     "base",
+    "vision",
+    "images",
     "reference",
     "rollout weights",
     "kv cache",

@@ -70,7 +70,7 @@ def _trace_scoring(
     if not passes:
         return []
     params = apply_adapter(model_state.frozen, model_state.policy) if policy_passes else model_state.reference
-    reference = {"base" if model_state.frozen else "reference": model_state.reference}
+    reference = {"base" if model_state.base_name == "base" else "reference": model_state.reference}
     arguments = model_state.own if policy_passes and not args.offload_reference else reference
     trace = partial(
         score.trace,

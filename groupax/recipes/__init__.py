@@ -45,6 +45,7 @@ class Recipe:
 # Name of a recipe -> its module, which defines `RECIPE`.
 RECIPES = {
     "arithmetic": "groupax.recipes.arithmetic.recipe",
+    "shapes": "groupax.recipes.shapes.recipe",
     "gsm8k": "groupax.recipes.gsm8k",
     "numinamath": "groupax.recipes.numinamath",
     "countdown": "groupax.recipes.countdown",
@@ -90,7 +91,7 @@ def make_recipe(
 
     def read(source: str, splits: Sequence[str], name: str) -> Examples:
         rows = read_rows(source, name, splits, subset if source == dataset or Path(source).is_dir() else None)
-        check_text_only(rows, f"{name} ({source})")
+        check_text_only(rows, f"{name} ({source})", may_have_images=True)
         return [_example(example, rows[index], index, source) for index in range(len(rows))]
 
     def train_dataset(source: str | None = None) -> Examples:

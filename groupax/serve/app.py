@@ -213,7 +213,7 @@ class Server:
         model = self.models[self._model_name(incoming.request.model)]
         assert isinstance(incoming.request, ChatRequest), "messages are chats"
         work = partial(encoded_chat, incoming.request, model, incoming.hints)
-        [ids], _ = await self._in_time(work, time.monotonic() + self.limits.request_timeout_s)
+        [ids], _, _ = await self._in_time(work, time.monotonic() + self.limits.request_timeout_s)
         return JSONResponse({"input_tokens": len(ids)})
 
     async def tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Response:
@@ -310,7 +310,8 @@ class Server:
 
     def _submit(self, prepared: Prepared, name: str, listener: Callable[[Delta], None]) -> Job:
         try:
-            return self.loop.submit(name, prepared.prompts, prepared.params, listener, prepared.row_keys)
+            given = name, prepared.prompts, prepared.params, listener, prepared.row_keys
+            return self.loop.submit(*given, images=prepared.images)
         except ValueError as error:
             raise ApiError(400, str(error), param="row_keys" if "row_keys" in str(error) else None) from error
         except QueueFullError as error:
@@ -377,7 +378,7 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     config = engine.config
     tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
     limits = config.vocab_size, config.max_positions
-    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, engine.automata, *limits)
+    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, engine.automata, *limits, engine.image_encoder)
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

@@ -1,17 +1,20 @@
 """Fields of chats in requests: messages, tools, and arguments for the chat template. Imports no jax."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
+from groupax.data.images import without_images
 from groupax.data.messages import check_messages, check_tools, join_text_parts
 from groupax.serve.errors import ApiError
+from groupax.serve.images import image_url
 from groupax.settings.template_kwargs import check_template_kwargs
 
 MAX_TOOLS = 256
 MAX_QUOTED = 80  # characters of a value that an error quotes
 CHOICES = ("none", "auto", "required")
+SYSTEM = ("system", "developer")
 
 
 def is_text(value: Any) -> bool:
@@ -40,27 +43,46 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Returns a content as one text, or as parts if some are images, which then have their `data:` URL as `image`."""
+    if not isinstance(value, list):
+        return check(value)
+    parts = [_image(part) if _is_image(part) else part for part in value]
+    texts = [part for part in parts if not (_is_image(part) and part["type"] == "image")]
     try:
-        return join_text_parts(value, "a message") if isinstance(value, list) else value
+        text = join_text_parts(texts, "a message")
+        return check(text) if len(texts) == len(parts) else parts
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from error
 
 
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _image(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "image":
+        raise ApiError(400, "a message has a part of type image; images are parts of type image_url", "messages")
+    return {"type": "image", "image": image_url(part, "a part of a message")}
+
+
 class Message(BaseModel):
-    """A message of a chat, whose content is one text; an assistant's message with tool calls may have none."""
+    """A message of a chat, whose content is one text, or parts if some of them are images.
+
+    An assistant's message with tool calls may have none.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: Annotated[Text | None, BeforeValidator(_content)] = None
+    content: Annotated[Text | None, WrapValidator(_content)] = None
 
 
 def _messages(given: list[Message]) -> list[dict[str, Any]]:
     """Returns messages as chat templates read them."""
     messages = []
     for number, message in enumerate(given):
-        fields = message.model_dump()
+        fields = message.model_dump(warnings=False)  # of contents that are parts
         if "reasoning" in fields:  # another name for it
             fields.setdefault("reasoning_content", fields.pop("reasoning"))
         if fields["content"] is None and not fields.get("tool_calls"):
@@ -69,10 +91,18 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
             fields["content"] = ""
         messages.append(fields)
     _check_results(messages)
+    for number, message in enumerate(messages):
+        if isinstance(message["content"], list) and message["role"] not in ("user", *SYSTEM):
+            raise ApiError(400, f"messages.{number} has an image, and its role is {short(message['role'])}", "messages")
     try:
-        return check_messages(messages, "messages", may_be_empty=True)
+        checked = check_messages(without_images(messages), "messages", may_be_empty=True, with_images=True)
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from error
+    with_images = [isinstance(message["content"], list) for message in messages]
+    return [
+        {**own, "content": message["content"]} if has_images else own
+        for own, message, has_images in zip(checked, messages, with_images, strict=True)
+    ]
 
 
 def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:

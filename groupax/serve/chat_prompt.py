@@ -62,7 +62,7 @@ def chat_prompt(request: ChatRequest, tokenizer: Any, kwargs: Mapping[str, Any])
     messages, tools = request.messages, request.callable_tools
     if DEVELOPER not in str(tokenizer.chat_template):
         messages = [{**each, "role": "system"} if each["role"] == DEVELOPER else each for each in messages]
-    text = render(tokenizer, messages, "the chat", request.add_generation_prompt, kwargs, tools)
+    text = render(tokenizer, messages, "the chat", request.add_generation_prompt, kwargs, tools, with_images=True)
     if request.continue_final_message:
         final = messages[-1]["content"].strip()
         return ChatPrompt(text[: text.rindex(final) + len(final)], final)

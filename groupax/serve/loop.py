@@ -26,6 +26,7 @@ from groupax.engine.session import Session
 from groupax.serve.jobs import ClosedError, Delta, EngineLoad, Job, Listener, LoopCounts, QueueFullError
 from groupax.serve.pause import Pause, PauseMode
 from groupax.settings.sampling import SamplingParams
+from groupax.types import PromptImages
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class EngineLoop:
         params: SamplingParams,
         listener: Listener,
         row_keys: np.ndarray | None = None,
+        images: PromptImages | None = None,
     ) -> Job:
         """Starts a request. Safe in any thread.
 
@@ -145,6 +147,7 @@ class EngineLoop:
             params: Sampling parameters; each prompt gets `params.n` completions.
             listener: Called in the loop's thread.
             row_keys: PRNG key of each completion, [prompts * n, 2] uint32; None derives them from the seed.
+            images: Images of the prompt, which is then the only one.
 
         Raises:
             ValueError: the engine cannot run it (see `Engine.sequences` and `Session.check`).
@@ -153,6 +156,8 @@ class EngineLoop:
         """
         engine = self.engines[model]
         sequences = engine.sequences(prompts, params, adapter=adapter_of(engine, model))
+        for sequence in sequences:
+            sequence.images = images
         if row_keys is not None:
             if row_keys.shape != (len(sequences), 2):
                 raise ValueError(

@@ -7,22 +7,25 @@ from typing import Any
 import numpy as np
 
 from groupax.constraints.cache import AutomatonCache
+from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import decode, encode_prompts, encode_within
 from groupax.serve.call_constraint import turn_regex
 from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Exchange, TokenTexts
+from groupax.serve.images import decoded_images
 from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.requests import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest, Request
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import TurnReader
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.formats.choose import call_frame
+from groupax.types import PromptImages
 
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """A model as its requests need it."""
+    """A model as its requests need it; `encoder` encodes prompts with images, None of a model that sees none."""
 
     name: str
     tokenizer: Any
@@ -31,16 +34,18 @@ class ServedModel:
     automata: AutomatonCache
     vocab_size: int
     max_positions: int
+    encoder: ImageEncoder | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request that the engine can run."""
+    """A request that the engine can run; `images` are those of its prompt, None for text."""
 
     prompts: list[np.ndarray]
     params: SamplingParams
     row_keys: np.ndarray | None
     exchange: Exchange
+    images: PromptImages | None = None
 
 
 def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
@@ -61,11 +66,15 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
         message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
         raise ApiError(400, message, param="n")
     check_tokens(request, model.vocab_size)
-    reader = None
+    reader = images = None
     if isinstance(request, ChatRequest):
-        prompts, reader = encoded_chat(request, model, incoming.hints)
+        prompts, images, reader = encoded_chat(request, model, incoming.hints)
     else:
         prompts = encoded(request, model.tokenizer, model.max_positions)
+        for ids in prompts:
+            _check_text(model, ids, "prompt")
+    if images is not None and request.num_prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs of a prompt with images are not supported", "prompt_logprobs")
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
     if isinstance(request, ChatRequest) and reader is not None:
         params = _with_calls(request, params, model, reader)
@@ -83,7 +92,7 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     prompt_ids = [prompt.tolist() for prompt in prompts]
     exchange = Exchange(request, incoming.wire, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
     row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
-    return Prepared(prompts, params, row_keys, exchange)
+    return Prepared(prompts, params, row_keys, exchange, images)
 
 
 def _with_calls(request: ChatRequest, params: SamplingParams, model: ServedModel, reader: TurnReader) -> SamplingParams:
@@ -137,8 +146,8 @@ def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.nda
 
 def encoded_chat(
     request: ChatRequest, model: ServedModel, hints: Mapping[str, Any]
-) -> tuple[list[np.ndarray], TurnReader]:
-    """Returns the token ids of a chat as a list of one prompt, and what reads the turns that answer it.
+) -> tuple[list[np.ndarray], PromptImages | None, TurnReader]:
+    """Returns the token ids of a chat as a list of one prompt, its images, and what reads the turns that answer it.
 
     Args:
         request: The chat.
@@ -146,8 +155,12 @@ def encoded_chat(
         hints: Arguments for the chat template that only count if it reads them.
 
     Raises:
-        ApiError: the chat template cannot write it, or the model has no tools.
+        ApiError: the chat template cannot write it, or the model has no tools, or it has images that the model cannot
+            see.
     """
+    if request.image_urls and model.encoder is None:
+        message = f"the chat has images, and {model.name} reads text only; send the text alone, or to a model that sees"
+        raise ApiError(400, message, "messages", "unsupported_value")
     kwargs, tools = template_kwargs(request, model.tokenizer, hints), request.callable_tools
     turn_format = model.turn_formats.of(kwargs, bool(tools))
     if tools and turn_format.calls is None:
@@ -159,7 +172,7 @@ def encoded_chat(
                 "the response is constrained from its first token, and the chat template opens reasoning; turn that "
                 "off, e.g. with chat_template_kwargs={'enable_thinking': false}"
             )
-        ids = encode_within(model.tokenizer, [prompt.text], [True], model.max_positions)
+        ids, images = _encoded_prompt(request, model, prompt.text)
     except ValueError as error:
         raise ApiError(400, f"the prompt cannot be encoded: {error}", "messages") from error
     reader = TurnReader(
@@ -171,7 +184,34 @@ def encoded_chat(
         tuple(request.stop),
         request.min_tokens,
     )
-    return ids, reader
+    return ids, images, reader
+
+
+def _encoded_prompt(
+    request: ChatRequest, model: ServedModel, text: str
+) -> tuple[list[np.ndarray], PromptImages | None]:
+    """Returns the token ids of a chat's prompt, and its images."""
+    urls = request.image_urls
+    if not urls:
+        ids = encode_within(model.tokenizer, [text], [True], model.max_positions)
+        _check_text(model, ids[0], "messages")
+        return ids, None
+    assert model.encoder is not None, "the model sees images"
+    own, images = model.encoder.encode(text, decoded_images(urls), is_rendered=True)
+    return [own], images
+
+
+def _check_text(model: ServedModel, ids: np.ndarray, field: str) -> None:
+    """Checks that no token of a text stands for an image.
+
+    Raises:
+        ApiError: One does.
+    """
+    if model.encoder is not None:
+        try:
+            model.encoder.check_text(np.asarray(ids))
+        except ValueError as error:
+            raise ApiError(400, f"the prompt cannot be read: {error}", field) from error
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from groupax.data.images import images_of, without_images
 from groupax.serve.chat_fields import (
     Messages,
     TemplateKwargs,
@@ -191,9 +192,14 @@ class ChatRequest(Request):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
+        """The messages as chat templates read them, with a part {"type": "image"} for each image."""
         prompts: list[Any] = self.prompts
-        return prompts[0]
+        return without_images(prompts[0])
+
+    @property
+    def image_urls(self) -> list[str]:
+        """The `data:` URLs of the images in the messages, in their order."""
+        return images_of({"prompt": self.prompts[0]})
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def tokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
             raise ApiError(400, message, "add_special_tokens")
         chat = request_of(fields, is_chat=True)
         assert isinstance(chat, ChatRequest), "of messages"
-        [ids], _ = encoded_chat(chat, model, {})
+        [ids], _, _ = encoded_chat(chat, model, {})
     else:
         check_known(fields, TEXT_FIELDS, "the request")
         text = validated(TextToEncode, fields)

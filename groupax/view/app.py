@@ -19,6 +19,7 @@ from groupax.view.axes import mean_and_spread, positions
 from groupax.view.distributions import Distributions
 from groupax.view.evaluation_table import EvaluationTable
 from groupax.view.evaluations import item_page
+from groupax.view.images import read_image
 from groupax.view.overview import overview, table_row
 from groupax.view.prompt_index import PromptIndex
 from groupax.view.rollouts import Step, StepCache
@@ -77,6 +78,7 @@ class Page:
         files["/"] = STATIC / "index.html"
         return [
             Route("/api/export", self.export),
+            Route("/api/image", self.image),
             *(Route(path, _json_answer(answer)) for path, answer in answers.items()),
             *(Route(path, _file_answer(file)) for path, file in files.items()),
         ]
@@ -252,6 +254,16 @@ class Page:
     def estimates(self, request: Request) -> Any:
         """Returns the estimates of every evaluation of a run."""
         return self._evaluations.rows(self._run(request).evaluation_files())
+
+    def image(self, request: Request) -> Response:
+        """Responds with the image `name` of a run's prompts, as a PNG file."""
+        try:
+            content = read_image(self._run(request).path, request.query_params.get("name", ""))
+        except NotFoundError as error:
+            return Response(str(error), 404, media_type="text/plain")
+        except (ValueError, OSError) as error:
+            return Response(str(error), 400, media_type="text/plain")
+        return Response(content, 200, {"cache-control": "private, max-age=86400"}, "image/png")
 
     def differences(self, request: Request) -> Any:
         """Returns a comparison of the evaluations `before` and `name`, with a page of their items."""

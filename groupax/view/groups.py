@@ -7,6 +7,7 @@ import numpy as np
 
 from groupax.view.arrow import value_as_text
 from groupax.view.episodes import episode_of, full_result, streams_of
+from groupax.view.images import image_names
 from groupax.view.rollouts import Step
 from groupax.view.runs import NotFoundError
 from groupax.view.texts import PREVIEW_CHARACTERS, SHOWN_CHARACTERS, messages, prompt_key, shown_prompt, truncate
@@ -79,6 +80,7 @@ def group(step: Step, prompt_index: int) -> dict[str, Any]:
         "prompt": truncate(prompt),
         "is_cut": len(prompt) > SHOWN_CHARACTERS,
         "messages": messages(prompt),
+        "images": image_names(step.table.column("images")[int(rows[0])].as_py() if step.has_images else None),
         "key": prompt_key(step.table.column("prompt")[int(rows[0])]),
         "num_bytes": num_bytes,
         "rows": [_row(step, int(row)) for row in rows],

@@ -17,7 +17,7 @@ from groupax.view.runs import NotFoundError
 
 CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
-PER_TURN = ("turn_advantages",)  # lists that are short enough to be read
+PER_TURN = ("turn_advantages", "images")  # lists that are short enough to be read
 REWARD = "rewards/"
 
 
@@ -42,6 +42,11 @@ class Step:
     advantage: np.ndarray
     truncated: np.ndarray
     num_tokens: np.ndarray
+
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts of the step may have images."""
+        return "images" in self.table.column_names
 
     def rows_of(self, prompt_index: int) -> np.ndarray:
         """Returns the row indices of a prompt.

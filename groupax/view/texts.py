@@ -48,4 +48,13 @@ def truncate(text: str) -> str:
 def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
+    if isinstance(content, list):
+        return "".join(_part(part) for part in content)
     return "" if content is None else json.dumps(content)
+
+
+def _part(part: Any) -> str:
+    """Returns a part of a message as text; "[image]" for an image, which the page shows beside it."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    return "[image]" if isinstance(part, dict) and part.get("type") == "image" else json.dumps(part)

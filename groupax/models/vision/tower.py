@@ -124,7 +124,7 @@ def _joined(x: Float[Array, "B N D"], num: int) -> Float[Array, "B n C"]:
     return x.reshape(x.shape[0], -1, num * x.shape[-1])
 
 
-def _merger(weights: dict[str, Any], h: Float[Array, "B n C"]) -> Float[Array, "B n D"]:
+def _merger(weights: dict[str, Any], h: Float[Array, "B n C"]) -> Float[Array, "B n E"]:
     h = _activation("gelu", linear(h, weights["up"], weights["up_bias"]))
     return linear(h, weights["down"], weights["down_bias"])
 

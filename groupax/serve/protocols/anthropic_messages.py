@@ -9,6 +9,7 @@ from typing import Any
 from groupax.serve.chat_fields import is_text, short
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, NewTokens
+from groupax.serve.images import source_url
 from groupax.serve.protocols.incoming import EXTENSIONS, Incoming, parts_of, text_of, token_details
 from groupax.serve.requests import check_known, parse_json, request_of
 from groupax.serve.turns import Call, Turn
@@ -183,10 +184,15 @@ def _user_messages(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str
         if block.get("type") == "tool_result":
             content = text_of(block.get("content", ""), TEXT, f"{where} of a tool_result")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += text_of([block], TEXT, where)
+            continue
+        if block.get("type") == "image":
+            part = {"type": "image_url", "image_url": {"url": source_url(block, where)}}
         else:
-            messages.append({"role": "user", "content": text_of([block], TEXT, where)})
+            part = {"type": "text", "text": text_of([block], TEXT, where)}
+        if messages and messages[-1]["role"] == "user":
+            messages[-1]["content"].append(part)
+        else:
+            messages.append({"role": "user", "content": [part]})
     return messages or [{"role": "user", "content": ""}]
 
 

@@ -56,6 +56,7 @@ export class Group {
       this.root,
       el("section", { class: "prompt", "aria-label": "Prompt" },
         el("header", {}, el("h2", {}, `Prompt ${this.where.prompt}`), el("small", {}, `step ${this.where.step} · ${plural(rows.length, "completion")}`), follow),
+        this.images(),
         this.promptText()),
       el("div", { class: "toolbar slim" },
         select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.order, (value) => {
@@ -76,6 +77,17 @@ export class Group {
       this.reading,
     );
     this.root.onmouseover = (event) => this.readToken(event);
+  }
+
+  /** The prompt's images in their order, each at most as large as its place. */
+  images() {
+    const { run } = this.where;
+    return this.group.images.length > 0 && el("div", { class: "images" }, this.group.images.map((name, index) =>
+      el("img", {
+        src: `/api/image?${new URLSearchParams({ run, name })}`,
+        alt: `Image ${index + 1} of ${this.group.images.length} of prompt ${this.where.prompt}`,
+        loading: "lazy",
+      })));
   }
 
   promptText() {

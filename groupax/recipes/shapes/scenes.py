@@ -1,0 +1,177 @@
+"""Pictures of coloured shapes, drawn by PIL, and questions of how many there are. Imports no jax.
+
+A picture is a grid of cells, some of which have a shape. All functions here are pure.
+"""
+
+import itertools
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Split = Literal["train", "held_out"]
+
+KINDS = ("circle", "square", "triangle")
+COLORS = {"red": (208, 48, 48), "green": (40, 160, 72), "blue": (48, 88, 208)}
+CELLS_PER_SIDE = 3
+CELL_PIXELS = 16
+IMAGE_PIXELS = CELLS_PER_SIDE * CELL_PIXELS
+NUM_SHAPES = (2, 6)  # fewest and most of a picture
+RADIUS_PIXELS = (5, 7)  # smallest and largest
+HELD_OUT_FRAC = 0.1
+# Which properties a question has -> how often it is asked.
+QUESTION_SHARES = {"color": 0.35, "kind": 0.35, "both": 0.3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape of a picture.
+
+    Attributes:
+        cell: Index of its cell, row by row.
+        color, kind: Its colour and form.
+        radius: Half of its width in pixels.
+        shift: Distance of its centre from that of the cell, in pixels to the right and down.
+    """
+
+    cell: int
+    color: str
+    kind: str
+    radius: int
+    shift: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture and a question.
+
+    Attributes:
+        shapes: Shapes in the order of their cells.
+        background: Brightness of the background.
+        color, kind: What to count; None for any.
+    """
+
+    shapes: tuple[Shape, ...]
+    background: int
+    color: str | None
+    kind: str | None
+
+    @property
+    def question(self) -> str:
+        """The question.
+
+        Example:
+            >>> Scene((), 255, "red", None).question
+            'How many red shapes?'
+        """
+        return f"How many {self.color or ''} {self.kind or 'shape'}s?".replace("  ", " ")
+
+    @property
+    def answer(self) -> str:
+        """Number of the shapes that are asked for."""
+        return str(sum(self.color in (None, each.color) and self.kind in (None, each.kind) for each in self.shapes))
+
+    @property
+    def worked_solution(self) -> str:
+        """A completion that gets the full reward: it names all shapes in reading order first.
+
+        Example:
+            >>> shapes = (Shape(0, "red", "circle", 5, (0, 0)), Shape(4, "blue", "square", 6, (1, 0)))
+            >>> Scene(shapes, 255, "red", None).worked_solution
+            '<think>red circle;blue square</think><answer>1</answer>'
+        """
+        return f"<think>{describe(self.shapes)}</think><answer>{self.answer}</answer>"
+
+
+def describe(shapes: tuple[Shape, ...]) -> str:
+    """Names shapes in reading order."""
+    return ";".join(f"{shape.color} {shape.kind}" for shape in shapes)
+
+
+def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]]:
+    """Generates questions with their pictures and answers. No picture is in both splits.
+
+    Args:
+        num: Number of questions.
+        seed: Seed that determines them; a shorter list is the start of a longer one.
+        split: Split to draw from.
+
+    Returns:
+        Rows with the columns `prompt`, a conversation, `image`, a PIL image, and `answer`.
+
+    Raises:
+        ValueError: `split` is unknown, or `num` is negative.
+    """
+    if num < 0:
+        raise ValueError(f"num must be at least 0, got {num}")
+    return [as_row(scene) for scene in itertools.islice(scenes(seed, split), num)]
+
+
+def as_row(scene: Scene) -> dict[str, Any]:
+    """Returns the row of a scene."""
+    prompt = [{"role": "user", "content": scene.question}]
+    return {"prompt": prompt, "image": draw(scene), "answer": scene.answer}
+
+
+def scenes(seed: int, split: Split = "train") -> Iterator[Scene]:
+    """Yields the scenes of `generate`, without end.
+
+    Raises:
+        ValueError: `split` is unknown.
+    """
+    if split not in ("train", "held_out"):
+        raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
+    rng = random.Random(f"{split} {seed}")
+    while True:
+        scene = _random_scene(rng)
+        if is_held_out(scene) == (split == "held_out"):
+            yield scene
+
+
+def is_held_out(scene: Scene) -> bool:
+    """Returns whether a scene is in the held-out split, by the hash of what its picture shows and where."""
+    shown = ";".join(f"{shape.cell} {shape.color} {shape.kind}" for shape in scene.shapes)
+    return zlib.crc32(shown.encode()) < HELD_OUT_FRAC * 2**32
+
+
+def draw(scene: Scene) -> Any:
+    """Returns the picture as a PIL image. The same scene always has the same pixels."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (IMAGE_PIXELS, IMAGE_PIXELS), (scene.background,) * 3)
+    canvas = ImageDraw.Draw(image)
+    for shape in scene.shapes:
+        row, column = divmod(shape.cell, CELLS_PER_SIDE)
+        x = column * CELL_PIXELS + CELL_PIXELS // 2 + shape.shift[0]
+        y = row * CELL_PIXELS + CELL_PIXELS // 2 + shape.shift[1]
+        left, top, right, bottom = x - shape.radius, y - shape.radius, x + shape.radius, y + shape.radius
+        color = COLORS[shape.color]
+        match shape.kind:
+            case "circle":
+                canvas.ellipse((left, top, right, bottom), fill=color)
+            case "square":
+                canvas.rectangle((left, top, right, bottom), fill=color)
+            case "triangle":
+                canvas.polygon([(x, top), (right, bottom), (left, bottom)], fill=color)
+    return image
+
+
+def _random_scene(rng: random.Random) -> Scene:
+    cells = sorted(rng.sample(range(CELLS_PER_SIDE**2), rng.randint(*NUM_SHAPES)))
+    shapes = tuple(_random_shape(rng, cell) for cell in cells)
+    asked = rng.choices(list(QUESTION_SHARES), list(QUESTION_SHARES.values()))[0]
+    # mostly of a shape that there is, so that few answers are 0
+    example = rng.choice(shapes) if rng.random() < 0.9 else _random_shape(rng, 0)
+    return Scene(
+        shapes,
+        rng.randint(200, 255),
+        None if asked == "kind" else example.color,
+        None if asked == "color" else example.kind,
+    )
+
+
+def _random_shape(rng: random.Random, cell: int) -> Shape:
+    color, kind, radius = rng.choice(list(COLORS)), rng.choice(KINDS), rng.randint(*RADIUS_PIXELS)
+    room = CELL_PIXELS // 2 - 1 - radius
+    return Shape(cell, color, kind, radius, (rng.randint(-room, room), rng.randint(-room, room)))

@@ -1,0 +1,367 @@
+"""Trains TRL for one step on prompts with images, and records what it computed (see test_trl_images.py):
+
+    python tests/trl_images.py [family ...]
+
+It needs TRL 1.16 with PyTorch, and not torchvision. It writes tests/golden/trl_images.json and .npz.
+Models are tiny and have weights by name (`weight`), so that both sides have the same without storing them.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SIGLIP = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 16,
+    "patch_size": 4,
+}
+MARKS = ["<pad>", "<s>", "<|im_end|>"]
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+# Special tokens after MARKS, the image's first; config.json; settings of the processors; how an image is written.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "idefics3": {
+        "marks": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+        + [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)],
+        "config": {
+            "architectures": ["Idefics3ForConditionalGeneration"],
+            "image_token_id": 3,
+            "scale_factor": 2,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "text_config": {**TEXT, "model_type": "llama", "tie_word_embeddings": False},
+            "vision_config": {**SIGLIP, "model_type": "idefics3_vision"},
+        },
+        "processor": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        "images": {
+            **HALF,
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+        },
+        "image": "<image>",
+    },
+    "gemma3": {
+        "marks": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        "config": {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "image_token_index": 3,
+            "image_token_id": 3,
+            "boi_token_index": 4,
+            "eoi_token_index": 5,
+            "mm_tokens_per_image": 4,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma3_text",
+                "query_pre_attn_scalar": 8,
+                "sliding_window": 512,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+        "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        "images": {**HALF, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+        "tokens": {
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        "image": "<start_of_image>",
+    },
+    "qwen3_vl": {
+        "marks": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
+        "config": {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "image_token_id": 3,
+            "video_token_id": 4,
+            "vision_start_token_id": 5,
+            "vision_end_token_id": 6,
+            "tie_word_embeddings": False,
+            "text_config": {
+                **TEXT,
+                "model_type": "qwen3_vl_text",
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl",
+                "depth": 2,
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_heads": 3,
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+                "spatial_merge_size": 2,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 25,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+        "processor": {"processor_class": "Qwen3VLProcessor"},
+        "images": {
+            **HALF,
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 64, "longest_edge": 1024},
+        },
+        "video": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4},
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+}
+CHARACTERS = ["\n", *map(chr, range(ord(" "), ord("~") + 1))]
+
+# Widths and heights of each prompt's images, its question, and its completions with their rewards.
+PROMPTS = [([(16, 16)], "What is it?"), ([(24, 16), (16, 16)], "And these two?")]
+NUM_GENERATIONS = 4
+COMPLETIONS = [
+    "a cat",
+    "a dog<|im_end|>",
+    "nothing<|im_end|>",
+    "",
+    "two",
+    "both are cats<|im_end|>",
+    "x<|im_end|>",
+    "yes",
+]
+REWARDS = [1.0, 0.25, 0.5, 0.0, 0.0, 2.0, 0.5, 0.25]
+SETTINGS = {
+    "per_device_train_batch_size": len(COMPLETIONS),
+    "num_generations": NUM_GENERATIONS,
+    "max_completion_length": 32,
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "shuffle_dataset": False,
+    "temperature": 0.9,
+    "loss_type": "dapo",
+}
+
+
+def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the values of a weight, which its name and shape determine."""
+    uniform = np.random.default_rng(zlib.crc32(name.encode())).random(shape, np.float32) * 2 - 1
+    is_norm = "norm" in name.rpartition(".")[0].rpartition(".")[2] and name.endswith("weight")
+    return uniform * np.float32(0.1) + 1 if is_norm else uniform * np.float32(0.3)
+
+
+def pictures() -> list[list[Any]]:
+    """Returns the images of each prompt, PIL, with random pixels."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    return [
+        [Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
+        for sizes, _ in PROMPTS
+    ]
+
+
+def rows() -> list[dict[str, Any]]:
+    """Returns the prompts as rows of a dataset."""
+    return [
+        {"prompt": [{"role": "user", "content": question}], "images": images}
+        for images, (_, question) in zip(pictures(), PROMPTS, strict=True)
+    ]
+
+
+def make_folder(family: str, folder: Path) -> None:
+    """Writes everything of a model but its weights."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    parts = FAMILIES[family]
+    folder.mkdir(parents=True, exist_ok=True)
+    marks = [*MARKS, *parts["marks"]]
+    vocab = {token: index for index, token in enumerate([*marks, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(marks)
+    tokenizer.decoder = decoders.Fuse()
+    template = (
+        "<s>{% for message in messages %}{{ message.role }}:"
+        "{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}"
+        "{{ IMAGE if part.type == 'image' else part.text }}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    ).replace("IMAGE", repr(parts["image"]))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        chat_template=template,
+        extra_special_tokens=parts.get("tokens", {}),
+    ).save_pretrained(folder)
+    for name, content in {
+        "config.json": {**parts["config"], "model_type": family},
+        "processor_config.json": parts["processor"],
+        "preprocessor_config.json": parts["images"],
+        **({"video_preprocessor_config.json": parts["video"]} if "video" in parts else {}),
+    }.items():
+        (folder / name).write_text(json.dumps(content, indent=2))
+
+
+def make_model(family: str, folder: Path) -> None:
+    """Writes a model."""
+    import torch
+    import transformers
+
+    make_folder(family, folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, own in model.named_parameters():
+            own.copy_(torch.from_numpy(weight(name, tuple(own.shape))))
+    model.save_pretrained(folder)
+
+
+def load_processor(family: str, folder: Path) -> Any:
+    """Returns a model's processor; that of Qwen 3 VL without its part for videos, which needs torchvision."""
+    import transformers
+
+    if family != "qwen3_vl":
+        return transformers.AutoProcessor.from_pretrained(folder, padding_side="left")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class WithoutVideos(transformers.Qwen3VLProcessor):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+    WithoutVideos.video_processor = None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return WithoutVideos(images, tokenizer, None, chat_template=tokenizer.chat_template)
+
+
+def record(family: str, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns numbers and arrays of a step of TRL."""
+    from datasets import Dataset
+
+    trl: Any = importlib.import_module("trl")
+    make_model(family, folder / "model")
+    args = trl.GRPOConfig(str(folder / "run"), use_cpu=True, bf16=False, gradient_checkpointing=False, **SETTINGS)
+    args.model_init_kwargs = {"dtype": "float32"}
+    dataset = Dataset.from_list(rows())
+    processor = load_processor(family, folder / "model")
+    trainer = trl.GRPOTrainer(str(folder / "model"), lambda **_: REWARDS, args, dataset, processing_class=processor)
+    encode = trainer.processing_class.tokenizer.encode
+    seen: dict[str, Any] = {}
+
+    def generate(prompt_ids: Any, *_: Any, **__: Any) -> Any:
+        assert len(prompt_ids) == len(COMPLETIONS)
+        return [encode(text, add_special_tokens=False) or [0] for text in COMPLETIONS], None
+
+    compute, logps_of = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+
+    def loss_of(model: Any, inputs: Any) -> Any:
+        seen.update(inputs)
+        seen["loss"] = compute(model, inputs)
+        return seen["loss"]
+
+    def recorded_logps(*given: Any, **options: Any) -> Any:
+        found = logps_of(*given, **options)
+        seen["logps"] = found[0].detach()
+        return found
+
+    assert processor is trainer.processing_class
+    trainer._generate_single_turn, trainer._compute_loss = generate, loss_of
+    trainer._get_per_token_logps_and_entropies = recorded_logps
+    step, gradients = trainer.training_step, {}
+
+    def kept(model: Any, *given: Any) -> Any:
+        start = time.perf_counter()
+        found = step(model, *given)
+        seen["seconds"] = time.perf_counter() - start
+        gradients.update(
+            {name: own.grad.numpy().copy() for name, own in model.named_parameters() if own.grad is not None}
+        )
+        return found
+
+    trainer.training_step = kept
+    trainer.train()
+    mask = seen["completion_mask"].bool()
+    logps = seen["logps"].masked_fill(~mask, 0.0).numpy()
+    names = list(chosen(gradients))
+    numbers = {
+        "prompts": [
+            ids[kept.bool()].tolist() for ids, kept in zip(seen["prompt_ids"], seen["prompt_mask"], strict=True)
+        ],
+        "completions": [ids[kept].tolist() for ids, kept in zip(seen["completion_ids"], mask, strict=True)],
+        "advantages": seen["advantages"].tolist(),
+        "loss": seen["loss"].item(),
+        "grad_norm": float(np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in gradients.values()))),
+        "tower_grad_norm": float(
+            np.sqrt(sum((g.astype(np.float64) ** 2).sum() for name, g in gradients.items() if is_tower(name)))
+        ),
+        "shapes": {name: list(own.shape) for name, own in trainer.model.named_parameters()},
+        "gradients": names,
+    }
+    pixels = seen["pixel_values"].numpy()
+    arrays = {f"{family}/logps": logps, f"{family}/pixels": pixels.astype(np.float32)}
+    arrays |= {f"{family}/grad/{name}": gradients[name] for name in names}
+    return numbers, arrays
+
+
+def is_tower(name: str) -> bool:
+    """True for a weight that sees images."""
+    return any(part in name for part in ("vision", "visual", "connector", "multi_modal_projector"))
+
+
+def chosen(gradients: dict[str, np.ndarray]) -> Iterator[str]:
+    """Yields the names of weights whose gradients are stored: some of each part."""
+    for name, grad in gradients.items():
+        first = (".0." in name and "q_proj" in name) or "blocks.0.attn.qkv" in name
+        ends = any(part in name for part in ("patch_embed", "connector", "multi_modal_projector", "merger.linear_fc2"))
+        if (first or ends or "embed_tokens" in name) and grad.size <= 8192:
+            yield name
+
+
+def main() -> None:
+    numbers: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for family in sys.argv[1:] or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            numbers[family], own = record(family, Path(folder))
+        arrays |= own
+        print(family, {name: numbers[family][name] for name in ("loss", "grad_norm", "tower_grad_norm")})
+    (GOLDEN / "trl_images.json").write_text(json.dumps(numbers) + "\n")
+    np.savez_compressed(GOLDEN / "trl_images.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()
