@@ -176,7 +176,7 @@ def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[A
 
 
 def _recipe(command: Mapping[str, Any]) -> "Recipe | None":
-    """Returns the recipe of a command, if it has one. Recipes are imported here, since every trainer imports reports."""
+    """Returns the recipe of a command, if it has one. It is imported here, since every trainer imports reports."""
     from groupax.recipes import RECIPES, load_recipe
 
     return load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
