@@ -61,11 +61,12 @@ FAMILIES = sorted(VISION_FAMILIES)
 
 
 def rest_long(cases):
-    """Leaves all but the first two cases of each family to `make long`."""
-    seen = Counter()
+    """Returns the cases, of which all but the first two of each family are left to `make long`."""
+    seen, marked = Counter(), []
     for case in cases:
         seen[case[0]] += 1
-        yield pytest.param(*case, marks=[pytest.mark.long] if seen[case[0]] > 2 else [])
+        marked.append(pytest.param(*case, marks=[pytest.mark.long] if seen[case[0]] > 2 else []))
+    return marked
 
 
 def a_qwen_image(seed=0, grid=(4, 6)):
