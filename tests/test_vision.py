@@ -229,7 +229,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole,
     assert type(again) is type(theirs)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for own, other in zip(torch_logits(again, ours.config.vision, prompts), expected, strict=True):
-        np.testing.assert_array_equal(own, other)
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-6)  # PyTorch's bits depend on where its arrays begin
 
 
 @pytest.mark.parity
