@@ -137,6 +137,7 @@ def test_prompts_have_the_log_probs_of_their_adapter():
             np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_the_arrays_of_an_engine_without_adapters_have_no_trace_of_them():
     engine = an_engine(a_base())
     session = engine.session()

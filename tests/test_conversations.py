@@ -60,6 +60,7 @@ def engine():
 
 
 # nothing; a token; around the pieces in which prompts are computed; all of the turn before
+@pytest.mark.heavy
 @pytest.mark.parametrize("max_tokens", rest_heavy([0, 33, 1000, 1, 31, 32, len(PROMPT), 85], quick=3))
 def test_the_next_turn_is_the_same_however_much_is_stored(engine, max_tokens):
     session = engine.session()

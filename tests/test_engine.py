@@ -73,6 +73,7 @@ def test_number_of_devices_does_not_show(tiny_model, expected, num_devices):
     assert tokens_of(engine_for(tiny_model, num_devices).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.optimized
 @pytest.mark.parametrize("max_slots", rest_heavy([5, 1, 12]))
 def test_number_of_slots_and_refill_do_not_show(tiny_model, expected, max_slots):
@@ -482,6 +483,7 @@ def test_end_of_sequence_as_the_first_token(tiny_model):
     assert (sequence.tokens, sequence.finish_reason) == ([1] * 12, "length")
 
 
+@pytest.mark.heavy
 def test_alternatives_through_the_engine(tiny_model):
     engine = engine_for(tiny_model)
     params = SamplingParams(n=2, max_tokens=10, seed=3)
@@ -512,6 +514,7 @@ class Letters:
         return [letters(row) for row in rows]
 
 
+@pytest.mark.heavy
 def test_stop_texts_that_straddle_tokens(tiny_model, expected):
     text = letters(expected[3][1])
     stop = (text[9:12], "never said")  # the second letter of a token and the next token

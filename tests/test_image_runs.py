@@ -325,7 +325,7 @@ def test_prompts_with_images_are_dropped_whole_or_refused_where_they_are_too_lon
 @pytest.mark.heavy
 def test_text_that_stands_for_an_image_is_refused_without_one(tmp_path):
     model = model_folder("gemma3", tmp_path / "model")
-    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, progress_bar="none", prompts_per_step=1)
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, progress_bar="none", max_completion_length=8)
     rows = [{"prompt": [{"role": "user", "content": f"Is {PLACE['gemma3']} one?"}], "image": an_image(0)}]
     with pytest.raises(ValueError, match="prompt 0: the prompt has 2 placeholders"):
         GRPOTrainer(model, reward, args, rows)

@@ -188,6 +188,7 @@ def test_an_adapter_of_a_mixtures_dense_layers_survives_the_disk(tmp_path):
     np.testing.assert_array_equal(all_logits(load_model(tmp_path / "adapter")), all_logits(model))
 
 
+@pytest.mark.heavy
 def test_an_adapter_survives_the_disk(tmp_path):
     save_model(init_model(TINY), tmp_path / "base")
     lora = LoRAConfig(r=3, lora_alpha=5, target_modules=("q_proj", "up_proj"), modules_to_save=("model.norm",))

@@ -93,7 +93,8 @@ def test_parts_that_are_no_text_are_refused_here_and_by_the_server(kind):
     with pytest.raises(ValueError, match=rf"prompt 3: message 1 of 1 has a part of type '{kind}', .* no vision"):
         render(with_template(BOTH), user([part, *PARTS]), "prompt 3")
     body = f'{{"messages": [{{"role": "user", "content": [{{"type": "{kind}"}}]}}]}}'
-    with pytest.raises(ApiError, match=f"has a part of type '{kind}'"):
+    of_images = {"image": "images are parts of type image_url", "image_url": "a part of a message must be"}
+    with pytest.raises(ApiError, match=of_images.get(kind, f"has a part of type '{kind}'")):
         parse(body.encode(), is_chat=True)
 
 

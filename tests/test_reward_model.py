@@ -97,6 +97,7 @@ def test_models_in_memory_need_a_tokenizer(tmp_path):
         resolve_rewards([model, count_a], [], [None])
 
 
+@pytest.mark.heavy
 def test_the_wrong_kind_of_model_is_refused(tmp_path):
     causal = save_model(init_model(TINY), tmp_path / "causal")
     with pytest.raises(ValueError, match=r"is not a reward model: its config.json names"):

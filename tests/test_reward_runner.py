@@ -313,6 +313,7 @@ def test_the_trainer_scores_during_decoding(tmp_path):
     assert calls == [(4, 0, 2)] * 4 + [(4, 1, 2)] * 4
 
 
+@pytest.mark.heavy
 def test_a_reward_that_fails_now_and_then_is_counted_and_reported_once(tmp_path, caplog):
     calls = []
 

@@ -187,6 +187,7 @@ def test_examples_that_cannot_be_learned_as_asked_are_refused(rows, settings, me
 # -- the loss
 
 
+@pytest.mark.heavy
 def test_the_loss_is_the_mean_over_learned_tokens_of_the_step(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=1, batch_size=8)
     rows = rows_of(trainer.examples.sequences)

@@ -216,6 +216,7 @@ def test_the_run_folder(tmp_path):
     assert (run / "model" / "tokenizer.json").is_file()
 
 
+@pytest.mark.heavy
 def test_an_earlier_run_is_moved_aside(tmp_path, caplog):
     a_trainer(tmp_path, max_steps=1).train()
     first = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -748,6 +748,7 @@ def test_listeners_receive_events_and_can_end_a_run(tmp_path):
 # -- steps that sample several rollouts
 
 
+@pytest.mark.heavy
 def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
     seen = []
 

@@ -68,6 +68,7 @@ def prompt_of(recorded, prompts, number):
     return next(group for group, (ids, _) in enumerate(prompts) if len(ids) == len(recorded["prompts"][number]))
 
 
+@pytest.mark.heavy
 def test_prompts_and_pixels_are_those_of_trls_processor(case):
     family, recorded, _, prompts = case
     pixels = ARRAYS[f"{family}/pixels"]

@@ -181,6 +181,7 @@ def test_a_learner_chooses_what_fits(monkeypatch):
     assert a_learner(monkeypatch, 1e3, gradient_checkpointing="all_dots").execution.checkpointing == "all_dots"
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_keeps_its_choice(monkeypatch, tmp_path):
     learner = a_learner(monkeypatch, ENOUGH_FOR_DOTS)
     model = init_model(TINY, mesh=one_device_mesh())
@@ -229,6 +230,7 @@ def test_the_memory_that_updates_are_planned_to_take(tmp_path):
     assert learner.planned_update_bytes(10**9) == gradients + learner.micro_batch_tokens * per_token
 
 
+@pytest.mark.heavy
 def test_the_cache_of_a_rollout_is_as_large_as_planned(tmp_path, monkeypatch):
     engine = (trainer := a_trainer(tmp_path)).engine
     seen = []

@@ -33,7 +33,7 @@ def read_file(path: Path, name: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"{name}: {path} is not a {KINDS} file; all but Parquet may be compressed as .gz, .zst or .bz2"
         )
-    return list(absolute_paths(READERS[kind](path), path.absolute().parent))
+    return absolute_paths(READERS[kind](path), path.absolute().parent)
 
 
 def check_characters(value: Any, where: str) -> None:

@@ -170,12 +170,12 @@ def named(value: Any) -> Any:
     return value
 
 
-def absolute_paths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Sequence[Mapping[str, Any]]:
+def absolute_paths(rows: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Returns rows whose images' paths are absolute; those of the dataset are relative to the folder of its file."""
     return [_absolute_row(row, folder) if has_images(row) else row for row in rows]
 
 
-def _absolute_row(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _absolute_row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     columns = {column: _absolute(row[column], folder) for column in COLUMNS if column in row}
     if isinstance(row.get("prompt"), list):
         messages = []

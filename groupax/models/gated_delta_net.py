@@ -95,6 +95,7 @@ def gated_delta_net(
         The output of each token, and the layer's updated cache.
     """
     inputs, gate = (_fused_inputs if net.fused else _inputs)(net, weights, h)
+    assert isinstance(config.activation, str), "no family clamps the activation of a delta net"
     recurrence = DeltaRecurrence(net, config.activation, weights["conv"], weights["a_log"], weights["dt_bias"])
     out, cache = recur(recurrence, inputs)
     normed = rms_norm(out, weights["delta_norm"], config.norm_eps).astype(jnp.float32)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.attention import MASKED
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Chunks
 from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.layers import scaled, softcapped
 
@@ -128,6 +128,7 @@ def _block_size(columns: int, column_bytes: int) -> int:
 def _list_blocks(sizes: _Sizes, attn: AttentionConfig, past: Past, cache: LayerCache) -> tuple[_Work, Int[Array, ""]]:
     """Lists the blocks with visible columns and counts them; if all rows are idle, it has one of the first row."""
     (B, _, _, T), S, R = cache.k.shape, cache.prompt_k.shape[3], sizes.rows
+    assert not isinstance(attn.window, Chunks), "the kernel has no chunks"
     num_blocks, num_prompt_blocks = T // sizes.block, S // sizes.prompt_block
     num_seen, prompt_first = past.lengths, jnp.repeat(past.prompt_starts, B // len(past.prompt_starts))
     if attn.window is not None:

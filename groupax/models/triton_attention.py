@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from groupax.models.config import AttentionConfig
+from groupax.models.config import AttentionConfig, Chunks
 from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.triton_softmax import (
     Softmax,
@@ -327,6 +327,7 @@ class _OwnColumns(NamedTuple):
 
 
 def _own_columns(attn: AttentionConfig, sizes: Sizes, length: Array) -> _OwnColumns:
+    assert not isinstance(attn.window, Chunks), "the kernels have no chunks"
     seen = length if attn.window is None else jnp.minimum(length, attn.window)
     first, newest = length - seen, jnp.maximum(length, 1) - 1
     num_blocks = pl.cdiv(newest, sizes.block) - lax.div(first, sizes.block)

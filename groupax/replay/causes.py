@@ -27,7 +27,7 @@ Numbers = Mapping[str, float | None]  # metrics; None for one that is not finite
 
 @dataclass(frozen=True, eq=False)
 class Cause:
-    """What made a metric fulfil a condition.
+    """The cause for which a metric fulfils a condition.
 
     Attributes:
         step: The step whose rows did it.

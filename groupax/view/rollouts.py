@@ -45,7 +45,7 @@ class Step:
 
     @property
     def has_images(self) -> bool:
-        """Whether prompts of the step may have images."""
+        """Returns whether prompts of the step may have images."""
         return "images" in self.table.column_names
 
     def rows_of(self, prompt_index: int) -> np.ndarray:

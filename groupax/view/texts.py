@@ -54,7 +54,7 @@ def _content(content: Any) -> str:
 
 
 def _part(part: Any) -> str:
-    """Returns a part of a message as text; "[image]" for an image, which the page shows beside it."""
+    """Returns a part of a message as text; "[image]" for an image, which the page shows next to it."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     return "[image]" if isinstance(part, dict) and part.get("type") == "image" else json.dumps(part)

@@ -1,4 +1,4 @@
-"""What an update was made of: its rows by their part in the gradient, and tokens by advantage and ratio.
+"""The parts of an update: its rows by their part in the gradient, and tokens by advantage and ratio.
 
 A row's share of the gradient is exact where `groupax replay --why` has computed it (`why/step_N.json`). Without it
 there is an estimate from what the run has recorded of every token. For token t with probability p the gradient of its

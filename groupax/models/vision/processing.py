@@ -1,4 +1,4 @@
-"""From images and text to what a model reads, with the image processors of transformers that use PIL and numpy."""
+"""Turns images and text into what a model reads, with the image processors of transformers that use PIL and numpy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from groupax.types import Image, PromptImages
 
 @dataclass(frozen=True, eq=False)
 class ImageProcessor:
-    """What turns the images of a model's prompts into patches and tokens.
+    """Turns the images of a model's prompts into patches and tokens.
 
     Attributes:
         config: The part of the model that sees images.
@@ -191,7 +191,7 @@ def _qwen2_vl() -> Any:
 
 @dataclass(frozen=True)
 class _Family:
-    """How a family processes images; without a placeholder it is the image token."""
+    """The processing of a family's images; without a placeholder it is the image token."""
 
     processor_class: Callable[[], Any]
     process: Callable[[ImageProcessor, Any], tuple[Image, str]]

@@ -1,4 +1,4 @@
-"""From the patches of images to features in place of tokens: a vision transformer and a projector."""
+"""Turns the patches of images into features in place of tokens: a vision transformer and a projector."""
 
 from functools import partial
 from typing import Any

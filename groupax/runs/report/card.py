@@ -1,4 +1,4 @@
-"""What a model's card says about its run. Imports no jax.
+"""Sections of a model's card about its run. Imports no jax.
 
 Cards are published, so they have no prompts, no completions, no texts of diagnostics, and names instead of paths.
 """

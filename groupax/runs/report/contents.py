@@ -5,9 +5,8 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number
@@ -15,6 +14,9 @@ from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
+
+if TYPE_CHECKING:
+    from groupax.recipes import Recipe
 
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.
@@ -132,7 +134,7 @@ def _subject(run: RunRecord) -> Rows:
     """Returns what was trained on what, and the command that repeats it."""
     facts = run.processes[-1].get("run", {}) if run.processes else {}
     command = run.command or {}
-    recipe = load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
+    recipe = _recipe(command)
     model = facts.get("model") or command.get("model") or (recipe and recipe.model)
     rewards = command.get("reward_funcs") or (recipe.reward_funcs if recipe else [])
     named = {
@@ -165,12 +167,19 @@ def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[A
         command: Content of `command.json`.
         settings: Value and default of each setting that differs from its default.
     """
-    recipe = command.get("recipe")
-    own = json.loads(json.dumps(dict(load_recipe(recipe).config))) if recipe in RECIPES else {}
+    recipe = _recipe(command)
+    own = json.loads(json.dumps(dict(recipe.config))) if recipe else {}
     options = {name: value for name, value in command.items() if value}
     options |= {name: value for name, (value, _) in settings.items() if name not in own or own[name] != value}
     verb = "train" if "reward_funcs" in command else "sft"
     return " ".join([f"groupax {verb}", *(_option(name, value) for name, value in options.items())])
+
+
+def _recipe(command: Mapping[str, Any]) -> "Recipe | None":
+    """Returns the recipe of a command, if it has one. It is imported here, since every trainer imports reports."""
+    from groupax.recipes import RECIPES, load_recipe
+
+    return load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
 
 
 def _option(name: str, value: Any) -> str:
