@@ -61,7 +61,7 @@ def groupax_side(folder: str, run: Path, num_steps: int) -> dict[str, float]:
     times: list[float] = []
     encoded: list[int] = []
     trainer = GRPOTrainer(folder, reward, args, rows())
-    learner = trainer.learner
+    learner: Any = trainer.learner
     apply = learner._apply
 
     def timed(accumulator: Any) -> Any:
@@ -73,7 +73,9 @@ def groupax_side(folder: str, run: Path, num_steps: int) -> dict[str, float]:
     learner._apply = timed
     trainer.train()
     config = learner.config
-    images = trainer.prompts.images_of([0])[0].images
+    of_first = trainer.prompts.images_of([0])[0]
+    assert of_first is not None, "every prompt has an image"
+    images = of_first.images
     forward, both = tower_flops(config.vision, learner.policy["vision"], images)
     in_rollout = float(statistics.median(np.diff(encoded)[WARM_UP - 1 :]))
     return {
@@ -155,7 +157,7 @@ def trl_side(folder: str, run: Path, num_steps: int) -> dict[str, float] | None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__ or "")
     arguments.add_argument("--steps", type=int, default=3)
     args = arguments.parse_args()
     folder = load_recipe("shapes").model

@@ -199,6 +199,7 @@ def logps_of(
     B, T = rows.shape[0], rows.shape[1] - 1
     tokens = rows[:, :-1].reshape(-1)
     is_image = tokens == IMAGE
+    assert config.vision is not None, "the model sees images"
     images = ImageInputs(
         encode_images(config.vision, params["vision"], in_patches(config, pictures)),
         jnp.where(is_image, jnp.cumsum(is_image) - 1, -1),
@@ -223,6 +224,7 @@ def in_patches(config: ModelConfig, pictures: Int[Array, "B H W C"]) -> Any:
     patches = patches.reshape(-1, side, size, side, size, 3).transpose(0, 1, 3, 5, 2, 4).reshape(-1, side * side, 192)
     cells = cells_of((side, side), MERGED)
     patches = patches[:, cells[:, 0] * side + cells[:, 1]]
+    assert config.vision is not None, "the model sees images"
     like, _ = batch_images(config.vision, [make_image(np.zeros((1, side * side, 192)), (side, side))])
     batch = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(patches), *x.shape[1:])), like)
     return replace(batch, patches=patches)
