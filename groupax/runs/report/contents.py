@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
@@ -14,9 +14,6 @@ from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
-
-if TYPE_CHECKING:
-    from groupax.recipes import Recipe
 
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.
@@ -175,8 +172,8 @@ def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[A
     return " ".join([f"groupax {verb}", *(_option(name, value) for name, value in options.items())])
 
 
-def _recipe(command: Mapping[str, Any]) -> "Recipe | None":
-    """Returns the recipe of a command, if it has one. It is imported here, since every trainer imports reports."""
+def _recipe(command: Mapping[str, Any]) -> Any:
+    """Returns the `Recipe` of a command, None for none; imported here, since every trainer imports reports."""
     from groupax.recipes import RECIPES, load_recipe
 
     return load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
