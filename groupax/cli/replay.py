@@ -52,14 +52,14 @@ class Replay:
     """Parts of the bundle that may be large: the weights and the optimizer state before the step, by default if they
     are below 64 MB, and the model that the run started from, by default not."""
     base: str | None = None
-    """Of a bundle: folder or hub id of the model that the run started from, if that is not included."""
+    """Folder or hub id of the model that a bundle's run started from, if the bundle does not include it."""
     state: str | None = None
-    """Of a bundle: folder of the run, or its checkpoint before the step, if the state is not included."""
+    """Folder of a bundle's run, or its checkpoint before the step, if the bundle does not include the state."""
     allow_code: bool = False
-    """Of a bundle: import the functions that its settings and its command name, and call its rewards and tools. Do so
-    only with functions that you know."""
+    """Import the functions that a bundle's settings and command name, and call its rewards and tools. Do so only with
+    functions that you know."""
     max_gb: float = 8.0
-    """Of a bundle: most gigabytes to unpack."""
+    """Largest size of a bundle's unpacked content, in gigabytes."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = "none"
     """Display of the replay's progress."""
 
