@@ -15,6 +15,8 @@ from groupax.models.saving import save_model
 from groupax.models.specs import init_params
 from groupax.parallel.mesh import make_mesh
 
+from .vision_models import SIGLIP
+
 SPECIAL = {
     "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>", "<end_of_turn>"],
@@ -40,14 +42,6 @@ TEXT = {
     "head_dim": 8,
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
-}
-SIGLIP = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "image_size": 16,
-    "patch_size": 4,
 }
 QWEN = {
     "depth": 2,

@@ -10,9 +10,8 @@ import operator
 import random
 import zlib
 from collections.abc import Iterator
-from typing import Literal
 
-Split = Literal["train", "held_out"]
+from groupax.recipes.splits import Split, draw_split
 
 PROMPT = "{}="
 MAX_VALUE = 99
@@ -48,18 +47,12 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]
 
 
 def expressions(seed: int, split: Split = "train") -> Iterator[str]:
-    """Yields the expressions of `generate`, without end.
+    """Returns an iterator over the expressions of `generate`, without end.
 
     Raises:
         ValueError: `split` is unknown.
     """
-    if split not in ("train", "held_out"):
-        raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
-    rng = random.Random(f"{split} {seed}")
-    while True:
-        expression = _draw(rng)
-        if is_held_out(expression) == (split == "held_out"):
-            yield expression
+    return draw_split(_draw, is_held_out, seed, split)
 
 
 def is_held_out(expression: str) -> bool:

@@ -8,9 +8,9 @@ import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Split = Literal["train", "held_out"]
+from groupax.recipes.splits import Split, draw_split
 
 KINDS = ("circle", "square", "triangle")
 COLORS = {"red": (208, 48, 48), "green": (40, 160, 72), "blue": (48, 88, 208)}
@@ -115,18 +115,12 @@ def as_row(scene: Scene) -> dict[str, Any]:
 
 
 def scenes(seed: int, split: Split = "train") -> Iterator[Scene]:
-    """Yields the scenes of `generate`, without end.
+    """Returns an iterator over the scenes of `generate`, without end.
 
     Raises:
         ValueError: `split` is unknown.
     """
-    if split not in ("train", "held_out"):
-        raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
-    rng = random.Random(f"{split} {seed}")
-    while True:
-        scene = _random_scene(rng)
-        if is_held_out(scene) == (split == "held_out"):
-            yield scene
+    return draw_split(_random_scene, is_held_out, seed, split)
 
 
 def is_held_out(scene: Scene) -> bool:
