@@ -104,28 +104,27 @@ def groupax_steps(
 
 
 class RecordsSome(GRPOTrainer):
-    """A trainer that records every second step, and counts the seconds that this takes."""
+    """A trainer that records every second step, and counts the seconds that its digests and its inputs take."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.seconds: dict[int, float] = {}
+        self.seconds: dict[str, dict[int, float]] = {"digests": {}, "inputs": {}}
 
     @property
     def _is_recorded(self) -> bool:
         return self.cursor.step % 2 == 0
 
     def _record(self, *arguments: Any) -> None:
-        self._count(super()._record, *arguments)
+        self._count("digests", super()._record, *arguments)
 
     def _save_if_due(self, saver: Any) -> None:
-        self._count(super()._save_if_due, saver)
+        self._count("inputs", super()._save_if_due, saver)
 
-    def _count(self, function: Any, *arguments: Any) -> None:
+    def _count(self, kind: str, function: Any, *arguments: Any) -> None:
         if self._is_recorded:
             begun_s = time.perf_counter()
             function(*arguments)
-            step = self.cursor.step
-            self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - begun_s
+            self.seconds[kind][self.cursor.step] = time.perf_counter() - begun_s
 
 
 def recording(model_folder: Path, run_folder: Path, num_steps: int) -> list[dict[str, Any]]:
@@ -143,13 +142,15 @@ def recording(model_folder: Path, run_folder: Path, num_steps: int) -> list[dict
     trainer.train()
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     kinds = {kind: [line for line in lines if line["step"] % 2 == rest] for kind, rest in (("with", 0), ("without", 1))}
-    seconds = [trainer.seconds[int(line["step"])] for line in kinds["with"]]
     rows = [
         {"recording": kind, "step_s": statistics.median(each["step_time"] for each in own)}
         for kind, own in kinds.items()
     ]
-    share = sum(seconds) / sum(line["step_time"] for line in kinds["with"])
-    taken = {"recording_s": statistics.median(seconds), "longest_s": max(seconds), "share_of_steps": share}
+    taken = {}
+    for kind, by_step in trainer.seconds.items():
+        seconds = [by_step[int(line["step"])] for line in kinds["with"]]
+        taken[f"{kind}_s"] = statistics.median(seconds)
+        taken[f"{kind}_share"] = sum(seconds) / sum(line["step_time"] for line in kinds["with"])
     return [{**rows[0], **taken}, {**rows[1], **dict.fromkeys(taken)}]
 
 

@@ -21,7 +21,6 @@ from groupax.terminal.printable import one_line
 from groupax.types import Metrics
 
 CARD_NAME = "README.md"
-_ESTIMATES = ("pass@1", "reward")  # of held-out prompts
 _PACKAGES = ("groupax", "jax", "transformers")
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,59}")
@@ -124,7 +123,6 @@ def run_card(
     rewards: Sequence[str],
     num_steps: int,
     metrics: Metrics,
-    estimates: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None,
     is_chat: bool = False,
     license_id: str | None = None,
     of_episodes: Mapping[str, str] | None = None,
@@ -141,7 +139,6 @@ def run_card(
         rewards: Names of the reward functions, if there are any.
         num_steps: Number of optimizer steps so far.
         metrics: Metrics of the last logged step.
-        estimates: Means over held-out prompts, by the step after which they were measured, the set and the metric.
         is_chat: Whether the tokenizer has a chat template.
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
@@ -159,7 +156,6 @@ def run_card(
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
-        _held_out(estimates or {}),
         f"## Use\n\n{_usage(adapter is not None, is_chat)}",
         f"## Training\n\n{_table(('', ''), rows)}",
         of_run,
@@ -230,23 +226,6 @@ def license_of(text: str | None) -> str | None:
 def code(text: str) -> str:
     """Returns a text as inline code of one line without markup, also for table cells."""
     return f"`{one_line(text, _MAX_CHARS).replace('`', chr(39)).replace('|', '/').strip() or ' '}`"
-
-
-def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Returns a table of the first and the last means; empty if there are none."""
-    if not estimates:
-        return ""
-    steps = sorted({min(estimates), max(estimates)})
-    rows = []
-    for name, last in estimates[steps[-1]].items():
-        for key in _ESTIMATES:
-            if key in last:
-                values = [str(estimates[step][name].get(key, "")) for step in steps]
-                rows.append((f"{name}: {key} ({last[key].num_items} prompts)", *values))
-    if not rows:
-        return ""
-    columns = ("", *(f"after step {step}" for step in steps))
-    return f"## Held-out prompts\n\nMeans with 95 % intervals.\n\n{_table(columns, rows)}"
 
 
 def _usage(is_adapter: bool, is_chat: bool) -> str:

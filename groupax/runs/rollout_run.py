@@ -263,11 +263,10 @@ class RolloutRun(Run[GRPOConfig]):
             [reward.name for reward in self.rewards],
             self.cursor.step,
             self.last_metrics,
-            self.estimates,
             bool(getattr(self.tokenizer, "chat_template", None)),
             license_of(read_card(self._model.source)),
             self.rules.names,
-            of_run=run_sections(self.run_folder.path),
+            of_run=run_sections(self.run_folder.path, self.estimates),
         )
 
     @property

@@ -96,6 +96,10 @@ class RunRecord:
         return int(last["num_devices"]), "device"
 
 
+class NoStepsError(ValueError):
+    """A folder has no run, or one without a logged step."""
+
+
 def read_run(folder: Path, has_samples: bool = True) -> RunRecord:
     """Returns the record of a run, during the run or afterwards.
 
@@ -104,15 +108,15 @@ def read_run(folder: Path, has_samples: bool = True) -> RunRecord:
         has_samples: Whether to read completions and held-out items too.
 
     Raises:
-        ValueError: The folder has no run, or its run has no logged step yet.
+        NoStepsError: The folder has no run, or its run has no logged step yet.
     """
     folder = run_folder_in(folder)
     if not (folder / "metrics.jsonl").is_file():
-        raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
+        raise NoStepsError(f"{folder} is no run folder: it has no metrics.jsonl")
     lines = _json_lines(folder / "metrics.jsonl")
     metrics = [line for line in lines if "loss" in line and "step" in line]
     if not metrics:
-        raise ValueError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
+        raise NoStepsError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
     config = _json(folder / "config.json") or {}
     defaults = json.loads(json.dumps(config_class(config)().to_dict()))
     return RunRecord(
