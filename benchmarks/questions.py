@@ -138,8 +138,8 @@ TAGS = 'input[placeholder^="Filter tags"]'
 TENSORBOARD = (
     Way(
         "curves of reward and held-out pass@1; no comparison before and after",
-        [("*", "^reward$"), ("*", "^eval_pass@1$")],
-        [Act("type", TAGS, text="^reward$|^eval_pass@1$")],
+        [("scalar-card", r"^reward\b[^]*good/tensorboard"), ("scalar-card", r"^eval_pass_1\b[^]*good/tensorboard")],
+        [Act("type", TAGS, text="^reward$|^eval_pass_1$")],
     ),
     Way(
         "step and text of the diagnostic, among all texts",
@@ -148,11 +148,20 @@ TENSORBOARD = (
     ),
     Way(
         "up to 16 completions of some steps, of other prompts each time",
-        [("td", "answer")],
-        [Act("click", "*", "^TEXT$"), Act("scroll", "*", "^samples")],
+        [("td", "answer>")],
+        [
+            Act("click", "*", "^TEXT$"),
+            Act("scroll", ".heading", "^samples"),
+            Act("click", ".heading", "^samples"),
+            Act("scroll", "td", "answer>"),
+        ],
     ),
     Way("has no rewards by prompt"),
-    Way("one curve for each phase; no shares", [("*", "^time/rollout_s$")], [Act("type", TAGS, text="^time/")]),
+    Way(
+        "one curve for each phase; no shares",
+        [("scalar-card", r"compile_s\s[^]*good/tensorboard"), ("scalar-card", "rollout_s")],
+        [Act("type", TAGS, text="^time/")],
+    ),
 )
 FILTER = 'input[placeholder^="e.g., loss"]'
 TRACKIO = (
@@ -282,8 +291,9 @@ def environment(folder: Path, package: Path) -> Mapping[str, str]:
 
 @contextmanager
 def served(command: Sequence[str], env: Mapping[str, str], announced: str) -> Iterator[str]:
-    """Serves a page until the context ends; yields the address that the command prints."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as server:
+    """Serves a page until the context ends; yields the address that the command prints. Modules are those of `env`."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **streams, text=True, env=env, cwd=env["PYTHONPATH"].split(":")[0]) as server:
         assert server.stdout is not None
         try:
             for line in server.stdout:

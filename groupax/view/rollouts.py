@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 
 from groupax.types import TRUNCATIONS
-from groupax.view.arrow import has_mask, scalar_text
+from groupax.view.arrow import as_text, has_mask, scalar_text
 from groupax.view.runs import NotFoundError
 
 CACHE_BYTES = 64 * 2**20
@@ -97,6 +97,24 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
         truncated=np.array([reason in TRUNCATIONS for reason in reasons] or [False] * table.num_rows, bool),
         num_tokens=lengths,
     )
+
+
+def read_texts(path: Path) -> tuple[list[str], Any]:
+    """Returns a step's different prompts, and an array of its completions: all that most searches need.
+
+    Args:
+        path: Path of the rollout log.
+
+    Raises:
+        ValueError: The file is damaged or is not a rollout log.
+    """
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            table = file.read(columns=["prompt", "completion"], use_threads=False)
+        prompts, completions = as_text(table.column("prompt")).unique(), as_text(table.column("completion"))
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    return [scalar_text(prompt, None)[0] for prompt in prompts], completions
 
 
 class StepCache:

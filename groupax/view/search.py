@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.compute
 
 from groupax.view.arrow import as_text
-from groupax.view.rollouts import Step, read_step
+from groupax.view.rollouts import Step, read_step, read_texts
 from groupax.view.runs import Run
 from groupax.view.texts import PREVIEW_CHARACTERS, searched_text
 
@@ -76,6 +76,18 @@ class Query:
         for row, place in zip(rows[in_prompt | (places >= 0)], places[in_prompt | (places >= 0)], strict=True):
             yield int(row), _num_characters(step, int(row), int(place))
 
+    def may_match(self, path: Path) -> bool:
+        """Returns whether a step's texts match, whatever else is asked for.
+
+        Raises:
+            ValueError: The file is damaged or is not a rollout log.
+        """
+        if not self.text:
+            return True
+        prompts, completions = read_texts(path)
+        searched = pyarrow.array(map(searched_text, prompts), pyarrow.large_string())
+        return bool((self._places(completions) >= 0).any() or (self._places(searched) >= 0).any())
+
     def _places(self, texts: Any) -> np.ndarray:
         """Returns [N] the byte at which the first match begins in each text, -1 without one.
 
@@ -118,15 +130,18 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
     for num_searched, number in enumerate(reversed(steps)):
         if num_searched and time.monotonic() - started_s > BUDGET_S:
             return {"hits": hits, "next": {"before": number + 1, "first": 0}, "num_searched": num_searched}
+        path = run.rollout_file(number)
+        start, first = first, 0
         try:
-            step = read(run.rollout_file(number), weights)
+            if not query.may_match(path):
+                continue
+            step = read(path, weights)
         except ValueError:  # damaged, or removed in the meantime
             continue
-        for row, place in query.rows(step, first):
+        for row, place in query.rows(step, start):
             if len(hits) == MAX_HITS:
                 return {"hits": hits, "next": {"before": number + 1, "first": row}, "num_searched": num_searched}
             hits.append(_hit(step, number, row, place))
-        first = 0
     return {"hits": hits, "next": None, "num_searched": len(steps)}
 
 
@@ -134,8 +149,11 @@ def exported(run: Run, query: Query) -> Iterator[bytes]:
     """Yields the matching completions of all steps as JSON Lines, newest steps first, with their full texts."""
     weights = run.reward_weights()
     for number in reversed(run.rollout_steps()):
+        path = run.rollout_file(number)
         try:
-            step = read_step(run.rollout_file(number), weights)
+            if not query.may_match(path):
+                continue
+            step = read_step(path, weights)
         except ValueError:  # damaged, or removed in the meantime
             continue
         for row, _ in query.rows(step):
