@@ -292,8 +292,8 @@ def environment(folder: Path, package: Path) -> Mapping[str, str]:
 @contextmanager
 def served(command: Sequence[str], env: Mapping[str, str], announced: str) -> Iterator[str]:
     """Serves a page until the context ends; yields the address that the command prints. Modules are those of `env`."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **streams, text=True, env=env, cwd=env["PYTHONPATH"].split(":")[0]) as server:
+    pipe, package = subprocess.PIPE, env["PYTHONPATH"].split(":")[0]
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=package) as server:
         assert server.stdout is not None
         try:
             for line in server.stdout:
