@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -111,7 +112,8 @@ def fit(
 
 
 def save(model: Model, folder: Path, tokenizer: Any) -> None:
-    """Write the model and its tokenizer."""
+    """Write the model and its tokenizer, in place of what is there."""
+    shutil.rmtree(folder, ignore_errors=True)
     save_model(model, folder, tokenizer)
     # transformers 5 writes a class that transformers 4 does not have; both know this one.
     path = folder / "tokenizer_config.json"
