@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from groupax.cli.main import main
 from groupax.config import GRPOConfig
 from groupax.data.images import images_of, named, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
@@ -305,7 +306,9 @@ def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_pat
     resumed.train()
     assert resumed.learner.digest() == whole.learner.digest()
     assert len(list((tmp_path / "whole" / "images").glob("*.png"))) == 3
-    again = a_run(tmp_path / "again", tmp_path / "whole" / "model", 1)
+    exported = tmp_path / "exported"
+    assert main(["checkpoints", str(tmp_path / "half"), "export", "--to", str(exported)]) == 0
+    again = a_run(tmp_path / "again", exported, 1)
     first, last = a_run(tmp_path / "first", model, 1).learner, again.learner
     for a, b in zip(jax.tree.leaves(first.untrained), jax.tree.leaves(last.untrained), strict=True):
         np.testing.assert_array_equal(a, b)

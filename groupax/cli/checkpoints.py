@@ -82,12 +82,12 @@ def _delete_checkpoint(store: Any, step: int | None, command: Checkpoints) -> No
 
 
 def _export_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
-    from groupax.runs.checkpoints.inspect import export, tokenizer_of
+    from groupax.runs.checkpoints.inspect import export
 
     if command.to is None:
         raise ValueError("where to? give --to FOLDER")
     chosen = store.steps()[-1] if step is None else step
-    folder = export(store, chosen, command.to, tokenizer_of(store))
+    folder = export(store, chosen, command.to)
     print(f"the model of {store.where(chosen)} is in {folder}")
 
 

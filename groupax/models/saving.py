@@ -19,12 +19,12 @@ from groupax.models.quantize import dense
 from groupax.models.spec import Spec
 from groupax.models.specs import model_specs
 from groupax.models.tensor_files import INDEX_NAME, cast
+from groupax.models.vision.processing import write_processor
 from groupax.models.vision.specs import vision_modules
-from groupax.storage.folders import read_json, write_json
+from groupax.storage.folders import write_json
 from groupax.storage.replacing import replacing_folder
 
 SHARD_BYTES = 5 * 10**9
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # of a model that sees images
 
 
 def save_model(
@@ -65,7 +65,7 @@ def save_model(
         if model.generation_config:
             write_json(partial / "generation_config.json", model.generation_config)
         _save_params(model, partial, dtype, weights)
-        _copy_processor(model, partial)
+        write_processor(model.source if model.config.vision else None, partial)
         _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
 
@@ -89,7 +89,7 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
     with replacing_folder(folder, source_folders(model)) as partial:
         write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_config_dict(model.adapter, model.config))
         peft_format.write_tensors(model.config, model.adapter.config, model.adapter.trained, partial)
-        _copy_processor(model, partial)
+        write_processor(model.source if model.config.vision else None, partial)
         _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
 
@@ -98,15 +98,6 @@ def source_folders(model: Model) -> list[Path]:
     """Returns the existing local folders that a model, its adapter and the adapter's base were read from."""
     names = [model.source, model.name, model.adapter and model.adapter.base_name]
     return [Path(name) for name in names if name and Path(name).is_dir()]
-
-
-def _copy_processor(model: Model, folder: Path) -> None:
-    """Copies the settings of the image processor from the folder that a model was read from."""
-    if model.config.vision is None or model.source is None:
-        return
-    for name in PROCESSOR_FILES:
-        if (model.source / name).is_file():
-            write_json(folder / name, read_json(model.source / name))
 
 
 def _write_tokenizer_and_card(folder: Path, tokenizer: Any, card: str | None) -> None:

@@ -10,9 +10,11 @@ from jaxtyping import Float, Int
 
 from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, VisionConfig
 from groupax.models.vision.placement import make_image, num_features, place_images
-from groupax.storage.folders import read_json
+from groupax.storage.folders import read_json, write_json
 from groupax.terminal.printable import short_repr
 from groupax.types import Image, PromptImages
+
+FILES = ("preprocessor_config.json", "processor_config.json")  # settings of the image processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,15 @@ class ImageProcessor:
     processor: Any
     placeholder: str
     token: str
+
+
+def write_processor(source: Path | None, folder: Path) -> None:
+    """Copies the settings of the image processor, if there are any, from the folder that a model was read from."""
+    if source is None:
+        return
+    for name in FILES:
+        if (source / name).is_file():
+            write_json(folder / name, read_json(source / name))
 
 
 def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> ImageProcessor:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -53,14 +52,15 @@ def damages(store: Store) -> dict[int, str | None]:
     return {step: damage(store.local(step)) for step in store.steps()}
 
 
-def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: Any = None) -> Path:
+def export(store: Store, step: int, folder: str | os.PathLike[str]) -> Path:
     """Writes the policy of a checkpoint as a Hugging Face folder, in the dtype of the run's starting model.
+
+    The run's tokenizer and the settings of its image processor are written too.
 
     Args:
         store: The run's checkpoints.
         step: Step of the checkpoint.
         folder: Folder to write; a model that groupax wrote there is replaced, other files stay.
-        tokenizer: Tokenizer to write too, if given.
 
     Raises:
         ForeignFilesError: The folder has files that groupax did not write.
@@ -82,11 +82,7 @@ def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: A
         raise ValueError(f"{store.where(step)} does not have the weights of a whole model; they differ in {other[:4]}")
     leaves = [np.asarray(named[name]) for name in specs]
     params = jax.tree.unflatten(jax.tree.structure(model_specs(config)), leaves)
-    model = Model(config, params, make_mesh(), origin["config"], origin["generation_config"])
+    source = store.sibling_folder("tokenizer")
+    tokenizer = None if source is None else load_tokenizer(source)
+    model = Model(config, params, make_mesh(), origin["config"], origin["generation_config"], source)
     return save_model(model, folder, tokenizer, origin["dtype"])
-
-
-def tokenizer_of(store: Store) -> Any:
-    """Returns the tokenizer from the run's folder; None if there is none."""
-    folder = store.sibling_folder("tokenizer")
-    return None if folder is None else load_tokenizer(folder)
