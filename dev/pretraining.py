@@ -24,6 +24,7 @@ from groupax.models.logprobs import token_logprobs
 from groupax.models.saving import save_model
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA
+from groupax.runs.model_card import read_card
 
 WARMUP_STEPS = 100
 
@@ -112,9 +113,10 @@ def fit(
 
 
 def save(model: Model, folder: Path, tokenizer: Any) -> None:
-    """Write the model and its tokenizer, in place of what is there."""
+    """Write the model and its tokenizer, in place of what is there but for the `README.md`."""
+    card = read_card(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    save_model(model, folder, tokenizer)
+    save_model(model, folder, tokenizer, card=card)
     # transformers 5 writes a class that transformers 4 does not have; both know this one.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -3,7 +3,7 @@
 The model was pretrained on answers of mixed quality (see `model/README.md`). It can name the shapes of a picture one by
 one and then count, but mostly guesses. The rewards are for an answer in the form
 `<think>...</think><answer>...</answer>`, and mainly for a correct one. Rows of another source have the columns
-`prompt` (such as `How many red circles?`), `image` and `answer`.
+`prompt` (such as `How many red shapes?`), `image` and `answer`.
 """
 
 from typing import Any

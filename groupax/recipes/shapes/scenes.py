@@ -20,8 +20,6 @@ IMAGE_PIXELS = CELLS_PER_SIDE * CELL_PIXELS
 NUM_SHAPES = (2, 6)  # fewest and most of a picture
 RADIUS_PIXELS = (5, 7)  # smallest and largest
 HELD_OUT_FRAC = 0.1
-# Which properties a question has -> how often it is asked.
-QUESTION_SHARES = {"color": 0.35, "kind": 0.35, "both": 0.3}
 
 
 @dataclass(frozen=True)
@@ -49,44 +47,47 @@ class Scene:
     Attributes:
         shapes: Shapes in the order of their cells.
         background: Brightness of the background.
-        color, kind: What to count; None for any.
+        asked: The colour or the form to count.
     """
 
     shapes: tuple[Shape, ...]
     background: int
-    color: str | None
-    kind: str | None
+    asked: str
 
     @property
     def question(self) -> str:
         """The question.
 
         Example:
-            >>> Scene((), 255, "red", None).question
+            >>> Scene((), 255, "red").question
             'How many red shapes?'
         """
-        return f"How many {self.color or ''} {self.kind or 'shape'}s?".replace("  ", " ")
+        return f"How many {self.asked}{'s' if self.asked in KINDS else ' shapes'}?"
 
     @property
     def answer(self) -> str:
         """Number of the shapes that are asked for."""
-        return str(sum(self.color in (None, each.color) and self.kind in (None, each.kind) for each in self.shapes))
+        return str(sum(self.asked in (each.color, each.kind) for each in self.shapes))
 
     @property
     def worked_solution(self) -> str:
-        """A completion that gets the full reward: it names all shapes in reading order first.
+        """A completion that gets the full reward: it goes through the cells first, and counts.
 
         Example:
             >>> shapes = (Shape(0, "red", "circle", 5, (0, 0)), Shape(4, "blue", "square", 6, (1, 0)))
-            >>> Scene(shapes, 255, "red", None).worked_solution
-            '<think>red circle;blue square</think><answer>1</answer>'
+            >>> Scene(shapes, 255, "red").worked_solution
+            '<think>red=1 circle;;;;blue square;;;;</think><answer>1</answer>'
         """
-        return f"<think>{describe(self.shapes)}</think><answer>{self.answer}</answer>"
+        return f"<think>{self.description}</think><answer>{self.answer}</answer>"
 
-
-def describe(shapes: tuple[Shape, ...]) -> str:
-    """Names shapes in reading order."""
-    return ";".join(f"{shape.color} {shape.kind}" for shape in shapes)
+    @property
+    def description(self) -> str:
+        """The names of the shapes in all cells, in reading order, with a number after each word that was asked for."""
+        numbers, by_cell = itertools.count(1), {shape.cell: (shape.color, shape.kind) for shape in self.shapes}
+        cells = [by_cell.get(cell, ()) for cell in range(CELLS_PER_SIDE**2)]
+        return ";".join(
+            " ".join(f"{word}={next(numbers)}" if word == self.asked else word for word in words) for words in cells
+        )
 
 
 def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]]:
@@ -154,15 +155,9 @@ def draw(scene: Scene) -> Any:
 def _random_scene(rng: random.Random) -> Scene:
     cells = sorted(rng.sample(range(CELLS_PER_SIDE**2), rng.randint(*NUM_SHAPES)))
     shapes = tuple(_random_shape(rng, cell) for cell in cells)
-    asked = rng.choices(list(QUESTION_SHARES), list(QUESTION_SHARES.values()))[0]
     # mostly of a shape that there is, so that few answers are 0
     example = rng.choice(shapes) if rng.random() < 0.9 else _random_shape(rng, 0)
-    return Scene(
-        shapes,
-        rng.randint(200, 255),
-        None if asked == "kind" else example.color,
-        None if asked == "color" else example.kind,
-    )
+    return Scene(shapes, rng.randint(200, 255), rng.choice((example.color, example.kind)))
 
 
 def _random_shape(rng: random.Random, cell: int) -> Shape:
