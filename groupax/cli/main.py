@@ -2,13 +2,16 @@
 
 import io
 import logging
+import os
+import select
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from groupax import __version__
 from groupax.cli import evaluate as evaluation_commands
@@ -151,7 +154,22 @@ def entry_point() -> None:
     warnings.formatwarning = _formatted_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
+
+
+def _has_lost_its_reader(stream: TextIO) -> bool:
+    """Returns whether the program that a stream was piped into has ended, as `head` does."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Visible(logging.Formatter):

@@ -42,8 +42,8 @@ class SamplingSettings:
     """Divides positive logits of tokens that occurred in prompt or completion and multiplies negative ones; 1 is off
     (arXiv:1909.05858, section 4.1)."""
     stop: Sequence[str] = ()
-    """Stop strings: texts that end a completion. Its tokens include them, its text does not. One that is written like a
-    special token is that token."""
+    """Stop strings: texts that end a completion and are its last part; responses of a server leave them out. One that
+    is written like a special token is that token."""
     regex: str | None = None
     """Regular expression in the syntax of Rust's regex crate that every completion matches as a whole: other tokens are
     not sampled. None for any text. Needs pip install 'groupax[structured]'."""

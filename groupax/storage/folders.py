@@ -55,6 +55,10 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{str(name_or_path)!r} is neither a model folder nor a hub id: it has a null character")
     path = Path(name_or_path).expanduser().absolute()
     if path.is_dir():
+        if all((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
+            model = path / "model"
+            hint = f"its model is {model}" if model.is_dir() else "it has no model/ yet, see groupax checkpoints"
+            raise ValueError(f"{path} is the folder of a run, not of a model; {hint}")
         if not (path / "config.json").is_file() and not (path / ADAPTER_NAME).is_file():
             contents = list_names(entry.name for entry in path.iterdir()) or "nothing"
             raise ValueError(f"{path} is not a model folder: it has no config.json (it contains {contents})")
