@@ -756,7 +756,7 @@ def test_held_out_results_stand_in_the_card(tmp_path):
     trainer.write_card()
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "## Held-out prompts" in card
-    assert "| after step 0 | after step 1 |" in card
+    assert "| means with 95 % intervals | after step 0 | after step 1 |" in card
     check_destination(tmp_path / "run" / "model")
 
 

@@ -310,7 +310,7 @@ def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch
 def test_a_run_folder_is_no_model_folder_and_the_message_names_its_model(tmp_path):
     for name in ("config.json", "run.json", "metrics.jsonl"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match="the folder of a run, not of a model; it has no model/ yet"):
+    with pytest.raises(ValueError, match="the folder of a run, not of a model; it has none yet"):
         resolve_folder(tmp_path)
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=f"its model is {tmp_path}/model"):

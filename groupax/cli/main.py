@@ -11,31 +11,28 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from groupax import __version__
 from groupax.cli import evaluate as evaluation_commands
 from groupax.cli import models as model_commands
 from groupax.cli import results as result_commands
+from groupax.cli.bisect import bisect
+from groupax.cli.checkpoints import checkpoints
+from groupax.cli.generate import generate
 from groupax.cli.init import init
 from groupax.cli.launch import launch
+from groupax.cli.replay import replay
+from groupax.cli.resume import resume
 from groupax.cli.serve import serve
+from groupax.cli.sft import sft
+from groupax.cli.train import plan_run, train
 from groupax.cli.view import view
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.parallel import processes
 from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
-
-if TYPE_CHECKING:
-    pass
-from groupax.cli.bisect import bisect
-from groupax.cli.checkpoints import checkpoints
-from groupax.cli.generate import generate
-from groupax.cli.replay import replay
-from groupax.cli.resume import resume
-from groupax.cli.sft import sft
-from groupax.cli.train import plan_run, train
 
 _python_format = warnings.formatwarning
 
@@ -156,9 +153,9 @@ def entry_point() -> None:
         logging.lastResort.setFormatter(_Visible())
     try:
         status = main()
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
-        if not _has_lost_its_reader(sys.stdout):
+        if sys.stdout is None or not _has_lost_its_reader(sys.stdout):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         status = 128 + signal.SIGPIPE

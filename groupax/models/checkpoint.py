@@ -59,6 +59,11 @@ class Model:
     name: str | None = None
     adapter: Adapter | None = None
 
+    @property
+    def processor_folder(self) -> Path | None:
+        """The folder with the settings of the image processor; None for a model of text, and for a new one."""
+        return self.source if self.config.vision else None
+
 
 def init_model(
     hf_config: Mapping[str, Any],

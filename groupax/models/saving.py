@@ -65,7 +65,7 @@ def save_model(
         if model.generation_config:
             write_json(partial / "generation_config.json", model.generation_config)
         _save_params(model, partial, dtype, weights)
-        write_processor(model.source if model.config.vision else None, partial)
+        write_processor(model.processor_folder, partial)
         _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
 
@@ -89,7 +89,7 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
     with replacing_folder(folder, source_folders(model)) as partial:
         write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_config_dict(model.adapter, model.config))
         peft_format.write_tensors(model.config, model.adapter.config, model.adapter.trained, partial)
-        write_processor(model.source if model.config.vision else None, partial)
+        write_processor(model.processor_folder, partial)
         _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
 

@@ -92,7 +92,7 @@ class RunFolder:
         self._is_new = False  # created by the lock
         self._texts: dict[str, str] = {}  # content of the files that are written as a whole, by name
         self._tokenizer: Any = None
-        self._processor: Path | None = None
+        self._processor_folder: Path | None = None
         self._metrics = MetricsFile()
         self._lines: list[str] = []  # of metrics.jsonl, to be written
         self._diagnostics: list[dict[str, Any]] = []
@@ -239,16 +239,16 @@ class RunFolder:
         about = {"id": self.id, **self._identities, "processes": self._processes}
         self._write_text("run.json", json.dumps(about, indent=2) + "\n")
 
-    def write_tokenizer(self, tokenizer: Any, source: Path | None = None) -> None:
+    def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:
         """Writes `tokenizer/`, which exports of checkpoints need.
 
         Args:
             tokenizer: The tokenizer.
-            source: Folder of the model, from which the settings of an image processor are copied.
+            processor_folder: Folder with the settings of an image processor, which are copied; None without one.
         """
-        self._tokenizer, self._processor = tokenizer, source
+        self._tokenizer, self._processor_folder = tokenizer, processor_folder
         tokenizer.save_pretrained(self.path / "tokenizer")
-        write_processor(source, self.path / "tokenizer")
+        write_processor(processor_folder, self.path / "tokenizer")
 
     def uri_of(self, name: str) -> str:
         """Returns the path or URL of a file or folder of the run, for messages."""
@@ -405,7 +405,7 @@ class RunFolder:
             )
             self._rewrite(missing)
         if self._tokenizer is not None and not (self.path / "tokenizer").exists():
-            self.write_tokenizer(self._tokenizer, self._processor)
+            self.write_tokenizer(self._tokenizer, self._processor_folder)
         self._metrics.size = min(self._metrics.size, (self.path / METRICS).stat().st_size)
 
     def _rewrite(self, names: Sequence[str]) -> None:

@@ -276,7 +276,7 @@ class Run(Generic[ConfigT]):
         metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
         processes.run_on_primary(lambda: metrics.exists() or self._check_destination(model_folder))
         saved = saver.begin()
-        self.run_folder.write_tokenizer(self.tokenizer, self._model.source if self._model.config.vision else None)
+        self.run_folder.write_tokenizer(self.tokenizer, self._model.processor_folder)
         if saved is not None:
             self._restore(saved, log)
             self._report_complete_run()

@@ -57,7 +57,8 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         if all((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
             model = path / "model"
-            hint = f"its model is {model}" if model.is_dir() else "it has no model/ yet, see groupax checkpoints"
+            later = f"it has none yet; groupax checkpoints {path} export --to FOLDER writes that of its last checkpoint"
+            hint = f"its model is {model}" if model.is_dir() else later
             raise ValueError(f"{path} is the folder of a run, not of a model; {hint}")
         if not (path / "config.json").is_file() and not (path / ADAPTER_NAME).is_file():
             contents = list_names(entry.name for entry in path.iterdir()) or "nothing"

@@ -1,6 +1,7 @@
 """The images of a micro-batch: their features, or what these are computed from."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,12 +9,34 @@ import numpy as np
 from jaxtyping import Int
 
 from groupax.engine.images import joined_features
+from groupax.models.specs import Params
 from groupax.models.vision.batch import ImageBatch, batch_images
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.placement import num_features
-from groupax.training.batch import Features
+from groupax.training.batch import Features, MicroBatch, Packed
 from groupax.types import Image
+
+
+def with_features(
+    packed: Packed, vision: VisionConfig | None, cache: FeatureCache | None, params: Params, is_differentiated: bool
+) -> MicroBatch:
+    """Returns a micro-batch with the features of its images, or with the images if their gradient is needed.
+
+    Args:
+        packed: The micro-batch and the images of each shard.
+        vision: The part of the model that sees images; None for a model of text.
+        cache: Features by image; None for a model of text.
+        params: Weights of the model.
+        is_differentiated: Whether the gradient of the features is needed.
+    """
+    if not packed.images:
+        return packed.batch
+    assert vision is not None, "the model sees images"
+    assert cache is not None, "the model sees images"
+    if is_differentiated:
+        return replace(packed.batch, features=computed_features(vision, packed.images))
+    return replace(packed.batch, features=known_features(cache, params["vision"], packed.images))
 
 
 def known_features(cache: FeatureCache, params: dict[str, Any], images: Sequence[Sequence[Image]]) -> Features:

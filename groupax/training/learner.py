@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from groupax.models.adapted import FrozenBase, apply_adapter
+from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import Model
 from groupax.models.execution import execution_for
 from groupax.models.fused_attention import select_fused_attention
-from groupax.models.quantize import cast_unquantized, is_quantized
+from groupax.models.quantize import cast_unquantized
 from groupax.models.specs import Params
 from groupax.models.vision.features import FeatureCache
 from groupax.objective.aggregation import Denominators
@@ -26,7 +25,7 @@ from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.metrics import MetricSums
 from groupax.parallel.digest import weights_digest
 from groupax.parallel.memory import on_devices, on_host
-from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
+from groupax.parallel.mesh import num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.compute import Checkpointing, UpdateSettings
@@ -37,7 +36,8 @@ from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
 from groupax.training.batch import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
 from groupax.training.buckets import Shape
-from groupax.training.images import computed_features, known_features
+from groupax.training.frozen import check_dropout, frozen_base, untrained_weights
+from groupax.training.images import with_features
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.offload import offload_state
 from groupax.training.optimizer import make_optimizer, make_schedule
@@ -135,13 +135,13 @@ class Learner:
         self.on_cpu = device.platform == "cpu"
         self.dtype: Any = compute_dtype(device.platform, settings.dtype)
         fused = select_fused_attention(settings.attn_implementation, device, model.config, self.dtype)
-        self.is_adapter, self.untrained = model.adapter is not None, _untrained(model, settings)
-        self.frozen, self.dropout_rate = self._frozen_base(model), 0.0
+        self.is_adapter, self.untrained = model.adapter is not None, untrained_weights(model, settings)
+        self.frozen, self.dropout_rate = frozen_base(model, self.untrained, self.dtype), 0.0
         trained = {name: weight for name, weight in model.params.items() if name not in self.untrained}
         if model.adapter:
             trained, self.dropout_rate = model.adapter.trained, model.adapter.config.lora_dropout
         self.trains_vision = "vision" in trained
-        _check_dropout(self.dropout_rate, self.mesh, self.trains_vision)
+        check_dropout(self.dropout_rate, self.mesh, self.trains_vision)
         vision, cache_bytes = model.config.vision, int(settings.image_cache_gb * 1e9)
         self.features = None if vision is None else FeatureCache(vision, cache_bytes)
         self.state: TrainState = init_state(
@@ -161,16 +161,6 @@ class Learner:
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.device_lock: AbstractContextManager[None] | None = None
-
-    def _frozen_base(self, model: Model) -> FrozenBase | None:
-        if model.adapter is None and is_quantized(model.params):
-            raise ValueError(
-                "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
-            )
-        if model.adapter is None:
-            untrained = cast_unquantized(self.untrained, self.dtype)
-            return FrozenBase(untrained, jnp.float32(1.0)) if untrained else None
-        return FrozenBase(cast_unquantized(model.adapter.frozen.params, self.dtype), model.adapter.frozen.scale)
 
     def _initial_reference(self) -> Params:
         # fewer bits would lose the small steps by which sync_ref_model moves the reference
@@ -454,31 +444,6 @@ class Learner:
 
     def _with_features(self, packed: Packed, params: Params, is_differentiated: bool = True) -> MicroBatch:
         """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
-        if not packed.images:
-            return packed.batch
-        assert self.config.vision is not None, "the model sees images"
-        assert self.features is not None, "the model sees images"
-        if self.trains_vision and is_differentiated:
-            return replace(packed.batch, features=computed_features(self.config.vision, packed.images))
-        vision = params["vision"] if self.trains_vision or self.frozen is None else self.frozen.params["vision"]
-        return replace(packed.batch, features=known_features(self.features, vision, packed.images))
-
-
-def _untrained(model: Model, settings: LearnerSettings) -> Params:
-    """Returns the weights that a run without an adapter leaves as they are."""
-    if model.adapter is not None or not settings.freeze_vision_tower or "vision" not in model.params:
-        return {}
-    return {"vision": model.params["vision"]}
-
-
-def _check_dropout(rate: float, mesh: Mesh, trains_vision: bool) -> None:
-    if rate and trains_vision:
-        raise ValueError(
-            f"lora_dropout {rate} is not built for the changes of the part that sees images; set it to 0, or name "
-            "modules of the language model alone in lora_target_modules, e.g. by a regular expression"
-        )
-    if rate and mesh.shape["tp"] > 1:
-        raise ValueError(
-            f"mesh {format_mesh(mesh)}: lora_dropout {rate} is not built for inputs that are split over tp; set it to "
-            "0, or tp to 1"
-        )
+        weights = params if self.trains_vision or self.frozen is None else self.frozen.params
+        is_differentiated = is_differentiated and self.trains_vision
+        return with_features(packed, self.config.vision, self.features, weights, is_differentiated)

@@ -125,38 +125,33 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
     """
     started_s = time.monotonic()
     hits: list[dict[str, Any]] = []
-    weights = run.reward_weights()
+    weights, is_likely = run.reward_weights(), True
     steps = [step for step in run.rollout_steps() if step < before]
     for num_searched, number in enumerate(reversed(steps)):
         if num_searched and time.monotonic() - started_s > BUDGET_S:
             return {"hits": hits, "next": {"before": number + 1, "first": 0}, "num_searched": num_searched}
-        path = run.rollout_file(number)
-        start, first = first, 0
-        try:
-            if not query.may_match(path):
-                continue
-            step = read(path, weights)
-        except ValueError:  # damaged, or removed in the meantime
+        step = _matching(run.rollout_file(number), query, read, weights, is_likely)
+        is_likely, start, first = False, first, 0
+        if step is None:
             continue
         for row, place in query.rows(step, start):
             if len(hits) == MAX_HITS:
                 return {"hits": hits, "next": {"before": number + 1, "first": row}, "num_searched": num_searched}
             hits.append(_hit(step, number, row, place))
+            is_likely = True
     return {"hits": hits, "next": None, "num_searched": len(steps)}
 
 
 def exported(run: Run, query: Query) -> Iterator[bytes]:
     """Yields the matching completions of all steps as JSON Lines, newest steps first, with their full texts."""
-    weights = run.reward_weights()
+    weights, is_likely = run.reward_weights(), True
     for number in reversed(run.rollout_steps()):
-        path = run.rollout_file(number)
-        try:
-            if not query.may_match(path):
-                continue
-            step = read_step(path, weights)
-        except ValueError:  # damaged, or removed in the meantime
+        step = _matching(run.rollout_file(number), query, read_step, weights, is_likely)
+        is_likely = False
+        if step is None:
             continue
         for row, _ in query.rows(step):
+            is_likely = True
             yield json.dumps(_record(step, number, row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
@@ -164,6 +159,17 @@ def excerpt(text: str, place: int) -> str:
     """Returns the text around a position."""
     start = max(place - CONTEXT_CHARACTERS, 0)
     return ("…" if start else "") + text[start : start + PREVIEW_CHARACTERS]
+
+
+def _matching(path: Path, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool) -> Step | None:
+    """Returns a step; None if its texts do not match, or if the file is damaged or was removed in the meantime.
+
+    A step that is likely to match, because the one before did, is read at once, without looking at its texts first.
+    """
+    try:
+        return read(path, weights) if is_likely or query.may_match(path) else None
+    except (OSError, ValueError):
+        return None
 
 
 def _hit(step: Step, number: int, row: int, place: int) -> dict[str, Any]:

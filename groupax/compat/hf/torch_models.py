@@ -16,8 +16,9 @@ from groupax.compat.hf.settings import base_weights
 from groupax.models.checkpoint import Model, load_adapter, load_model
 from groupax.models.lora import adapter_specs, as_lora_config
 from groupax.models.named_tensors import host_tensors, param_leaves
+from groupax.models.peft_format import CONFIG_NAME, read_lora_config
 from groupax.models.specs import model_specs
-from groupax.storage.folders import resolve_folder
+from groupax.storage.folders import read_json, resolve_folder
 
 
 def is_torch_model(model: Any) -> bool:
@@ -73,6 +74,7 @@ def read_torch_model(model: Any) -> Model:
     name = base.config.name_or_path
     quantized = getattr(base.config, "quantization_config", None)
     with tempfile.TemporaryDirectory() as temporary:
+        adapter = _saved_adapter(model, Path(temporary) / "adapter") if is_peft_model(model) else None
         folder = Path(temporary) / "model"
         if is_peft_model(model) and quantized is not None:
             loaded = load_model(name, weights=base_weights(quantized))
@@ -81,13 +83,20 @@ def read_torch_model(model: Any) -> Model:
             base.config.save_pretrained(folder)
             loaded = load_model(folder)
         loaded = replace(loaded, source=resolve_folder(name) if name else None, name=name or None)
-        if not is_peft_model(model):
-            return loaded
-        adapter = _adapter_name(model)
-        folder = Path(temporary) / "adapter"
-        model.save_pretrained(folder, selected_adapters=[adapter])
-        adapted = load_adapter(loaded, folder if adapter == "default" else folder / adapter)
-        return replace(adapted, name=loaded.name)
+        return loaded if adapter is None else replace(load_adapter(loaded, adapter), name=loaded.name)
+
+
+def _saved_adapter(model: Any, folder: Path) -> Path:
+    """Writes the active adapter, and returns its folder.
+
+    Raises:
+        ValueError: groupax cannot train it.
+    """
+    adapter = _adapter_name(model)
+    model.save_pretrained(folder, selected_adapters=[adapter])
+    own = folder if adapter == "default" else folder / adapter
+    read_lora_config(read_json(own / CONFIG_NAME), own)
+    return own
 
 
 def _base_tensors(base: Any) -> dict[str, Any]:

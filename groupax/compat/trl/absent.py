@@ -40,7 +40,7 @@ ABSENT = {
     "maybe_extract_prompt": _DATA,
     "maybe_unpair_preference_dataset": _DATA,
     "pack_dataset": _DATA,
-    "prepare_multimodal_messages": "there are no images, since there is no vision tower",
+    "prepare_multimodal_messages": "pass prompts with images as they are: datasets have a column image or images",
     "unpair_preference_dataset": _DATA,
 }
 

@@ -30,7 +30,7 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     "programs are compiled by XLA": ("use_liger_loss",),
     "logits and losses are float32": ("cast_lm_head_to_fp32",),
     "groupax never runs code from a model's folder": ("trust_remote_code",),
-    "there are no images, since there is no vision tower": ("log_multimodal",),
+    "images are logged wherever completions are, once each": ("log_multimodal",),
     "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
         "num_completions_to_print",
         "log_unique_prompts",
