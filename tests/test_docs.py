@@ -146,6 +146,7 @@ def test_the_pages_list_every_setting_of_the_objective():
     assert [name for name in LossType.__args__ if f"`{name}`" not in text] == []
 
 
+@pytest.mark.heavy
 def test_the_page_s_own_loss_trains(tmp_path, monkeypatch):
     page = (DOCS / "algorithm.md").read_text()
     module = re.search(r"^```python\n(# my_losses.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)

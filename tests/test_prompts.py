@@ -164,6 +164,7 @@ def test_the_prompt_at_which_a_template_does_not_end_is_named(monkeypatch):
     process.close()
 
 
+@pytest.mark.heavy
 def test_a_killed_process_is_restarted(monkeypatch):
     monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess())
     tokenizer = with_template(TEXT)

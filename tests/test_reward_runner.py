@@ -333,6 +333,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_reported_once(tmp_path,
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(trainer.learner.state.params))
 
 
+@pytest.mark.heavy
 def test_a_reward_that_never_works_stops_the_first_rollout(tmp_path):
     with pytest.raises(
         RewardError, match=r"'raises' failed for every completion of the first rollout:\nTraceback"

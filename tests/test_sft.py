@@ -220,6 +220,7 @@ def test_packing_and_micro_batches_change_no_loss(tmp_path):
 # -- the run
 
 
+@pytest.mark.heavy
 def test_it_learns_evaluates_and_writes_what_a_run_writes(tmp_path):
     events = []
     trainer = a_trainer(

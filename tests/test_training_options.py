@@ -722,6 +722,7 @@ def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
+@pytest.mark.heavy
 def test_listeners_receive_events_and_can_end_a_run(tmp_path):
     told = []
 

@@ -173,6 +173,7 @@ def a_learner(monkeypatch, free_bytes, **settings):
         return Learner(model, learner_settings(GRPOConfig(**settings)), 10, (30, 60))
 
 
+@pytest.mark.heavy
 def test_a_learner_chooses_what_fits(monkeypatch):
     assert a_learner(monkeypatch, float("inf")).execution.checkpointing == "none"
     assert a_learner(monkeypatch, ENOUGH_FOR_DOTS).execution.checkpointing == "dots"
