@@ -84,5 +84,6 @@ def export(store: Store, step: int, folder: str | os.PathLike[str]) -> Path:
     params = jax.tree.unflatten(jax.tree.structure(model_specs(config)), leaves)
     source = store.sibling_folder("tokenizer")
     tokenizer = None if source is None else load_tokenizer(source)
-    model = Model(config, params, make_mesh(), origin["config"], origin["generation_config"], source)
+    processor = source if config.vision else None
+    model = Model(config, params, make_mesh(), origin["config"], origin["generation_config"], processor)
     return save_model(model, folder, tokenizer, origin["dtype"])
