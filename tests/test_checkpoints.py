@@ -363,6 +363,8 @@ def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog)
         trainer.train()
     assert "is continued with other settings" in caplog.text
     assert "learning_rate: 0.01 in the checkpoint, 0.001 now" in caplog.text
+    falls = "The learning rate falls over all 6 steps (lr_scheduler_type 'linear')"
+    assert (falls in caplog.text) == (trainer.args.lr_scheduler_type == "linear")
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose([line["learning_rate"] for line in lines], [1e-2] * 3 + [1e-3] * 3)

@@ -14,7 +14,17 @@ from groupax.data.prompts import encode_examples
 from groupax.engine.engine import new_sequences
 from groupax.evaluation.answers import ACCURACY_REWARDS, math_answer, number_answer, tagged_answer
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, find_correctness_reward
-from groupax.evaluation.items import Completion, Item, compare, estimates, item_values, read_items, votes, write_items
+from groupax.evaluation.items import (
+    Completion,
+    Item,
+    binary_rewards,
+    compare,
+    estimates,
+    item_values,
+    read_items,
+    votes,
+    write_items,
+)
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
 from groupax.metrics.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
@@ -324,6 +334,32 @@ def test_steps_without_any_reward_are_left_out_of_the_curve(tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[1:3] == ["mean reward by step", first]
         clipped = json.loads((tmp_path / "result.json").read_text())["train_completions_truncated"]
         assert clipped == (0.5 if first else 1.0), "they have completions all the same"
+
+
+def test_a_worse_model_whose_training_reward_rose_is_pointed_out(tmp_path):
+    metrics = dict.fromkeys(("prompts", "prompts_dropped", "prompts_truncated", "prompts_unscorable"), 1.0)
+    metrics["completions/clipped_ratio"] = 0.0
+    params = SamplingParams(temperature=0.0)
+    before, after = (
+        Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, params, "r", {})})
+        for items in ([an_item(str(index), [solved]) for index in range(40)] for solved in (True, False))
+    )
+    report = BeforeAfter(before, after, TrainResult(2, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0})
+    texts = []
+    for rewards in ((0.2, 0.8), (0.8, 0.2)):
+        lines = [{"step": float(step), "reward": reward} for step, reward in enumerate(rewards)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_report(report, tmp_path)
+        texts.append(json.loads((tmp_path / "result.json").read_text())["verdicts"]["eval"])
+    assert all(text.startswith("worse: pass@1 went from 1.000 to 0.000") for text in texts)
+    assert "the reward in training rose from 0.200 to 0.800" in texts[0]
+    assert "in training" not in texts[1]
+
+
+def test_rewards_that_may_mean_correct_are_found():
+    items = [an_item("a", [None], rewards=[1.0]), an_item("b", [None, None], rewards=[0.0, None])]
+    assert binary_rewards(items) == ["r"]
+    assert binary_rewards([*items, an_item("c", [None], rewards=[0.5])]) == []
 
 
 # -- through the trainer

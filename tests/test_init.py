@@ -84,7 +84,9 @@ def test_train_reads_the_file_that_init_writes(tmp_path, capsys):
 
 
 def test_init_keeps_what_a_recipe_changes(tmp_path):
-    (tmp_path / "run.yaml").write_text(run_yaml(Init(recipe="gsm8k", model="some/model")))
+    (tmp_path / "run.yaml").write_text(
+        run_yaml(Init(**vars(train_defaults(["--recipe", "gsm8k"])) | {"model": "some/model"}))
+    )
     defaults = train_defaults(["--config", str(tmp_path / "run.yaml")])
     assert defaults.args == GRPOConfig.from_mapping(load_recipe("gsm8k").config)
     assert (defaults.model, defaults.recipe, defaults.reward_funcs) == ("some/model", "gsm8k", None)
@@ -104,3 +106,18 @@ def test_values_of_flags_cannot_end_their_line(tmp_path):
     read = yaml.safe_load(text)
     assert (read["model"], read["dataset"], read["reward_funcs"]) == ("a\nbeta: 9 # \u2028", "x: {", ["a]", "#"])
     assert read["beta"] == 0.0
+
+
+def test_flags_of_train_are_written(tmp_path):
+    path = tmp_path / "run.yaml"
+    assert main(["init", str(path), "--max_steps", "60", "--loss_type", "dr_grpo", "--eval_dataset", "a", "b"]) == 0
+    defaults = train_defaults(["--config", str(path)])
+    assert defaults.args == GRPOConfig(max_steps=60, loss_type="dr_grpo")
+    assert defaults.eval_dataset == ("a", "b")
+
+
+def test_a_mistyped_flag_is_named_with_what_it_may_be(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["init", str(tmp_path / "run.yaml"), "--modle", "x"])
+    assert "--model" in capsys.readouterr().err
+    assert not (tmp_path / "run.yaml").exists()

@@ -336,7 +336,15 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     assert "test.greedy: 3 common items" in out
-    assert "mcnemar, exact" in out
+    assert "95 % intervals by Bonett and Price, p-values by McNemar's exact test: pass@1, reward," in out
+    other = write_jsonl(tmp_path / "other.jsonl", rows[:1])
+    more = ["--dataset", str(file), str(other), "--reward_funcs", "gsm8k_accuracy", "xml_count"]
+    assert main([*argv, *more, "--output_dir", str(tmp_path / "c")]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
+    out = capsys.readouterr().out
+    assert f"evaluated only in {tmp_path / 'c'}: other.greedy" in out
+    assert f"only in {tmp_path / 'c'}: rewards/xml_count/mean" in out
     assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
     assert (tmp_path / "b.1" / "result.json").is_file()
     assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
@@ -352,6 +360,7 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
         (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
         (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
         (["eval", "--recipe", "gsm8k", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
+        (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
         (["compare", "nowhere", "nothing"], "nowhere is missing"),
         (["train", "--recipe", "gsm8k", "--model", "nowhere", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
     ],

@@ -155,7 +155,7 @@ def test_a_change_is_compared_with_the_run(run):
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
     assert "learning_rate 0.01 in the run, 0.001 now" in outcome.stages[-1].text
     run_metrics = recorded_run(run).metrics[1]
-    lines = list(changes(outcome, target.run.table(2), run_metrics, "update"))
+    lines = list(changes(outcome, target.run.table(2), run_metrics, "update", str))
     assert any(line.split()[:2] == ["learning_rate", "0.01"] for line in lines)
     assert "  no log-prob of a token that is the same in both differs" in lines
 

@@ -42,8 +42,8 @@ def bisect(arguments: Sequence[str]) -> None:
         raise ValueError(f"--window must be at least 1, got {command.window}")
     run, condition = recorded_run(command.run_dir.rstrip("/")), parsed_condition(command.until)
     step, before = first_line(run.metrics, condition)
-    after = f", after the line of metrics of step {before}" if before else ""
-    _print(f"the first step with {command.until}: {step}{after}")
+    earlier = f"; it does not in the line of metrics before it, that of step {before}" if before else ""
+    _print(f"{command.until} first holds in step {step}{earlier}")
     trained = trained_command(str(run.folder))
     found = bisected(run, condition, maker(trained, "none"), trained.args, command.window)
     steps = [outcome.step for outcome in found.outcomes if outcome.is_equal]

@@ -92,6 +92,8 @@ class Eval:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Runs `groupax eval`."""
+    if any(each.partition("=")[0] == "--config" for each in arguments):
+        raise ValueError("there is no --config here: give what it has of --model, --dataset and --reward_funcs")
     command = parsed(Eval, "eval", arguments, _eval_defaults(arguments))
     _check(command)
     with progress_named("rich") as progress:
@@ -251,22 +253,29 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
 
 
 def _show(command: Eval, results: Results) -> None:
-    from rich.console import Console
-
     from groupax.cli.summary import estimate_table
+    from groupax.terminal.console import output_console
 
-    console = Console(highlight=False)
+    console = output_console()
     for name, ways in results.items():
         for way, evaluation in ways.items():
             counts = evaluation.metrics
             title = f"{name}, {way}: {len(evaluation.items):,} prompts"
             console.print(estimate_table(title, evaluation.estimates))
+            unscorable = counts["prompts_unscorable"]
             console.print(
                 f"prompts too long: {counts['prompts_dropped']:,.0f} dropped, {counts['prompts_truncated']:,.0f} cut; "
-                f"without a gold answer: {counts['prompts_unscorable']:,.0f}; completions cut off at "
-                f"{evaluation.params.max_tokens} tokens: {100 * counts['completions/clipped_ratio']:.1f} %\n",
+                + (f"without a gold answer: {unscorable:,.0f}; " if unscorable else "")
+                + f"completions cut off at {evaluation.params.max_tokens} tokens: "
+                f"{100 * counts['completions/clipped_ratio']:.1f} %\n",
                 soft_wrap=True,
             )
+            if "pass@1" not in evaluation.estimates and (names := binary_rewards(evaluation.items)):
+                console.print(
+                    f"for pass@1 name the reward whose 1 means a correct completion: --correctness_reward {names[0]}\n",
+                    soft_wrap=True,
+                    markup=False,
+                )
     console.print(f"result: {command.output_dir / 'result.json'}, items: {command.output_dir}/*.jsonl", soft_wrap=True)
 
 

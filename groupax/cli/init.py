@@ -4,15 +4,14 @@ import os
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from groupax.cli.train import Train
+from groupax.cli.train import Train, train_defaults
 from groupax.config import GRPOConfig
-from groupax.recipes import load_recipe
 from groupax.settings.brief_help import Option, common_options, options
 from groupax.settings.command_line import parsed
 from groupax.settings.documentation import parts, title
@@ -34,19 +33,12 @@ REQUIRED = ("model", "dataset", "reward_funcs")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Init:
-    """Write a YAML file with the settings of a run, each with its description, for groupax train --config."""
+class Init(Train):
+    """Write a YAML file with the settings of a run, each with its description, for groupax train --config: run.yaml, or
+    the file that is named first. The options are those of groupax train."""
 
     file: tyro.conf.Positional[Path] = Path("run.yaml")
     """File to write; it must not exist yet."""
-    recipe: str | None = None
-    """Start from the settings of a known task."""
-    model: str | None = None
-    """A folder or a Hugging Face hub id."""
-    dataset: str | None = None
-    """Training prompts: a file, a folder or a hub id."""
-    reward_funcs: tuple[str, ...] | None = None
-    """Reward functions: names of built-in ones, or module:function."""
     all: bool = False
     """Describe every setting, not only those that most runs set."""
 
@@ -57,7 +49,7 @@ def init(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: The file exists or cannot be written, or there is no such recipe.
     """
-    command = parsed(Init, "init", arguments)
+    command = parsed(Init, "init", arguments, Init(**vars(train_defaults(arguments))))
     text = run_yaml(command)
     try:
         with command.file.open("x", encoding="utf-8") as file:
@@ -72,16 +64,16 @@ def init(arguments: Sequence[str]) -> None:
 
 def run_yaml(command: Init) -> str:
     """Returns the settings of a run as YAML, with comments."""
-    changed = dict(load_recipe(command.recipe).config) if command.recipe else {}
-    given = {name: getattr(command, name) for name in ("recipe", *REQUIRED)}
-    train = Train(**given, args=GRPOConfig.from_mapping(changed))
+    train = Train(**{each.name: getattr(command, each.name) for each in fields(Train)})
+    usual = vars(GRPOConfig())
+    changed = {name for name, value in vars(train.args).items() if value != usual[name]}
     topics = common_options(train)
     topics["Task"] = [option for option in topics["Task"] if option.name != "config"]
     written = {option.name for each in topics.values() for option in each}
     rest = {title(part): [o for o in options(part()) if o.name not in written] for part in parts(GRPOConfig)}
     own = [option for option in options(train.args) if option.name in changed and option.name not in written]
     if own:
-        topics["Other settings of the recipe"] = own
+        topics["Other settings that are not the defaults"] = own
     lines = ["# Settings of a run: groupax train --config FILE. Flags of the command line take precedence."]
     for topic, each in topics.items():
         lines += ["", f"# ---- {topic} ----", *_entries(each, is_recipe=command.recipe is not None)]

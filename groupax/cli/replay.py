@@ -125,8 +125,19 @@ def _replayed(
     outcome = replay_changed(target, *makers, args, settings, other_weights=command.model is not None)
     logged = next((line for line in run.metrics if line["step"] == step and "loss" in line), {})
     differing: list[Stage] = [stage.stage for stage in outcome.stages if not stage.is_equal]
-    _report(changes(outcome, run.table(step), logged, differing[0] if differing else begin), outcome)
+    stage = differing[0] if differing else begin
+    _report(changes(outcome, run.table(step), logged, stage, _text_of(run.folder / "tokenizer")), outcome)
     return 0
+
+
+def _text_of(folder: Path) -> "Callable[[int], str] | None":
+    """Returns a function that returns the text of a token in quotes; None if there is no tokenizer."""
+    if not folder.is_dir():
+        return None
+    from groupax.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return lambda token: json.dumps(tokenizer.decode([token]), ensure_ascii=False)
 
 
 class Why:
@@ -190,6 +201,7 @@ def _replay_bundle(command: Replay, path: Path) -> int:
         step = bundle.manifest.step
         if command.step not in (None, step):
             raise ValueError(f"{path} has step {step}, not {command.step}")
+        bundle = replace(bundle, args=replace(bundle.args, progress_bar=command.progress_bar))
         makers, first = bundle_makers(command, bundle)
         for line in bundle.about(with_code=command.allow_code):
             _print(line)

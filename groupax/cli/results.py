@@ -4,12 +4,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from groupax.settings.command_line import parsed
 
+if TYPE_CHECKING:
+    from groupax.evaluation.items import Comparison
+
+# How intervals and p-values are computed, by the names in the files.
+METHODS = {"student": "Student's t", "bonett-price": "Bonett and Price", "mcnemar, exact": "McNemar's exact test"}
 Positional = tyro.conf.Positional
 
 
@@ -41,14 +46,16 @@ def compare(arguments: Sequence[str]) -> None:
     """Runs `groupax compare`."""
     command = parsed(Compare, "compare", arguments)
 
-    from rich.console import Console
-
     from groupax.cli.summary import difference_table, plain_differences
     from groupax.evaluation.items import compare as compare_items
     from groupax.evaluation.items import read_items
+    from groupax.terminal.console import output_console
 
-    console = Console(highlight=False)
+    console = output_console()
     written = {}
+    for side, other in ((command.before, command.after), (command.after, command.before)):
+        if alone := sorted(_sets(side) - _sets(other)):
+            console.print(f"evaluated only in {side}: {', '.join(alone)}", soft_wrap=True, markup=False)
     for name, (before, after) in _common_files(command.before, command.after).items():
         comparison = compare_items(read_items(before), read_items(after))
         console.print(difference_table(f"{name}: {comparison.num_items:,} common items", comparison, {}, {}))
@@ -58,8 +65,10 @@ def compare(arguments: Sequence[str]) -> None:
                 f"{comparison.num_only_after:,} only in {command.after}",
                 soft_wrap=True,
             )
-        tests = dict.fromkeys(f"{pair.difference.method}; {pair.test}" for pair in comparison.differences.values())
-        console.print(f"intervals and tests: {', '.join(tests)}\n", soft_wrap=True)
+        for side, names in ((command.before, comparison.metrics_before), (command.after, comparison.metrics_after)):
+            if names:
+                console.print(f"only in {side}: {', '.join(names)}", soft_wrap=True, markup=False)
+        console.print(f"{_methods(comparison)}\n", soft_wrap=True, markup=False)
         written[name] = plain_differences(comparison)
     if command.to is not None:
         command.to.parent.mkdir(parents=True, exist_ok=True)
@@ -93,3 +102,19 @@ def _common_files(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
     if not names:
         raise ValueError(f"{before} and {after} have no .jsonl file of the same name: no set was evaluated in both")
     return {Path(name).stem: (before / name, after / name) for name in names}
+
+
+def _sets(path: Path) -> set[str]:
+    """Returns the names of the sets in a folder; none for a file."""
+    return {each.stem for each in path.glob("*.jsonl")}
+
+
+def _methods(comparison: "Comparison") -> str:
+    """Returns how the intervals and the p-values of a comparison were computed."""
+    by_method: dict[tuple[str, str], list[str]] = {}
+    for name, pair in comparison.differences.items():
+        by_method.setdefault((pair.difference.method, pair.test), []).append(name)
+    return "\n".join(
+        f"95 % intervals by {METHODS[interval]}, p-values by {METHODS[test]}: {', '.join(names)}"
+        for (interval, test), names in by_method.items()
+    )

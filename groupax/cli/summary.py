@@ -20,6 +20,7 @@ from groupax.trainer import TrainResult
 from groupax.types import Metrics, Prompt
 
 NUM_SAMPLES = 2
+TREND_STEPS = 10  # of the start and of the end, whose mean rewards are compared
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 
 
@@ -94,9 +95,9 @@ def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, fla
 
 def show(parts: Sequence[Any]) -> None:
     """Prints texts and rich tables."""
-    from rich.console import Console
+    from groupax.terminal.console import output_console
 
-    console = Console(highlight=False)
+    console = output_console()
     for part in parts:
         if isinstance(part, str):
             console.print(printable(part), markup=False, soft_wrap=True)
@@ -208,7 +209,7 @@ def _summary(
     sets, verdicts = {}, {}
     for name, comparison in comparisons.items():
         before, after = report.before.sets[name], report.after.sets[name]
-        verdicts[name] = verdict(before, after, comparison)
+        verdicts[name] = verdict(before, after, comparison) + _pointer(comparison, logged)
         sets[name] = {
             "prompts": {kind: int(after.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},
             "completions_truncated": {
@@ -239,6 +240,22 @@ def _summary(
 
 
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
+
+
+def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]]) -> str:
+    """Returns where to look if held-out prompts became worse while the reward in training rose, else nothing."""
+    pair = comparison.differences.get("pass@1") or comparison.differences.get("reward")
+    rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]
+    if pair is None or not pair.is_clear or pair.difference.value > 0 or len(rewards) < 2:
+        return ""
+    part = max(1, min(TREND_STEPS, len(rewards) // 2))
+    first, last = (float(np.mean(values)) for values in (rewards[:part], rewards[-part:]))
+    if last <= first:
+        return ""
+    return (
+        f"; the reward in training rose from {first:.3f} to {last:.3f}, so the policy has learned what these prompts "
+        "do not reward: compare the training prompts with these, and read the completions (docs/hacked_reward.md)"
+    )
 
 
 def _mean_of(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -130,7 +130,6 @@ def inputs_of(command: Train) -> Inputs:
 def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     """Returns what to show at the end (see `summary.show`), in the primary process."""
     recipe, agents = inputs.recipe, inputs.agents
-    progress(Message(f"groupax {__version__}: the run is in {command.args.output_dir}"))
     progress(PhaseStarted("loading libraries"))
     tools, environments = agents.load()
 
@@ -151,6 +150,7 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     with before_training():
         trainer = GRPOTrainer(*given, progress=progress, tools=tools, environments=environments)
     trainer.run_folder.command = recorded(command)
+    progress(Message(f"groupax {__version__}: the run is in {command.args.output_dir}"))
     with trainer.holding_folder():
         return _train_and_report(trainer, agents, is_evaluated=sets is not None)
 

@@ -183,12 +183,16 @@ class Comparison:
         num_items: Number of common items.
         num_only_before: Number of items in the first evaluation only.
         num_only_after: Number of items in the second evaluation only.
+        metrics_before: Names that only the first evaluation has.
+        metrics_after: Names that only the second evaluation has.
     """
 
     differences: Mapping[str, PairedDifference]
     num_items: int
     num_only_before: int
     num_only_after: int
+    metrics_before: tuple[str, ...] = ()
+    metrics_after: tuple[str, ...] = ()
 
 
 def compare(before: Iterable[Item], after: Iterable[Item]) -> Comparison:
@@ -210,7 +214,19 @@ def compare(before: Iterable[Item], after: Iterable[Item]) -> Comparison:
     for name in names:
         pairs = [(a[name], b[name]) for a, b in values if name in a and name in b]
         differences[name] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
-    return Comparison(differences, len(common), len(first) - len(common), len(second) - len(common))
+    sides = [dict.fromkeys(name for pair in values for name in pair[side]) for side in (0, 1)]
+    alone = (tuple(name for name in sides[side] if name not in differences) for side in (0, 1))
+    return Comparison(differences, len(common), len(first) - len(common), len(second) - len(common), *alone)
+
+
+def binary_rewards(items: Iterable[Item]) -> list[str]:
+    """Returns the names of the rewards whose values are 0 and 1 only."""
+    values: dict[str, set[float]] = {}
+    for completion in (completion for item in items for completion in item.completions):
+        for name, value in completion.rewards.items():
+            if value is not None:
+                values.setdefault(name, set()).add(value)
+    return [name for name, found in values.items() if found <= {0.0, 1.0}]
 
 
 def write_items(path: Path, items: Iterable[Item]) -> None:

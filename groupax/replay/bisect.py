@@ -12,6 +12,7 @@ from groupax.replay.recorded import RecordedRun
 from groupax.replay.session import Make, Outcome, replay_steps
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.step_record import Stage, StepRecord
+from groupax.settings.fields import nearest
 
 OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
 
@@ -49,13 +50,15 @@ def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tupl
     """
     missing = [name for name in condition.metrics if not any(name in line for line in lines)]
     if missing:
-        raise ValueError(f"there is no metric {missing[0]!r} in metrics.jsonl")
+        names = {name for line in lines for name in line}
+        hint = "; it is logged where beta is not 0" if missing[0] == "kl" else nearest(missing[0], sorted(names))
+        raise ValueError(f"the run has no metric {missing[0]!r} in its metrics.jsonl{hint}")
     before = 0
     for line in lines:
         if condition.holds(line):
             return int(line["step"]), before
         before = int(line["step"])
-    raise ValueError(f"no step up to {before} fulfils the condition")
+    raise ValueError(f"the condition holds in no step up to {before}")
 
 
 def bisected(run: RecordedRun, condition: Condition, make: Make, args: GRPOConfig, window: int) -> Bisection:

@@ -162,7 +162,8 @@ def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> 
         )
     if manifest.start:
         _place_state(folder, manifest, state)
-    args = GRPOConfig.from_mapping({**run.config, "output_dir": str(folder / "replay"), "resume": "never"})
+    own = {"output_dir": str(folder / "replay"), "resume": "never", "progress_bar": "none"}
+    args = GRPOConfig.from_mapping({**run.config, **own})
     return Bundle(folder, manifest, run, str(base or own), args)
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def bundle_step(
         step: The optimizer step.
         path: The file to write, such as "bug.tar.zst".
         arguments: Model and reward functions, as the run's `GRPOTrainer` had them.
-        args: Settings of the run; None takes those in its folder.
+        args: Settings of the run; None takes those in its folder, and shows no progress.
         include: "state", "model" or both; None for the state if it is small.
         named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
 
@@ -106,7 +106,7 @@ def bundle_step(
         >>> bundle_step("runs/one", 812, "bug.tar.zst", model, reward, train_dataset=prompts)  # doctest: +SKIP
     """
     recorded = recorded_run(run)
-    settings = GRPOConfig.from_mapping(recorded.config) if args is None else args
+    settings = replace(GRPOConfig.from_mapping(recorded.config), progress_bar="none") if args is None else args
 
     def make(target: Target, args: GRPOConfig) -> ReplayTrainer:
         return ReplayTrainer(target, *arguments, args=args, **named)

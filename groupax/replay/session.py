@@ -119,7 +119,7 @@ def replay_step(
         run: The run folder, which is not changed.
         step: The optimizer step.
         arguments: Model and reward functions, as the run's `GRPOTrainer` had them.
-        args: Settings of the run; None takes those in its folder.
+        args: Settings of the run; None takes those in its folder, and shows no progress.
         stage: First stage to compute again; those before it are taken from the record.
         named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
 
@@ -131,7 +131,7 @@ def replay_step(
         >>> outcome.is_equal  # doctest: +SKIP
     """
     recorded = recorded_run(run)
-    settings = GRPOConfig.from_mapping(recorded.config) if args is None else args
+    settings = replace(GRPOConfig.from_mapping(recorded.config), progress_bar="none") if args is None else args
     return replay_target(
         Target(recorded, step, stage),
         lambda target, args: ReplayTrainer(target, *arguments, args=args, **named),

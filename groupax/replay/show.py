@@ -1,6 +1,6 @@
 """Texts about replayed steps. Imports no jax."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,13 @@ def comparison(outcome: Outcome) -> Iterator[str]:
         yield f"  {stage.stage:10} {'equal' if stage.is_equal else f'DIFFERS: {stage.text}'}"
 
 
-def changes(outcome: Outcome, then: Columns | None, metrics: Mapping[str, Any], stage: Stage) -> Iterator[str]:
+def changes(
+    outcome: Outcome,
+    then: Columns | None,
+    metrics: Mapping[str, Any],
+    stage: Stage,
+    text_of: Callable[[int], str] | None = None,
+) -> Iterator[str]:
     """Yields the lines of a step under changes: what differs by metric, group and token.
 
     Args:
@@ -34,6 +40,7 @@ def changes(outcome: Outcome, then: Columns | None, metrics: Mapping[str, Any], 
         then: The recorded completions; None if they were not kept.
         metrics: Metrics of the run's step; empty where they were not logged.
         stage: First stage that was computed again.
+        text_of: Returns the text of a token; None if that is not known.
     """
     yield f"step {outcome.step} under changes, from its {stage} on"
     yield f"  {'':26}{'run':>14}{'changed':>14}"
@@ -47,7 +54,7 @@ def changes(outcome: Outcome, then: Columns | None, metrics: Mapping[str, Any], 
     yield "  group  prompt  rows with other tokens    mean reward (run, changed)   largest change of an advantage"
     yield from _groups(then, outcome.columns)
     yield ""
-    yield from _tokens(then, outcome.columns)
+    yield from _tokens(then, outcome.columns, text_of or (lambda _: ""))
 
 
 def _groups(then: Columns, now: Columns) -> Iterator[str]:
@@ -64,7 +71,7 @@ def _groups(then: Columns, now: Columns) -> Iterator[str]:
         yield f"  {number:5}  {prompt:6}  {counts:>22}    {rewards[0]:>12.4g} {rewards[1]:>12.4g}   {moved:>12.4g}"
 
 
-def _tokens(then: Columns, now: Columns) -> Iterator[str]:
+def _tokens(then: Columns, now: Columns, text_of: Callable[[int], str]) -> Iterator[str]:
     """Yields the tokens of rows with the same tokens whose log-prob under the policy changes most."""
     rows_now, found = _by_place(now), []
     for a in range(len(then["prompt_index"])):
@@ -82,7 +89,8 @@ def _tokens(then: Columns, now: Columns) -> Iterator[str]:
     yield f"  tokens whose log-prob changes most, of {len(found)}:"
     yield "    row  token  id        run      changed"
     for _, row, at, old, new in sorted(found, key=lambda each: -each[0])[:SHOWN_TOKENS]:
-        yield f"  {row:5} {at:6}  {then['completion_ids'][row][at]:<6} {old:>10.5g} {new:>12.5g}"
+        token = then["completion_ids"][row][at]
+        yield f"  {row:5} {at:6}  {token:<6} {old:>10.5g} {new:>12.5g}   {text_of(token)}".rstrip()
 
 
 def _by_place(columns: Columns) -> dict[tuple[int, int], int]:

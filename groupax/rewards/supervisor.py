@@ -14,6 +14,7 @@ import contextlib
 import functools
 import traceback
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from groupax.rewards.calls import CallLog, call_async, call_in_worker, call_sync, start_event_loop, start_thread
@@ -79,7 +80,7 @@ class Supervisor:
                         returned, log = await self._call(reward, rollouts, state, deadline)
                     return _scores(reward, rollouts, returned, log)
                 except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is reported and counted
-                    error = printable("".join(traceback.format_exception(raised)).rstrip())
+                    error = printable(_own_traceback(raised))
                     if deadline.expired():  # a function's own TimeoutError keeps its traceback
                         error = (
                             f"the reward function {reward.name!r} did not return within reward_timeout_s = "
@@ -139,3 +140,17 @@ def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc().rstrip()
         return no_scores(rollouts, printable(text))
     return replace(scores, extra=log.extra, metrics=log.metrics)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """Returns the traceback of an error without the frames that lead to the user's function."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_of_call(trace):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _is_of_call(trace: TracebackType) -> bool:
+    """Returns whether a frame is one of groupax or of the library, on the way to the user's function."""
+    name = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in ("groupax", "asyncio", "concurrent", "pebble")

@@ -195,10 +195,15 @@ def card(
 
 
 def shown_name(model: str | None) -> str:
-    """Returns a hub id unchanged, and only the name of a folder, because its path is private."""
+    """Returns a hub id unchanged, and only the name of a folder, because its path is private.
+
+    The folder `model` of a run has the run's name before it.
+    """
     if model is None:
         return "a model created in memory"
-    return Path(model).name if Path(model).is_absolute() or os.path.exists(model) else model  # noqa: PTH110 - of any text
+    if not Path(model).is_absolute() and not os.path.exists(model):  # noqa: PTH110 - of any text
+        return model
+    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).name == "model" else Path(model).name
 
 
 def read_card(folder: Path | None) -> str | None:

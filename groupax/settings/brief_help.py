@@ -45,7 +45,7 @@ def common_options(command: Any) -> dict[str, list[Option]]:
     Args:
         command: The command with the defaults to show, a dataclass whose field `args` has the settings.
     """
-    own = [option for option in options(command) if option.name != "args"]
+    own = [option for option in options(command) if option.name not in ("args", "file")]
     settings = {option.name: option for option in options(command.args)}
     topics = {
         topic: [settings[name] for name in names if name in settings and name not in {each.name for each in own}]

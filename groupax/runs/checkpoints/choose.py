@@ -182,7 +182,19 @@ def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
             "the same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from it"
         )
     if found:
-        emit(Message(f"{saved.where} is continued with other settings:\n{describe(found)}", warning=True))
+        text = f"{saved.where} is continued with other settings:\n{describe(found)}"
+        emit(Message(text + _schedule_note(found, identity), warning=True))
+
+
+def _schedule_note(found: Mapping[str, tuple[Any, Any]], identity: Identity) -> str:
+    """Returns what another number of steps means for the learning rate; empty if nothing."""
+    kind = identity["settings"].get("lr_scheduler_type", "constant")
+    if "num_steps" not in found or kind == "constant":
+        return ""
+    return (
+        f"\nThe learning rate falls over all {found['num_steps'][1]} steps (lr_scheduler_type {kind!r}), so that it "
+        "continues from another value than it had; learning_rate sets the peak"
+    )
 
 
 def _unreadable(saved: Saved) -> str:
