@@ -1,12 +1,13 @@
-"""The pictures of docs/view.md: `python dev/view_screenshots.py [RUNS_FOLDER]`.
+"""The pictures of docs/view.md: `python dev/view_screenshots.py [--runs FOLDER] [NAME ...]`, by default all of them.
 
 Trains the runs that are not in the folder yet (about ten minutes on two cores), by default `build/view_runs`: three
-seeds of the recipe `arithmetic`, one with a learning rate that is far too high, and one whose reward can be hacked.
-Then serves them, opens the page in headless Chromium, wide and as on a phone, light and dark, and writes
-docs/images/view_NAME_THEME.png with few colors, so that they stay small. Needs selenium, pillow, and Chromium with its
-driver.
+seeds of the recipe `arithmetic`, one with a learning rate that is far too high, one whose reward can be hacked, and one
+of the recipe `shapes`, whose prompts have images. Then serves them, opens the page in headless Chromium, wide and as on
+a phone, light and dark, and writes docs/images/view_NAME_THEME.png with few colors, so that they stay small. Needs
+selenium, pillow, and Chromium with its driver.
 """
 
+import argparse
 import io
 import os
 import socket
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ RUNS = {
     "lr-high": f"{STEPS} --learning_rate 5e-2 --beta 0.02",
     "hacked": f"{STEPS} {HACKABLE} --learning_rate 2e-3",
 }
+RUNS_WITH_IMAGES = {"shapes": "--recipe shapes --max_steps 25 --progress_bar none"}
 HACKED = "def many_sevens(completions, **kwargs):\n    return [text.count('7') / 4 for text in completions]\n"
 WIDE, PHONE = (1400, 900, 1.0, False), (390, 844, 1.0, True)
 OPEN_FIRST = "document.querySelector('.item summary').click()"
@@ -43,8 +46,9 @@ OPEN_GAINED = """const order = document.querySelector('[name="order"]');
 order.value = 'gained';
 order.dispatchEvent(new Event('change'));
 setTimeout(() => document.querySelector('tbody a').click(), 800);"""
+Pictures = dict[str, tuple[str, tuple[int, int, float, bool], tuple[str, ...], str]]
 # Of each picture the place, the size, the themes, and what to do on the page.
-PICTURES: dict[str, tuple[str, tuple[int, int, float, bool], tuple[str, ...], str]] = {
+PICTURES: Pictures = {
     "overview": ("overview?run=baseline-s0", WIDE, ("light", "dark"), ""),
     "diagnostics": ("overview?run=hacked", WIDE, ("light",), ""),
     "runs": ("runs", WIDE, ("light", "dark"), ""),
@@ -58,21 +62,33 @@ PICTURES: dict[str, tuple[str, tuple[int, int, float, bool], tuple[str, ...], st
     "phone_overview": ("overview?run=baseline-s0", PHONE, ("light", "dark"), ""),
     "phone_rollouts": ("rollouts?run=baseline-s0&step=20", PHONE, ("light", "dark"), ""),
 }
+PICTURES_WITH_IMAGES: Pictures = {"images": ("rollouts?run=shapes&step=10", WIDE, ("light", "dark"), "")}
 
 
 def main() -> None:
     """Makes the runs and takes the pictures."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "view_runs"
-    make_runs(folder)
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("names", nargs="*", metavar="NAME", choices=[[], *PICTURES, *PICTURES_WITH_IMAGES])
+    flags.add_argument("--runs", type=Path, default=ROOT / "build" / "view_runs")
+    given = flags.parse_args()
     IMAGES.mkdir(exist_ok=True)
+    for runs, pictures in ((RUNS, PICTURES), (RUNS_WITH_IMAGES, PICTURES_WITH_IMAGES)):
+        chosen = {name: picture for name, picture in pictures.items() if not given.names or name in given.names}
+        if chosen:
+            make_runs(given.runs, runs)
+            take_pictures([given.runs / name for name in runs], chosen)
+
+
+def take_pictures(runs: Iterable[Path], pictures: Pictures) -> None:
+    """Takes pictures of the page of some runs."""
     browser = opened_browser()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        server, page = make_server(Runs([folder / name for name in RUNS]), port, None)
+        server, page = make_server(Runs([*runs]), port, None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            for name, (place, size, themes, action) in PICTURES.items():
+            for name, (place, size, themes, action) in pictures.items():
                 for theme in themes:
                     take(browser, f"http://127.0.0.1:{port}/", f"{name}_{theme}", place, size, action)
         finally:
@@ -82,12 +98,12 @@ def main() -> None:
             page.close()
 
 
-def make_runs(folder: Path) -> None:
+def make_runs(folder: Path, runs: Mapping[str, str]) -> None:
     """Trains the runs that are not there yet, by commands that anyone can repeat."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hacked.py").write_text(HACKED)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
-    for name, flags in RUNS.items():
+    for name, flags in runs.items():
         if not (folder / name / "result.json").exists():
             command = [sys.executable, "-m", "groupax", "train", *flags.split(), "--output_dir", str(folder / name)]
             subprocess.run(command, check=True, env=environment)
