@@ -16,11 +16,13 @@ from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
+from groupax.events import StepStarted
 from groupax.models.checkpoint import Model
 from groupax.models.families import read_config
 from groupax.models.specs import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.parallel.mesh import make_mesh
+from groupax.replay.session import replay_step
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
 from groupax.trainer import GRPOTrainer
@@ -286,25 +288,33 @@ def reward(completions, **_):
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 
 
-def a_run(folder, model, steps, **settings):
+def some_rows():
     rows = [{"prompt": [{"role": "user", "content": f"What {i}?"}], "image": an_image(i)} for i in range(3)]
-    rows += [{"prompt": [{"role": "user", "content": "Text"}], "image": None}]
+    return [*rows, {"prompt": [{"role": "user", "content": "Text"}], "image": None}]
+
+
+def a_run(folder, model, steps, **settings):
     given = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "learning_rate": 1e-3}
     args = GRPOConfig(output_dir=str(folder), max_steps=steps, progress_bar="none", **{**given, **settings})
-    return GRPOTrainer(model, reward, args, rows)
+    return GRPOTrainer(model, reward, args, some_rows())
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_path, family):
     model = model_folder(family, tmp_path / "model")
-    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01)
+    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01, lr_scheduler_type="constant")
     whole.train()
-    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1}
+    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1, "lr_scheduler_type": "constant"}
     a_run(tmp_path / "half", model, 3, **half).train()
-    resumed = a_run(tmp_path / "half", model, 4, **half, resume="auto")
+    starts = []
+    resumed = a_run(tmp_path / "half", model, 4, **half, resume=str(tmp_path / "half"))
+    resumed.listeners = [lambda event: starts.append(event.step) if isinstance(event, StepStarted) else None]
     resumed.train()
+    assert starts == [3]
     assert resumed.learner.digest() == whole.learner.digest()
+    outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())
+    assert outcome.is_equal
     assert len(list((tmp_path / "whole" / "images").glob("*.png"))) == 3
     exported = tmp_path / "exported"
     assert main(["checkpoints", str(tmp_path / "half"), "export", "--to", str(exported)]) == 0

@@ -143,9 +143,11 @@ def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, An
         ValueError: The folder has other arrays.
     """
     _restore_progress(learner, state)
-    like = {name: arrays.abstract(tree) for name, tree in trees_of(learner, with_optimizer=True).items()}
-    for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)):
+    trees = {name: tree for name, tree in trees_of(learner, with_optimizer=True).items() if name != UNTRAINED}
+    like = {name: arrays.abstract(tree) for name, tree in trees.items()}
+    for leaf in jax.tree.leaves(trees):
         leaf.delete()
+    del trees
     params = arrays.read(folder / PARAMS, like[PARAMS])
     if has_optimizer(folder):
         optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
