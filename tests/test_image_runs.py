@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import zlib
 
 import jax
@@ -10,7 +11,15 @@ import pytest
 
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
-from groupax.data.images import images_of, named, read_image, with_images, without_images
+from groupax.data.images import (
+    as_urls,
+    has_only_urls,
+    images_of,
+    named,
+    read_image,
+    with_images,
+    without_images,
+)
 from groupax.data.prompts import encode_examples
 from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
@@ -22,6 +31,7 @@ from groupax.models.families import read_config
 from groupax.models.specs import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.parallel.mesh import make_mesh
+from groupax.replay.make_bundle import bundle_step, replay_bundle
 from groupax.replay.session import replay_step
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
@@ -281,6 +291,33 @@ def test_equal_images_of_a_micro_batch_are_encoded_once():
     assert index.max() + 1 == sum(placed.num_tokens)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What?", "image": an_image(0), "answer": 1},
+        {"prompt": "What?", "images": [an_image(0), an_image(1)]},
+        {"prompt": [{"role": "user", "content": "What?"}], "image": an_image(0)},
+        {"prompt": user({"type": "image", "image": an_image(1)}, {"type": "image"}), "images": [an_image(0)]},
+        {"prompt": user({"type": "image", "image": an_image(2).convert("P")}, text("And this?"))},
+        {"prompt": [{"role": "system", "content": "Look."}, *user(text("No image"))]},
+    ],
+    ids=["text", "texts", "column", "column and parts", "palette", "no image"],
+)
+def test_a_row_of_plain_data_has_the_same_images(row):
+    row = with_images(row, "row")
+    again = json.loads(json.dumps(as_urls(row)))
+    assert has_only_urls(again)
+    assert named(with_images(again, "row")) == named(row)
+
+
+@pytest.mark.parametrize("image", ["/etc/hostname", {"path": "secret.png"}, {"bytes": "x"}, ["data:,", "/a.png"]])
+def test_rows_that_name_files_are_told_from_rows_that_have_their_images(image):
+    assert not has_only_urls({"prompt": "What?", "images": image})
+    assert not has_only_urls({"prompt": user({"type": "image", "image": image})})
+    assert not has_only_urls({"prompt": user({"type": "image_url", "image_url": image})})
+    assert not has_only_urls({"prompt": user({"type": "image", "image_url": {"url": image}})})
+
+
 # -- runs
 
 
@@ -315,6 +352,9 @@ def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_pat
     assert resumed.learner.digest() == whole.learner.digest()
     outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())
     assert outcome.is_equal
+    given = {"train_dataset": some_rows(), "include": ("state", "model")}
+    assert bundle_step(tmp_path / "half", 4, tmp_path / "b.tar.zst", model, reward, **given).outcome.is_equal
+    assert replay_bundle(tmp_path / "b.tar.zst").is_equal
     assert len(list((tmp_path / "whole" / "images").glob("*.png"))) == 3
     exported = tmp_path / "exported"
     assert main(["checkpoints", str(tmp_path / "half"), "export", "--to", str(exported)]) == 0

@@ -201,10 +201,12 @@ def test_conditions_on_metrics_are_parsed():
             parsed_condition(text)
     lines = [{"step": 2.0, "kl": 0.1}, {"step": 4.0, "kl": 3.0}]
     assert first_line(lines, parsed_condition("kl > 1")) == (4, 2)
-    with pytest.raises(ValueError, match="no step up to 4 fulfils"):
+    with pytest.raises(ValueError, match="holds in no step up to 4"):
         first_line(lines, parsed_condition("kl > 9"))
-    with pytest.raises(ValueError, match="no metric 'kll'"):
+    with pytest.raises(ValueError, match=r"no metric 'kll' in its metrics\.jsonl; did you mean kl\?"):
         first_line(lines, parsed_condition("kll > 9"))
+    with pytest.raises(ValueError, match="it is logged where beta is not 0"):
+        first_line([{"step": 2.0, "loss": 0.1}], parsed_condition("kl > 1"))
 
 
 def test_records_survive_damaged_lines(run):

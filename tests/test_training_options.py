@@ -657,11 +657,12 @@ def test_rows_of_two_rollouts_keep_their_own_prompts(tmp_path, settings):
 @pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
 def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, staleness):
     settings = {"updates_per_rollout": 3, "max_staleness": staleness, "prompts_per_step": 2}
+    settings["lr_scheduler_type"] = "constant"
     settings |= {"rollout_correction": "token_truncate"} if staleness else {}
     whole = a_trainer(tmp_path / "whole", max_steps=6, **settings)
     whole.train()
-    a_trainer(tmp_path / "parts", max_steps=4, lr_scheduler_type="constant", **settings).train()
-    longer = a_trainer(tmp_path / "parts", max_steps=6, resume="auto", **settings)
+    a_trainer(tmp_path / "parts", max_steps=4, **settings).train()
+    longer = a_trainer(tmp_path / "parts", max_steps=6, resume=str(tmp_path / "parts/run"), **settings)
     longer.train()
     assert [line["step"] for line in lines_of(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
     for a, b in zip(leaves(longer), leaves(whole), strict=True):
@@ -672,7 +673,8 @@ def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, 
 def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
     first = a_trainer(tmp_path, max_steps=1, num_generations=16, micro_batch_tokens=4096)
     first.train()
-    second = a_trainer(tmp_path, max_steps=2, num_generations=16, micro_batch_tokens=64)
+    again = {"resume": str(tmp_path / "run"), "micro_batch_tokens": 64}
+    second = a_trainer(tmp_path, max_steps=2, num_generations=16, **again)
     second.train()
     assert second.cursor.step == 2
     sizes = [max(shape.tokens for shape in trainer.learner.shapes) for trainer in (first, second)]

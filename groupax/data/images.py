@@ -26,6 +26,7 @@ MAX_PIXELS = 50_000_000
 MAX_IMAGES = 256  # of a prompt
 PARTS = ("image", "image_url")  # types of the parts of a message that are images
 URL = "data:"
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL images that are written as they are
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
@@ -84,8 +85,11 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     return [part["image"] for message in row["prompt"] for part in _parts(message) if _is_image(part)]
 
 
-def without_images(prompt: Any, names: Sequence[str] = ()) -> Any:
-    """Returns a prompt of `with_images` whose image parts are {"type": "image"}, or have these names as their image."""
+def without_images(prompt: Any, names: Sequence[str | None] = ()) -> Any:
+    """Returns a prompt of `with_images` whose image parts are {"type": "image"}, or have these names as their image.
+
+    A name that is None leaves {"type": "image"}.
+    """
     if isinstance(prompt, str):
         return prompt
     left = iter(names)
@@ -102,6 +106,39 @@ def without_images(prompt: Any, names: Sequence[str] = ()) -> Any:
         else dict(message)
         for message in prompt
     ]
+
+
+def as_urls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row of `with_images` as plain data, with `data:` URLs, of which `with_images` makes the same row."""
+    column = next((name for name in COLUMNS if is_filled(row.get(name))), None)
+    value = None if column is None else row[column]
+    in_column = value if isinstance(value, list) else [] if value is None else [value]
+    own = [None if any(image is each for each in in_column) else _url(image) for image in images_of(row)]
+    columns = {column: [*map(_url, value)] if isinstance(value, list) else _url(value)} if column else {}
+    return {**row, **columns, "prompt": without_images(row["prompt"], own)}
+
+
+def has_only_urls(row: Mapping[str, Any]) -> bool:
+    """Returns whether every image of a row is a `data:` URL, so that no file is read for it."""
+    values: list[Any] = []
+    for column in COLUMNS:
+        value = row.get(column)
+        values += value if isinstance(value, list) else [value] if is_filled(value) else []
+    parts = (part for message in _messages(row.get("prompt")) for part in _parts(message) if _is_image(part))
+    values += [value for part in parts for name in PARTS if (value := part.get(name)) is not None]
+    return all(isinstance(value, str) and value.startswith(URL) for value in values)
+
+
+def save_png(image: Any, file: Any) -> None:
+    """Writes a PIL image as a PNG file, to a path or a file object; in RGB if PNG does not have its mode."""
+    (image if image.mode in PNG_MODES else image.convert("RGB")).save(file, "PNG")
+
+
+def _url(image: Any) -> str:
+    """Returns a PIL image as a PNG file in a `data:` URL."""
+    file = io.BytesIO()
+    save_png(image, file)
+    return f"{URL}image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:

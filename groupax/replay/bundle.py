@@ -1,7 +1,8 @@
 """Bundles: one step of a run with all that a replay of it needs, as a file that can be sent.
 
     bundle.json            what this is, and what is not in it
-    rows.jsonl             the rows of the dataset that the step visited, and the one with the longest prompt
+    rows.jsonl             the rows of the dataset that the step visited, and the one with the longest prompt; images
+                           are PNG files in data: URLs
     run/                   of the run's folder: settings, machine, metrics, digests, completions, answers of tools
     state/                 weights and optimizer state before the step's rollout, if included
     after.safetensors      weights after the step, if the state is included
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from groupax.config import GRPOConfig
+from groupax.data.images import as_urls, has_images, with_images
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.recorded import RecordedRun
 from groupax.replay.session import Make
@@ -120,7 +122,7 @@ def collect_bundle(
         include: Parts to include; None for the state if it is small.
 
     Raises:
-        ValueError: The step was not recorded, or its dataset has what JSON cannot hold.
+        ValueError: The step was not recorded, or its dataset has what JSON and PNG cannot hold.
     """
     target = Target(run, step)
     target.check()
@@ -230,9 +232,11 @@ def _write_rows(trainer: ReplayTrainer, run: RecordedRun, path: Path, manifest: 
     lines = []
     for index in [*ordered, *([] if longest in ordered else [longest])]:
         row = dict(prompts.examples[index])
-        line = json.dumps(row, default=repr)
-        if row_digest(json.loads(line)) != row_digest(row):
-            raise ValueError(f"row {index} of the dataset of {run.folder} has values that JSON cannot hold")
+        sees = has_images(row)
+        line = json.dumps(as_urls(row) if sees else row, default=repr)
+        again = json.loads(line)
+        if row_digest(with_images(again, f"row {index}") if sees else again) != row_digest(row):
+            raise ValueError(f"row {index} of the dataset of {run.folder} has values that JSON and PNG cannot hold")
         lines.append(line + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from groupax.config import GRPOConfig
+from groupax.data.images import has_only_urls
 from groupax.data.tokenizer import load_tokenizer
 from groupax.episodes.record import NOT_RECORDED
 from groupax.events import Message
@@ -162,8 +163,8 @@ def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> 
         )
     if manifest.start:
         _place_state(folder, manifest, state)
-    own = {"output_dir": str(folder / "replay"), "resume": "never", "progress_bar": "none"}
-    args = GRPOConfig.from_mapping({**run.config, **own})
+    of_replay = {"output_dir": str(folder / "replay"), "resume": "never", "progress_bar": "none"}
+    args = GRPOConfig.from_mapping({**run.config, **of_replay})
     return Bundle(folder, manifest, run, str(base or own), args)
 
 
@@ -276,9 +277,12 @@ def _rows(path: Path) -> list[Any]:
     import json
 
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"rows.jsonl of the bundle cannot be read: {error}") from error
+    if not all(isinstance(row, dict) and has_only_urls(row) for row in rows):
+        raise ValueError("rows.jsonl of the bundle has a row that is no mapping, or an image that is not in it")
+    return rows
 
 
 def _recorded_tool(about: Mapping[str, Any]) -> Tool:

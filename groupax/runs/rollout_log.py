@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from groupax.data.images import image_name, images_of, named
+from groupax.data.images import image_name, images_of, named, save_png
 from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
 from groupax.events import TokenScores
 from groupax.types import Prompt, Rollout
 
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL images that are written as they are
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
 
@@ -188,7 +187,7 @@ def write_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
         path.parent.mkdir(exist_ok=True)
         partial = path.with_name(f".{path.name}")
         try:
-            (image if image.mode in PNG_MODES else image.convert("RGB")).save(partial, "PNG")
+            save_png(image, partial)
             partial.rename(path)
         except OSError:
             partial.unlink(missing_ok=True)
