@@ -340,7 +340,10 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     other = write_jsonl(tmp_path / "other.jsonl", rows[:1])
     more = ["--dataset", str(file), str(other), "--reward_funcs", "gsm8k_accuracy", "xml_count"]
     assert main([*argv, *more, "--output_dir", str(tmp_path / "c")]) == 0
-    capsys.readouterr()
+    assert "pass@1 needs" not in capsys.readouterr().out
+    of_format = ["--reward_funcs", "think_answer_format", "--output_dir", str(tmp_path / "d")]
+    assert main([*argv, *of_format]) == 0
+    assert "completion: --correctness_reward think_answer_format" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
     out = capsys.readouterr().out
     assert f"evaluated only in {tmp_path / 'c'}: other.greedy" in out

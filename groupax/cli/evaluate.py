@@ -254,6 +254,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
 
 def _show(command: Eval, results: Results) -> None:
     from groupax.cli.summary import estimate_table
+    from groupax.evaluation.items import binary_rewards
     from groupax.terminal.console import output_console
 
     console = output_console()
@@ -272,7 +273,8 @@ def _show(command: Eval, results: Results) -> None:
             )
             if "pass@1" not in evaluation.estimates and (names := binary_rewards(evaluation.items)):
                 console.print(
-                    f"for pass@1 name the reward whose 1 means a correct completion: --correctness_reward {names[0]}\n",
+                    "pass@1 needs the name of a reward whose 1 means a correct completion: --correctness_reward "
+                    f"{' or '.join(names)}\n",
                     soft_wrap=True,
                     markup=False,
                 )
