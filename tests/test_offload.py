@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model
+from groupax.events import StepStarted
 from groupax.parallel.memory import DEVICE, HOST, on_devices, on_host
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
@@ -32,6 +33,14 @@ def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
     back = on_devices(there)
     assert back.sharding == x.sharding
     np.testing.assert_array_equal(back, x)
+
+
+def steps_started(trainer):
+    """Trains, and returns the number of updates before each step."""
+    started = []
+    trainer.listeners = [lambda event: started.append(event.step) if isinstance(event, StepStarted) else None]
+    trainer.train()
+    return started
 
 
 @pytest.mark.heavy
@@ -72,7 +81,7 @@ def test_updates_in_parts_are_those_at_once(name, adapts):
 def test_a_run_is_the_same_and_goes_on_with_and_without(tmp_path, adapts):
     """On a mesh that splits the weights, with a reference that moves; stopped, and resumed the other way, twice."""
     mesh = make_mesh((1, 4, 1, 1, 1))
-    settings = {"beta": 0.1, "save_interval_minutes": 0.0, "mesh": "1,-1,1,1,1"}
+    settings = {"beta": 0.1, "save_steps": 1, "lr_scheduler_type": "constant", "mesh": "1,-1,1,1,1"}
     settings |= {"lora_r": 4} if adapts else {"sync_ref_model": True, "ref_model_sync_steps": 1}
     there = {"offload_optimizer": True} if adapts else BOTH
 
@@ -83,8 +92,9 @@ def test_a_run_is_the_same_and_goes_on_with_and_without(tmp_path, adapts):
     whole = a_run(tmp_path / "whole", max_steps=3)
     whole.train()
     for steps, offloads in ((1, there), (2, {}), (3, there)):
-        trainer = a_run(tmp_path / "parts", max_steps=steps, **offloads)
-        trainer.train()
+        resume = str(tmp_path / "parts" / "run") if steps > 1 else "auto"
+        trainer = a_run(tmp_path / "parts", max_steps=steps, resume=resume, **offloads)
+        assert steps_started(trainer) == [steps - 1]
         learner = trainer.learner
         assert kinds(learner.state.params) == {DEVICE}
         assert kinds(learner.state.opt_state) == ({HOST} if offloads else {DEVICE})
