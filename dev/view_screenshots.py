@@ -1,4 +1,4 @@
-"""The pictures of docs/view.md: `python dev/view_screenshots.py [--runs FOLDER] [NAME ...]`, by default all of them.
+"""The pictures of the page in docs/: `python dev/view_screenshots.py [--runs FOLDER] [NAME ...]`, by default all.
 
 Trains the runs that are not in the folder yet (about ten minutes on two cores), by default `build/view_runs`: three
 seeds of the recipe `arithmetic`, one with a learning rate that is far too high, one whose reward can be hacked, and one
@@ -68,9 +68,11 @@ PICTURES_WITH_IMAGES: Pictures = {"images": ("rollouts?run=shapes&step=10", WIDE
 def main() -> None:
     """Makes the runs and takes the pictures."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("names", nargs="*", metavar="NAME", choices=[[], *PICTURES, *PICTURES_WITH_IMAGES])
+    flags.add_argument("names", nargs="*", metavar="NAME")
     flags.add_argument("--runs", type=Path, default=ROOT / "build" / "view_runs")
     given = flags.parse_args()
+    if unknown := set(given.names) - {*PICTURES, *PICTURES_WITH_IMAGES}:
+        flags.error(f"there is no picture {', '.join(sorted(unknown))}")
     IMAGES.mkdir(exist_ok=True)
     for runs, pictures in ((RUNS, PICTURES), (RUNS_WITH_IMAGES, PICTURES_WITH_IMAGES)):
         chosen = {name: picture for name, picture in pictures.items() if not given.names or name in given.names}

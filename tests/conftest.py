@@ -140,3 +140,13 @@ def tiny_model():
     from groupax import init_model
 
     return init_model(TINY, seed=0)
+
+
+def steps_started(trainer):
+    """Trains, and returns the number of updates before each step: the first is not 0 if the run was resumed."""
+    from groupax.events import StepStarted
+
+    started = []
+    trainer.listeners = [lambda event: started.append(event.step) if isinstance(event, StepStarted) else None]
+    trainer.train()
+    return started

@@ -363,8 +363,7 @@ def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog)
         trainer.train()
     assert "is continued with other settings" in caplog.text
     assert "learning_rate: 0.01 in the checkpoint, 0.001 now" in caplog.text
-    falls = "The learning rate falls over all 6 steps (lr_scheduler_type 'linear')"
-    assert (falls in caplog.text) == (trainer.args.lr_scheduler_type == "linear")
+    assert "The learning rate falls" not in caplog.text, "it is constant"
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose([line["learning_rate"] for line in lines], [1e-2] * 3 + [1e-3] * 3)
@@ -760,7 +759,7 @@ def test_a_bucket_that_cannot_be_reached(tmp_path, url, message):
 
 
 @pytest.mark.heavy
-def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
+def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys, caplog):
     save_model(
         init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}),
         tmp_path / "model",
@@ -775,6 +774,7 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
     assert "step      1  20" in capsys.readouterr().out
     (tmp_path / "longer.yaml").write_text("max_steps: 3\n")
     assert main(["resume", str(run), "--config", str(tmp_path / "longer.yaml")]) == 0
+    assert "The learning rate falls over all 3 steps (lr_scheduler_type 'linear')" in caplog.text
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
     capsys.readouterr()
     assert (

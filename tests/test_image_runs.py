@@ -25,7 +25,6 @@ from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.events import StepStarted
 from groupax.models.checkpoint import Model
 from groupax.models.families import read_config
 from groupax.models.specs import init_params
@@ -40,6 +39,7 @@ from groupax.training.batch import pack
 from groupax.training.learner import Learner
 from groupax.types import Row
 
+from .conftest import steps_started
 from .vision_models import IMAGE, config_of, random_prompts
 
 Image = pytest.importorskip("PIL.Image")
@@ -344,11 +344,8 @@ def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_pat
     whole.train()
     half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1, "lr_scheduler_type": "constant"}
     a_run(tmp_path / "half", model, 3, **half).train()
-    starts = []
     resumed = a_run(tmp_path / "half", model, 4, **half, resume=str(tmp_path / "half"))
-    resumed.listeners = [lambda event: starts.append(event.step) if isinstance(event, StepStarted) else None]
-    resumed.train()
-    assert starts == [3]
+    assert steps_started(resumed) == [3]
     assert resumed.learner.digest() == whole.learner.digest()
     outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())
     assert outcome.is_equal

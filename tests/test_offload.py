@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model
-from groupax.events import StepStarted
 from groupax.parallel.memory import DEVICE, HOST, on_devices, on_host
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 from groupax.training.state import apply_update, init_state
 
-from .conftest import TINY
+from .conftest import TINY, steps_started
 from .stopped_run import final_state, letters
 from .test_trainer import a_trainer, lines_of
 
@@ -33,14 +32,6 @@ def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
     back = on_devices(there)
     assert back.sharding == x.sharding
     np.testing.assert_array_equal(back, x)
-
-
-def steps_started(trainer):
-    """Trains, and returns the number of updates before each step."""
-    started = []
-    trainer.listeners = [lambda event: started.append(event.step) if isinstance(event, StepStarted) else None]
-    trainer.train()
-    return started
 
 
 @pytest.mark.heavy

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -158,6 +159,19 @@ def test_a_change_is_compared_with_the_run(run):
     lines = list(changes(outcome, target.run.table(2), run_metrics, "update", str))
     assert any(line.split()[:2] == ["learning_rate", "0.01"] for line in lines)
     assert "  no log-prob of a token that is the same in both differs" in lines
+
+
+@pytest.mark.heavy
+def test_tokens_whose_log_prob_changes_are_shown_with_their_text(run):
+    settings = GRPOConfig.from_mapping(recorded_run(run).config)
+    target = Target(recorded_run(run), 3, "update")
+    outcome = replay_changed(target, *makers(letters, letters), settings, {"temperature": 2.0}, other_weights=False)
+    then = target.run.table(3)
+    same = {**outcome.columns, "trainer_logps": [[x - 0.5 for x in each] for each in then["trainer_logps"]]}
+    same["completion_ids"] = then["completion_ids"]
+    lines = [*changes(replace(outcome, columns=same), then, {}, "update", lambda token: f"<{token}>")]
+    shown = lines[next(i for i, line in enumerate(lines) if line.split()[:1] == ["row"]) + 1].split()
+    assert shown[-1] == f"<{shown[2]}>"
 
 
 @pytest.mark.heavy

@@ -181,6 +181,16 @@ def test_a_call_that_fails_gives_no_reward_and_ends_in_time(function, message):
     runner.close()
 
 
+def test_an_error_s_traceback_begins_in_the_function():
+    runner = RewardRunner(resolve_rewards([raises], []), RewardSettings())
+    runner.start(rollouts_of("ab"))
+    [[failed]] = runner.finish()
+    frames = [line for line in failed.error.splitlines() if line.lstrip().startswith("File ")]
+    assert len(frames) == 1
+    assert frames[0].endswith("in raises")
+    runner.close()
+
+
 async def awaited_length(completions):
     return lengths(completions)
 

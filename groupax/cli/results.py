@@ -13,8 +13,6 @@ from groupax.settings.command_line import parsed
 if TYPE_CHECKING:
     from groupax.evaluation.items import Comparison
 
-# How intervals and p-values are computed, by the names in the files.
-METHODS = {"student": "Student's t", "bonett-price": "Bonett and Price", "mcnemar, exact": "McNemar's exact test"}
 Positional = tyro.conf.Positional
 
 
@@ -53,10 +51,11 @@ def compare(arguments: Sequence[str]) -> None:
 
     console = output_console()
     written = {}
-    for side, other in ((command.before, command.after), (command.after, command.before)):
-        if alone := sorted(_sets(side) - _sets(other)):
+    pairs = _common_files(command.before, command.after)
+    for side in (command.before, command.after):
+        if alone := sorted({each.stem for each in side.glob("*.jsonl")} - pairs.keys()):
             console.print(f"evaluated only in {side}: {', '.join(alone)}", soft_wrap=True, markup=False)
-    for name, (before, after) in _common_files(command.before, command.after).items():
+    for name, (before, after) in pairs.items():
         comparison = compare_items(read_items(before), read_items(after))
         console.print(difference_table(f"{name}: {comparison.num_items:,} common items", comparison, {}, {}))
         if comparison.num_only_before or comparison.num_only_after:
@@ -104,13 +103,10 @@ def _common_files(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
     return {Path(name).stem: (before / name, after / name) for name in names}
 
 
-def _sets(path: Path) -> set[str]:
-    """Returns the names of the sets in a folder; none for a file."""
-    return {each.stem for each in path.glob("*.jsonl")}
-
-
 def _methods(comparison: "Comparison") -> str:
     """Returns how the intervals and the p-values of a comparison were computed."""
+    from groupax.evaluation.paired import METHODS
+
     by_method: dict[tuple[str, str], list[str]] = {}
     for name, pair in comparison.differences.items():
         by_method.setdefault((pair.difference.method, pair.test), []).append(name)

@@ -107,7 +107,7 @@ def show(parts: Sequence[Any]) -> None:
 
 def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison) -> str:
     """Returns a sentence that claims only what two evaluations show."""
-    name = "pass@1" if "pass@1" in comparison.differences else "reward"
+    name = _judged(comparison)
     if name not in comparison.differences:
         return "no prompt has a reward, so the models cannot be compared"
     difference = comparison.differences[name]
@@ -242,9 +242,14 @@ def _summary(
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
 
 
+def _judged(comparison: Comparison) -> str:
+    """Returns the name of the metric that a verdict is about."""
+    return "pass@1" if "pass@1" in comparison.differences else "reward"
+
+
 def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]]) -> str:
     """Returns where to look if held-out prompts became worse while the reward in training rose, else nothing."""
-    pair = comparison.differences.get("pass@1") or comparison.differences.get("reward")
+    pair = comparison.differences.get(_judged(comparison))
     rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]
     if pair is None or not pair.is_clear or pair.difference.value > 0 or len(rewards) < 2:
         return ""

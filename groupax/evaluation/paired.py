@@ -10,6 +10,7 @@ from groupax.metrics.estimates import STUDENT, Estimate, Z, mean_value
 
 BONETT_PRICE = "bonett-price"  # see `paired_difference`
 MCNEMAR = "mcnemar, exact"
+METHODS = {STUDENT: "Student's t", BONETT_PRICE: "Bonett and Price", MCNEMAR: "McNemar's exact test"}  # in words
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from groupax.replay.archive import pack
 from groupax.replay.bundle import Manifest, Part, collect_bundle, write_after
 from groupax.replay.bundled import Bundle, bundle_in, open_bundle
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.session import Make, Outcome, replay_target
+from groupax.replay.session import Make, Outcome, replay_target, settings_of
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.step_record import Stage
 
@@ -106,12 +106,11 @@ def bundle_step(
         >>> bundle_step("runs/one", 812, "bug.tar.zst", model, reward, train_dataset=prompts)  # doctest: +SKIP
     """
     recorded = recorded_run(run)
-    settings = replace(GRPOConfig.from_mapping(recorded.config), progress_bar="none") if args is None else args
 
     def make(target: Target, args: GRPOConfig) -> ReplayTrainer:
         return ReplayTrainer(target, *arguments, args=args, **named)
 
-    return make_bundle(recorded, step, make, settings, Path(path), include)
+    return make_bundle(recorded, step, make, settings_of(recorded, args), Path(path), include)
 
 
 def replay_bundle(

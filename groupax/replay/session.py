@@ -131,12 +131,16 @@ def replay_step(
         >>> outcome.is_equal  # doctest: +SKIP
     """
     recorded = recorded_run(run)
-    settings = replace(GRPOConfig.from_mapping(recorded.config), progress_bar="none") if args is None else args
     return replay_target(
         Target(recorded, step, stage),
         lambda target, args: ReplayTrainer(target, *arguments, args=args, **named),
-        settings,
+        settings_of(recorded, args),
     )
+
+
+def settings_of(run: RecordedRun, args: GRPOConfig | None) -> GRPOConfig:
+    """Returns the settings to replay a run with: those given, or those in its folder without a display."""
+    return args or replace(GRPOConfig.from_mapping(run.config), progress_bar="none")
 
 
 def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:

@@ -14,9 +14,9 @@ import contextlib
 import functools
 import traceback
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
+from groupax.rewards import calls
 from groupax.rewards.calls import CallLog, call_async, call_in_worker, call_sync, start_event_loop, start_thread
 from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_scores, no_scores
 from groupax.rewards.main_thread import MainThread, NeedsMainThreadError, call_noticing, signal_requests_noticed
@@ -143,14 +143,10 @@ def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Returns the traceback of an error without the frames that lead to the user's function."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _is_of_call(trace):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-
-
-def _is_of_call(trace: TracebackType) -> bool:
-    """Returns whether a frame is one of groupax or of the library, on the way to the user's function."""
-    name = str(trace.tb_frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in ("groupax", "asyncio", "concurrent", "pebble")
+    """Returns the traceback of an error from the user's function on, without the frames that lead to it."""
+    first = frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_frame.f_globals.get("__name__") == calls.__name__:
+            first = frame.tb_next
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, first)).rstrip()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import tyro
+
 from groupax.settings.documentation import descriptions, first_sentence
 
 # What most runs set, by topic; `--help all` and the reference in the documentation have the other settings.
@@ -31,12 +33,14 @@ class Option:
         kind: Its type.
         value: Its default.
         text: What it does, in one line.
+        is_positional: Whether it is given without its name.
     """
 
     name: str
     kind: Any
     value: Any
     text: str
+    is_positional: bool = False
 
 
 def common_options(command: Any) -> dict[str, list[Option]]:
@@ -45,7 +49,7 @@ def common_options(command: Any) -> dict[str, list[Option]]:
     Args:
         command: The command with the defaults to show, a dataclass whose field `args` has the settings.
     """
-    own = [option for option in options(command) if option.name not in ("args", "file")]
+    own = [option for option in options(command) if option.name != "args" and not option.is_positional]
     settings = {option.name: option for option in options(command.args)}
     topics = {
         topic: [settings[name] for name in names if name in settings and name not in {each.name for each in own}]
@@ -82,8 +86,10 @@ def brief_help(command: Any, name: str) -> str:
 def options(record: Any) -> Iterator[Option]:
     """Yields the fields of a dataclass, such as a command or a record of settings, as options."""
     texts, hints = descriptions(type(record)), get_type_hints(type(record))
+    annotated = get_type_hints(type(record), include_extras=True)
     for each in fields(record):
-        yield Option(each.name, hints[each.name], getattr(record, each.name), texts.get(each.name, ""))
+        is_positional = tyro.conf.Positional in getattr(annotated[each.name], "__metadata__", ())
+        yield Option(each.name, hints[each.name], getattr(record, each.name), texts.get(each.name, ""), is_positional)
 
 
 def _lines(option: Option, width: int) -> Iterable[str]:

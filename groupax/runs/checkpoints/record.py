@@ -118,9 +118,12 @@ def start_writing(
 ) -> Callable[[Path], Callable[[], None]]:
     """Returns a function that writes the run's arrays into a folder in the background (see `arrays.start_writing`).
 
+    Those that are not trained are among them, for the export of a whole model.
     All processes must call this; the primary one can write.
     """
     trees = trees_of(learner, with_optimizer, policies)
+    if learner.untrained:
+        trees[UNTRAINED] = learner.untrained
     if num_processes() > 1:
         trees = to_host_on_primary(trees)
 
@@ -143,11 +146,9 @@ def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, An
         ValueError: The folder has other arrays.
     """
     _restore_progress(learner, state)
-    trees = {name: tree for name, tree in trees_of(learner, with_optimizer=True).items() if name != UNTRAINED}
-    like = {name: arrays.abstract(tree) for name, tree in trees.items()}
-    for leaf in jax.tree.leaves(trees):
+    like = {name: arrays.abstract(tree) for name, tree in trees_of(learner, with_optimizer=True).items()}
+    for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)):
         leaf.delete()
-    del trees
     params = arrays.read(folder / PARAMS, like[PARAMS])
     if has_optimizer(folder):
         optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
@@ -316,10 +317,8 @@ def with_scores(
 def trees_of(
     learner: PolicyLearner, with_optimizer: bool, policies: Mapping[int, Policy] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Returns the arrays of a learner and of earlier policies by the names of their folders."""
+    """Returns the arrays that a learner changes, and those of earlier policies, by the names of their folders."""
     trees: dict[str, Any] = {PARAMS: learner.state.params}
-    if learner.untrained:
-        trees[UNTRAINED] = learner.untrained
     if with_optimizer:
         trees[OPTIMIZER] = learner.state.opt_state
     if learner.settings.sync_ref_model:
