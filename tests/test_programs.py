@@ -366,7 +366,8 @@ def test_limits_refuse_requests_and_end_the_episode():
         try:
             stubborn(base_url)
         except urllib.error.HTTPError as error:
-            codes.append(json.loads(error.read())["error"]["code"])
+            with error:
+                codes.append(json.loads(error.read())["error"]["code"])
         return 0.5
 
     [row], _ = played(careful, n=1, max_tokens=150)
@@ -412,7 +413,8 @@ def test_constrained_turns_are_refused_where_nothing_corrects_for_them():
         try:
             said(base_url, [user("?")], response_format=schema)
         except urllib.error.HTTPError as error:
-            refused.append(json.loads(error.read())["error"]["message"])
+            with error:
+                refused.append(json.loads(error.read())["error"]["message"])
         said(base_url, [user("?")])
 
     [row], _ = played(agent, n=1, fault=UNCORRECTED_CONSTRAINT)
@@ -431,7 +433,8 @@ def test_sessions_that_others_reach_need_their_key():
         for wrong in ({}, {"authorization": "Bearer groupax"}, {"x-api-key": api_key[1:]}):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 said(base_url, [user("?")], wrong)
-            codes.append(refused.value.code)
+            with refused.value:  # which holds the connection
+                codes.append(refused.value.code)
         first = said(base_url, [user("?")], bearer)["content"]
         more = {"max_tokens": 9, "messages": [user("!")]}
         second = post(f"{anthropic_base_url}/v1", "messages", header, **more)["content"][0]["text"]
