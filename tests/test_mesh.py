@@ -36,6 +36,20 @@ MIXTURE = {
 }
 
 
+LATENTS = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 COMMAND = (
     "train --model model --dataset prompts.jsonl --eval_dataset prompts.jsonl --reward_funcs letters_reward:letters "
     "--prompts_per_step 2 --num_generations 4 --max_completion_length 8 --eval_steps 1 --save_steps 1 --optimizer sgd "
@@ -86,10 +100,12 @@ CASES = {
     "convolutions": ({"model_type": "lfm2", **LFM2}, (1, 1, 1, 2, 2), {}),
     "delta-nets": ({"model_type": "qwen3_5_text", **DELTA}, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
     "delta-nets-sp": ({"model_type": "qwen3_5_text", **DELTA}, (1, 1, 1, 2, 2), {"scan_layers": True}),
+    "latent-vectors": (LATENTS, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
+    "latent-vectors-scanned": (LATENTS | {"first_k_dense_replace": 0}, (1, 2, 2, 1, 1), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }
-HEAVY = ("tp-sp", "experts")
+HEAVY = ("tp-sp", "experts", "latent-vectors")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +127,17 @@ def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, set
     ids=str,
 )
 def test_adapters_too(shape):
+    check_adapter(TINY, shape)
+
+
+@pytest.mark.heavy
+def test_adapters_of_latent_vectors():
+    check_adapter(TINY | LATENTS, (1, 2, 1, 2, 1))
+
+
+def check_adapter(hf_config, shape):
     lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
-    model = add_adapter(init_model(TINY, mesh=one_device_mesh()), lora)
+    model = add_adapter(init_model(hf_config, mesh=one_device_mesh()), lora)
     ones = jax.tree.map(lambda x: x + 0.1, model.adapter.trained)
     assert_same_update(replace(model, adapter=replace(model.adapter, trained=ones)), shape)
 

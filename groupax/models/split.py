@@ -12,7 +12,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.spec import Spec
 from groupax.models.specs import layout_of, model_specs
 from groupax.parallel.collectives import all_gather, psum_grad
-from groupax.parallel.mesh import Layout
+from groupax.parallel.mesh import GATHERED, Layout
 from groupax.parallel.transfer import to_device
 from groupax.settings.compute import ReduceDtype
 
@@ -75,7 +75,7 @@ def gather_weights(
         weights: The device's shards.
         reduce_dtype: Dtype in which the devices' gradients are added up.
     """
-    if layout.axis("embed") is None and layout.axis("heads") is None and layout.axis("ffn") is None:
+    if all(layout.axis(dim) is None for dim in (*GATHERED, "heads", "ffn")):
         return weights
     return {name: gather_weight(layout, specs[name].axes, weight, reduce_dtype) for name, weight in weights.items()}
 
@@ -88,9 +88,10 @@ def gather_weight(layout: Layout, dims: Dims, weight: Any, reduce_dtype: ReduceD
         a = gather_weight(layout, (None, in_dim), weight.change.a, reduce_dtype)
         b = gather_weight(layout, (out_dim, None), weight.change.b, reduce_dtype)
         # where the matrix is sharded over a model axis, one of a and b is replicated, and its gradients are summed
-        a = a if out_dim == "embed" else psum_grad(a, layout.axis(out_dim))
-        b = b if in_dim == "embed" else psum_grad(b, layout.axis(in_dim))
+        a = a if out_dim in GATHERED else psum_grad(a, layout.axis(out_dim))
+        b = b if in_dim in GATHERED else psum_grad(b, layout.axis(in_dim))
         return replace(weight, base=base, change=LowRank(a, b))
-    if not isinstance(weight, Array) or "embed" not in dims:
+    place = next((place for place, dim in enumerate(dims) if dim in GATHERED), None)
+    if not isinstance(weight, Array) or place is None:
         return weight
-    return all_gather(weight, layout.axis("embed"), dims.index("embed"), reduce_dtype)
+    return all_gather(weight, layout.axis(dims[place]), place, reduce_dtype)

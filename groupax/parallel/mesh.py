@@ -21,6 +21,7 @@ REPLICATED_BYTES = 1 << 28
 # gathered before they are multiplied; those sharded over tp and ep are multiplied shard by shard.
 RULES: dict[str, str] = {
     "embed": "fsdp",
+    "latent": "fsdp",
     "vocab": "tp",
     "heads": "tp",
     "kv_heads": "tp",
@@ -29,6 +30,8 @@ RULES: dict[str, str] = {
     "expert_ffn": "tp",
     "expert": "ep",
 }
+# Dims that a device gathers before it multiplies; it has all of what it multiplies along them.
+GATHERED = frozenset(name for name, axis in RULES.items() if axis == "fsdp")
 
 
 @dataclass(frozen=True)
