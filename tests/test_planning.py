@@ -659,6 +659,29 @@ def test_the_nearest_change_comes_first():
 
 
 @pytest.mark.heavy
+def test_a_loop_that_copies_too_much_is_unrolled_before_micro_batches_shrink():
+    full = replace(TRAIN, gradient_checkpointing="full")
+    plan = a_plan("micro_step", full)
+    run = plan.run
+
+    def first(scans, policy, args=full):
+        programs = tuple(
+            replace(each, scans_layers=scans) if each.name == "micro_step" else each for each in run.programs
+        )
+        measured = tuple(
+            replace(each, memory={OTHER: 2e9 - policy, "policy": policy}) if each.name == "micro_step" else each
+            for each in plan.programs
+        )
+        looping = replace(plan, request=Request("v5e-1", args), run=replace(run, programs=programs), programs=measured)
+        return changes(looping)[0]
+
+    assert first(True, 1.5e9) == "--scan_layers False"
+    assert first(True, 1.5e9, replace(full, scan_layers=True)).startswith("--micro_batch_tokens"), "as was asked for"
+    assert first(True, 0.5e9).startswith("--micro_batch_tokens"), "the copy is smaller than what is missing"
+    assert first(False, 1.5e9).startswith("--micro_batch_tokens"), "nothing is copied"
+
+
+@pytest.mark.heavy
 def test_what_changes_of_a_rollout():
     plan = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4")
     assert changes(plan) == ["--mesh 1,-1,1,1,1", "--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], (

@@ -195,6 +195,8 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Request]:
     if plan.fault is None and not is_rollout and plan.run is not None and plan.largest.name != "apply_update":
         if plan.run.checkpointing != "full":
             yield request.changed("--gradient_checkpointing full", gradient_checkpointing="full")
+        if _loop_copies_too_much(plan):
+            yield request.changed("--scan_layers False", scan_layers=False)
         tokens, longest = plan.run.micro_batch_tokens, plan.run.longest_row
         if tokens > longest and plan.run.micro_batch_cells > longest:
             half = max(longest, min(tokens, plan.run.micro_batch_cells) // 2)
@@ -221,6 +223,18 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Request]:
     if plan.target.chip is not None and (larger := _larger(request.devices)):
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield request.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))
+
+
+def _loop_copies_too_much(plan: Plan) -> bool:
+    """Returns whether the program is a loop over layers that would fit without the copy of their weights.
+
+    Other programs are compiled layer by layer, which takes longer.
+    """
+    assert plan.target.chip is not None and plan.run is not None, "a program that does not fit was compiled"
+    is_loop = any(each.scans_layers for each in plan.run.programs if each.name == plan.largest.name)
+    excess = plan.largest.total - plan.target.chip.memory_bytes
+    weights = sum(plan.largest.memory.get(kind, 0.0) for kind in ("policy", "base"))
+    return plan.request.args.scan_layers is None and is_loop and weights >= excess
 
 
 def _larger(name: str) -> str | None:
