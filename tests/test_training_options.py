@@ -584,6 +584,9 @@ def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
         RunError, match=r"(?s)set micro_batch_tokens \(now 4096\) to 256, or gradient_checkpointing.*7 b"
     ):
         trainer.train()
+    advice = "or scan_layers to False, so that no loop over layers copies their weights. The devices report:"
+    with pytest.raises(RunError, match=advice):
+        a_trainer(tmp_path / "looping", max_steps=1, scan_layers=True, gradient_checkpointing="full").train()
     monkeypatch.setattr("groupax.training.learner.micro_step", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         a_trainer(tmp_path / "other", max_steps=1).train()

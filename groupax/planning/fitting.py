@@ -230,7 +230,8 @@ def _loop_copies_too_much(plan: Plan) -> bool:
 
     Other programs are compiled layer by layer, which takes longer.
     """
-    assert plan.target.chip is not None and plan.run is not None, "a program that does not fit was compiled"
+    assert plan.target.chip is not None, "only memory that is known can be too small"
+    assert plan.run is not None, "a program that does not fit was compiled"
     is_loop = any(each.scans_layers for each in plan.run.programs if each.name == plan.largest.name)
     excess = plan.largest.total - plan.target.chip.memory_bytes
     weights = sum(plan.largest.memory.get(kind, 0.0) for kind in ("policy", "base"))

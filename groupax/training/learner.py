@@ -425,8 +425,7 @@ class Learner:
         return UpdateMemory(self.config, self.dtype.itemsize, longest, is_fused, free)
 
     def _explain_out_of_memory(self, packed: Packed) -> AbstractContextManager[None]:
-        num_shards, checkpointing = num_data_shards(self.mesh), self.execution.checkpointing
-        return explain_out_of_memory(packed, num_shards, self.micro_batch_tokens, checkpointing)
+        return explain_out_of_memory(packed, num_data_shards(self.mesh), self.micro_batch_tokens, self.execution)
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from groupax.errors import RunError, is_out_of_memory
 from groupax.models.attention import MAX_UNBLOCKED_COLUMNS
 from groupax.models.config import ModelConfig
+from groupax.models.execution import Execution
 from groupax.models.flops import activation_bytes_per_token
 from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.batch import Packed
@@ -98,7 +99,7 @@ class UpdateMemory:
 
 @contextmanager
 def explain_out_of_memory(
-    packed: Packed, num_shards: int, micro_batch_tokens: int, checkpointing: Checkpointing
+    packed: Packed, num_shards: int, micro_batch_tokens: int, execution: Execution
 ) -> Iterator[None]:
     """Turns the devices' out-of-memory error into advice.
 
@@ -106,7 +107,7 @@ def explain_out_of_memory(
         packed: micro-batch that is computed in the block.
         num_shards: number of devices that share it.
         micro_batch_tokens: value of the setting, or its automatic value.
-        checkpointing: what the backward pass recomputes.
+        execution: how the pass is executed.
 
     Raises:
         RunError: the devices ran out of memory in the block.
@@ -122,8 +123,10 @@ def explain_out_of_memory(
         advice = f"set micro_batch_tokens (now {micro_batch_tokens}) to {smaller}"
         if longest_row * 2 > num_tokens:
             advice = f"one completion alone has {longest_row} tokens: lower max_completion_length"
-        if checkpointing != "full":
+        if execution.checkpointing != "full":
             advice += ", or gradient_checkpointing to 'full'"
+        if execution.scan_layers:
+            advice += ", or scan_layers to False, so that no loop over layers copies their weights"
         raise RunError(
             f"out of memory in a micro-batch of {num_tokens} tokens per device; {advice}. The devices report:\n{error}"
         ) from error
