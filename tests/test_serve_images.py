@@ -96,6 +96,15 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
     counted = post(server, "/v1/messages/count_tokens", {name: body[name] for name in ("model", "messages")})
     assert counted.json() == {"input_tokens": len(ids)}
 
+    shown = [
+        {"type": "input_image", "image_url": url_of(content), "detail": "auto"},
+        {"type": "input_text", "text": SCENE.question},
+    ]
+    item = {"role": "user", "content": shown}
+    answer = client.responses.create(model="shapes", input=[item], temperature=0, max_output_tokens=12)
+    assert answer.output_text == expected.text
+    assert answer.usage.input_tokens == len(ids)
+
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
@@ -139,5 +148,14 @@ def test_images_are_refused_where_no_model_sees_them(server):
     answer = post(server, "/v1/messages", chat({"type": "image", "source": source}, text()))
     assert answer.status_code == 400
     assert "source of type url, and this server fetches none" in answer.text
+    for part, message in (
+        ({"file_id": "file-1"}, "this server has no files"),
+        ({"image_url": {"url": small}}, "images as image_url, a data: URL"),
+        ({"image_url": "https://example.com/a.png"}, "fetches none"),
+    ):
+        item = {"role": "user", "content": [{"type": "input_image", **part}]}
+        answer = post(server, "/v1/responses", {"model": "shapes", "input": [item]})
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"], answer.text
     ids = {"model": "shapes", "prompt": [1, 3, 3, 5], "max_tokens": 1}
     assert "tokens that stand for images" in post(server, "/v1/completions", ids).text

@@ -53,11 +53,33 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
     elif kind == "message" and item.get("role") == "assistant":
         _open_turn(messages, False)["content"] = text_of(item.get("content"), TEXTS, f"{where}.content")
     elif kind == "message":
-        content = text_of(item.get("content"), TEXTS, f"{where}.content")
-        messages.append({"role": item.get("role"), "content": content})
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
     else:
         message = f"{where} must be a message, function_call, function_call_output or reasoning, got {short(item)}"
         raise ApiError(400, message, "input", "unsupported_value")
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Returns a content as one text, or as parts of a chat if some are images."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return text_of(content, TEXTS, where)
+    return [
+        {"type": "image_url", "image_url": {"url": _image_url(part, where)}}
+        if _is_image(part)
+        else {"type": "text", "text": text_of([part], TEXTS, where)}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
+
+
+def _image_url(part: Mapping[str, Any], where: str) -> str:
+    if part.get("file_id") is not None or not isinstance(part.get("image_url"), str):
+        message = f"{where} must have images as image_url, a data: URL, got {short(part)}; this server has no files"
+        raise ApiError(400, message, "input", "unsupported_value")
+    return part["image_url"]
 
 
 def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]:
