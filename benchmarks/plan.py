@@ -176,13 +176,13 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "gpt-oss-20b-lora": (
         GPT_OSS_20B,
         "h100-1",
-        f"--prompts_per_step 16 {SHORT} --lora_r 16 --gradient_checkpointing full",
+        f"--prompts_per_step 16 {SHORT} --lora_r 16 --gradient_checkpointing full --scan_layers False",
     ),
     "qwen3-30b-a3b": (
         QWEN3_30B,
         "h100-8",
         f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full --decoding_tp 4 "
-        "--micro_batch_tokens 4096",
+        "--scan_layers False --micro_batch_tokens 4096",
     ),
     "deepseek-v3": (
         DEEPSEEK_V3,
