@@ -288,6 +288,19 @@ def test_saved_models_load_with_their_windows(tmp_path, family, index):
     np.testing.assert_allclose(a[reach:], b[reach:], atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("family", "config", "coef"),
+    [
+        ("gpt_oss", {"router_aux_loss_coef": 0.9}, 0.0),
+        ("gpt_oss", {"router_aux_loss_coef": 0.9, "output_router_logits": True}, 0.9),
+        ("mixtral", {"router_aux_loss_coef": 0.02}, 0.02),
+    ],
+)
+def test_the_load_balancing_loss_of_a_file_is_the_default(family, config, coef):
+    hf = {**BASE, "model_type": family, **CONFIGS[family][0], **config}
+    assert read_config(hf).experts.aux_loss_coef == coef
+
+
 @pytest.mark.heavy
 def test_names_in_files_are_those_of_the_families(tmp_path):
     phi = init_model({**BASE, "model_type": "phi3"})

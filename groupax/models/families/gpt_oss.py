@@ -53,7 +53,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         ffn_size=needed(hf, "intermediate_size"),
         norm_topk_prob=True,  # the same as a softmax over the logits of the chosen ones
         layers=tuple(range(num_layers)),
-        aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
+        # released files have a coefficient of 0.9, which is meant for training from the start, and switch it off
+        aux_loss_coef=hf.get("router_aux_loss_coef", 0.9) if hf.get("output_router_logits") else 0.0,
         has_bias=True,
         fused="alternating",
         router_name="mlp.router",
