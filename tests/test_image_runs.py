@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import zlib
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -25,8 +26,9 @@ from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.models.checkpoint import Model
+from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.families import read_config
+from groupax.models.lora import LoRAConfig
 from groupax.models.specs import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.parallel.mesh import make_mesh
@@ -47,6 +49,11 @@ Image = pytest.importorskip("PIL.Image")
 from .image_runs import PLACE, an_image, model_folder
 
 FAMILIES = ["smolvlm", "gemma3", "qwen3_vl"]
+TARGETS = {
+    "smolvlm": ["q_proj", "v_proj", "fc1", "proj"],
+    "gemma3": ["q_proj", "v_proj", "fc2"],
+    "qwen3_vl": ["q_proj", "qkv", "linear_fc1", "linear_fc2"],
+}
 
 
 def user(*parts):
@@ -274,6 +281,29 @@ def test_a_group_that_is_packed_once_has_the_gradient_of_its_rows(freeze):
         before[share] = update.metrics["loss"], update.metrics["grad_norm"]
         assert ("vision" in learner.state.params) == (not freeze)
     np.testing.assert_allclose(before["always"], before["never"], rtol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(family):
+    _, rows = sampled_rows(family)
+    updated = {}
+    for rate, tokens in ((0.5, 10_000), (0.5, 24), (0.0, 10_000)):
+        hf = config_of(family, {"num_hidden_layers": 2}, {}, {})
+        config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
+        model = Model(config, init_params(config, jax.random.key(0), mesh), mesh, hf, {})
+        adapted = add_adapter(model, LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))
+        trained = jax.tree.map(lambda x: x + 0.05, adapted.adapter.trained)
+        adapted = replace(adapted, adapter=replace(adapted.adapter, trained=trained))
+        args = GRPOConfig(beta=0.0, optimizer="sgd", learning_rate=0.1, micro_batch_tokens=tokens)
+        learner = Learner(adapted, learner_settings(args), 10)
+        learner.update(rows)
+        updated[rate, tokens] = jax.tree.leaves(learner.state.params["vision"])
+    whole, small, without = updated.values()
+    for a, b in zip(whole, small, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    for other in (without, jax.tree.leaves(trained["vision"])):
+        assert max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) > 1e-5
 
 
 def test_equal_images_of_a_micro_batch_are_encoded_once():

@@ -182,12 +182,6 @@ def test_keys_that_are_not_known_are_reported():
         read_config(config_of("smolvlm", {}, {"use_conv": True, "use_base_siglip": False}, {}))
 
 
-def test_dropout_of_what_sees_images_is_refused():
-    model = init_model(config_of("qwen3_vl", {}, {}, {}))
-    with pytest.raises(ValueError, match=r"lora_dropout is 0\.1, and target_modules names modules that see images"):
-        add_adapter(model, LoRAConfig(target_modules=["qkv"], lora_dropout=0.1))
-
-
 @pytest.mark.filterwarnings("error")
 def test_softcaps_that_gemma_3_does_not_apply_are_reported():
     with pytest.raises(UserWarning, match=r"attn_logit_softcapping=2\.0, which transformers' Gemma 3 does not apply"):

@@ -29,7 +29,7 @@ class Dropout:
 
     Attributes:
         key: PRNG key of the update, from which `apply_adapter` derives one per weight.
-        tokens: Number of each of the M tokens of the pass, the same wherever the token is computed.
+        tokens: Number of each of the M tokens of the pass, or tiles of its images, the same wherever it is computed.
         rate: Fraction of the inputs that is dropped.
     """
 
@@ -72,15 +72,25 @@ class FrozenBase:
     scale: Float[Any, ""]
 
 
-def apply_adapter(frozen: FrozenBase | None, trained: Params, dropout: Dropout | None = None) -> Params:
+def apply_adapter(
+    frozen: FrozenBase | None, trained: Params, dropout: Dropout | None = None, image_dropout: Dropout | None = None
+) -> Params:
     """Combines the base and the trained weights to the weights that the forward pass reads.
 
     Args:
         frozen: Base; None if everything is trained.
         trained: Subtree of the weights: `LowRank` changes, and arrays that replace the base's.
-        dropout: Dropout of the changes' inputs.
+        dropout: Dropout of the changes' inputs in the language model, by token.
+        image_dropout: That in the part that sees images, by tile.
     """
-    return trained if frozen is None else _apply(frozen.params, trained, frozen.scale, dropout, "")
+    if frozen is None:
+        return trained
+    parts = {name: x for name, x in trained.items() if name != "vision"}
+    applied = _apply(frozen.params, parts, frozen.scale, dropout, "")
+    if "vision" not in trained:
+        return applied
+    vision = _apply(frozen.params.get("vision"), trained["vision"], frozen.scale, image_dropout, "/vision")
+    return {**applied, "vision": vision}
 
 
 def _apply(base: Any, trained: Any, scale: Any, dropout: Dropout | None, path: str) -> Any:
@@ -113,8 +123,12 @@ def low_rank_linear(x: Float[Array, "*M I"], weight: AdaptedWeight) -> Float[Arr
     return dense_linear(inner, weight.change.b)
 
 
-def _apply_dropout(x: Float[Array, "M I"], dropout: Dropout) -> Float[Array, "M I"]:
-    keys = jax.vmap(lambda token: jax.random.fold_in(dropout.key, token))(dropout.tokens)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:]))(keys)
+def _apply_dropout(x: Float[Array, "M *N I"], dropout: Dropout) -> Float[Array, "M *N I"]:
+    """Drops inputs of each token, or of each of the N patches of a tile."""
+    fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys = fold_in(dropout.key, dropout.tokens)
+    if x.ndim == 3:
+        keys = jax.vmap(fold_in, in_axes=(0, None))(keys, jnp.arange(x.shape[1])).reshape(-1)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, x.shape[-1:]))(keys).reshape(x.shape)
     factor = jnp.where(uniform < dropout.rate, 0.0, 1.0 / (1.0 - dropout.rate))
     return x * factor.astype(x.dtype)

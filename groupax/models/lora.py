@@ -283,13 +283,8 @@ def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key
     `LowRank.a` is uniform in [-1, 1] / sqrt(I), as in PEFT; values depend only on the key and the weight's name.
 
     Raises:
-        ValueError: See `adapter_specs`; or inputs of modules that see images should be dropped.
+        ValueError: See `adapter_specs`.
     """
-    if lora.lora_dropout and "vision" in adapter_specs(config, lora):
-        raise ValueError(
-            f"lora_dropout is {lora.lora_dropout}, and target_modules names modules that see images, whose inputs "
-            "groupax cannot drop; set it to 0, or adapt the language model only"
-        )
 
     def init(spec: Any, base: Any) -> Any:
         if isinstance(spec, LowRank):

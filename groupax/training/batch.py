@@ -38,11 +38,13 @@ class Features:
         known: Features of each level; None if they are computed.
         images: Images of each shard; None if features are known.
         rows: Index of each feature among the rows of those that are computed; None if features are known.
+        dropout_ids: A number per tile of the images that does not depend on the packing; None if features are known.
     """
 
     known: Float[Any, "F levels D"] | None = None
     images: ImageBatch | None = None
     rows: Int[Any, "F"] | None = None
+    dropout_ids: UInt32[Any, "T"] | None = None
 
 
 @pytree

@@ -38,17 +38,12 @@ def frozen_base(model: Model, untrained: Params, dtype: Any) -> FrozenBase | Non
     return FrozenBase(cast_unquantized(untrained, dtype), jnp.float32(1.0)) if untrained else None
 
 
-def check_dropout(rate: float, mesh: Mesh, trains_vision: bool) -> None:
-    """Checks that an adapter's dropout is built for what it changes and for the mesh.
+def check_dropout(rate: float, mesh: Mesh) -> None:
+    """Checks that an adapter's dropout is built for the mesh.
 
     Raises:
         ValueError: It is not.
     """
-    if rate and trains_vision:
-        raise ValueError(
-            f"lora_dropout {rate} is not built for the changes of the part that sees images; set it to 0, or name "
-            "modules of the language model alone in lora_target_modules, e.g. by a regular expression"
-        )
     if rate and mesh.shape["tp"] > 1:
         raise ValueError(
             f"mesh {format_mesh(mesh)}: lora_dropout {rate} is not built for inputs that are split over tp; set it to "

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from groupax.engine.images import joined_features
 from groupax.models.specs import Params
@@ -64,6 +64,7 @@ def computed_features(config: VisionConfig, images: Sequence[Sequence[Image]]) -
     size = 1 << max(0, max(counts) - 1).bit_length()
     like = next(batch for batch, _ in filter(None, batches))
     tiles, rows = [], np.zeros((len(images), size), np.int32)
+    ids = np.zeros((len(images), num_tiles), np.uint32)
     for shard, (own, given) in enumerate(zip(images, batches, strict=True)):
         if given is None:
             tiles.append(jax.tree.map(lambda x: np.zeros((num_tiles, num_patches, *x.shape[2:]), x.dtype), like))
@@ -76,8 +77,16 @@ def computed_features(config: VisionConfig, images: Sequence[Sequence[Image]]) -
             for first, image in zip(firsts, own, strict=True)
         ]
         rows[shard, : counts[shard]] = np.concatenate(index)
+        own_ids = np.concatenate([_dropout_ids(image) for image in own])
+        ids[shard, : len(own_ids)] = own_ids
     joined: ImageBatch = jax.tree.map(lambda *shards: np.concatenate(shards), *tiles)
-    return Features(images=joined, rows=rows.reshape(-1))
+    return Features(images=joined, rows=rows.reshape(-1), dropout_ids=ids.reshape(-1))
+
+
+def _dropout_ids(image: Image) -> UInt32[np.ndarray, "T"]:
+    """Spreads (image, tile) over 32 bits, the tiles by a large odd factor."""
+    spread = np.arange(image.patches.shape[0], dtype=np.int64) * 0x9E3779B1 + int(image.digest[:8], 16)
+    return (spread & 0xFFFFFFFF).astype(np.uint32)
 
 
 def _padded(x: np.ndarray, num_tiles: int, num_patches: int) -> np.ndarray:

@@ -141,7 +141,7 @@ class Learner:
         if model.adapter:
             trained, self.dropout_rate = model.adapter.trained, model.adapter.config.lora_dropout
         self.trains_vision = "vision" in trained
-        check_dropout(self.dropout_rate, self.mesh, self.trains_vision)
+        check_dropout(self.dropout_rate, self.mesh)
         vision, cache_bytes = model.config.vision, int(settings.image_cache_gb * 1e9)
         self.features = None if vision is None else FeatureCache(vision, cache_bytes)
         self.state: TrainState = init_state(

@@ -5,6 +5,7 @@ step adds them up. Gradients of weights that are sharded over a data axis are re
 each device accumulates its own shard.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -171,12 +172,14 @@ def _local_micro_step(
     execution: Execution,
     dropout_rate: float,
 ) -> tuple[GradAccumulator, tuple[Array, Array]]:
-    inputs, dropout = batch.loss_inputs, None
+    inputs, dropout, image_dropout = batch.loss_inputs, None, None
     if dropout_key is not None:
         dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
+        if batch.features is not None and batch.features.dropout_ids is not None:
+            image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
 
     def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
-        weights = apply_adapter(frozen, params, dropout)
+        weights = apply_adapter(frozen, params, dropout, image_dropout)
         logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
         loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
         if config.experts:
