@@ -23,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import trl_scripts, trl_snippets
 
 MODEL = ("--model_name_or_path", "Qwen/Qwen3-0.6B", "--output_dir", "out")
+EYES = ("--model_name_or_path", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", "--output_dir", "out")
 SMALL = ("--max_steps", "2", "--learning_rate", "1e-3", "--max_completion_length", "64", "--report_to", "none")
 QLORA = ("--reward_model_name_or_path", "reward_model", "--use_peft", "--lora_r", "4", "--load_in_4bit")
+TOWER_TOO = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--log_completions")
 GAME = ("--gradient-accumulation-steps", "8", "--dataset-size", "16")
 INSTALLED = "trl/scripts"
 
@@ -59,6 +61,12 @@ CASES = (
     Case("examples/scripts/grpo_agent.py", "sql", (*MODEL, *SMALL, "--use_vllm", "True", "--vllm_mode", "colocate")),
     Case("examples/scripts/grpo_2048.py", "2048"),
     Case("examples/scripts/rloo.py", "math"),
+    Case("examples/scripts/grpo_vlm.py", "images", (*EYES, *SMALL, *TOWER_TOO)),
+    Case(
+        "examples/scripts/gspo_vlm.py",
+        "images",
+        (*EYES, *SMALL, "--importance_sampling_level", "sequence", "--loss_type", "grpo"),
+    ),
     Case("examples/scripts/openenv/catch.py", "catch", ("--env-mode", "space", "--dataset-size", "8")),
     Case("examples/scripts/openenv/echo.py", "echo"),
     Case("examples/scripts/openenv/multi_env.py", "games"),
@@ -145,6 +153,8 @@ def run_case(case: Case, folder: Path, checkout: Path, library: str) -> dict[str
         (folder / file.name).write_bytes(file.read_bytes())
     source = trl_scripts.notebook_source(text) if case.path.endswith(".ipynb") else text
     source = trl_scripts.made_small(trl_scripts.with_import_changed(source, library))
+    if case.turns == "images":
+        source = trl_scripts.without_system_prompt(source)
     peft = " --use_peft" if "--use_peft" in case.arguments else ""
     name = re.sub(r"^examples/(scripts/)?", "", case.path) + peft
     return {f"`{name}`": trl_scripts.run_script(folder, source, case.arguments)}

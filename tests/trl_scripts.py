@@ -26,6 +26,8 @@ MODELS = (
     "Qwen/Qwen2.5-0.5B-Instruct",
     "EssentialAI/rnj-1-instruct",
 )
+VISION_MODELS = ("HuggingFaceTB/SmolVLM2-2.2B-Instruct",)
+SHAPES = ROOT / "groupax" / "recipes" / "shapes" / "model"
 # Amounts of the scripts, made small: what is sampled in a step, and the rows of datasets made in the script.
 SIZES = (
     (r"max_completion_length=\d+", "max_completion_length=256"),
@@ -88,6 +90,11 @@ def made_small(source: str) -> str:
     return source
 
 
+def without_system_prompt(source: str) -> str:
+    """Returns a script whose prompts have no system's message, which the model of the shapes recipe has not learned."""
+    return re.sub(r'\{"role": "system", "content": SYSTEM_PROMPT\},\s*', "", source)
+
+
 def notebook_source(text: str) -> str:
     """Returns the code cells of a notebook as a script, without those that need a network or a GPU."""
     cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -99,10 +106,16 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
 
     Args:
         folder: The folder.
-        turns: Name of what the model writes.
+        turns: Name of what the model writes; "images" for the model of the shapes recipe, which is not trained.
         steps: Optimizer steps of its training.
     """
     model = folder / "tiny"
+    if turns == "images":
+        folder.mkdir(parents=True)
+        os.symlink(SHAPES, model)
+        trl_world.write_images(folder)
+        trl_world.link(folder, SHAPES, VISION_MODELS)
+        return model
     trl_world.make_model(model, TOKENIZER, trl_world.TURNS[turns], steps)
     trl_world.write_datasets(folder)
     trl_world.link(folder, model, MODELS)
@@ -184,14 +197,16 @@ def largest_change(folder: Path, base: Path) -> float:
     """Returns the largest change of a weight from one model to another, both loaded with transformers and PEFT."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    sees_images = hasattr(AutoConfig.from_pretrained(base), "vision_config")
+    kind = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+    model = kind.from_pretrained(base, dtype=torch.float32)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     if (folder / "adapter_config.json").is_file():
         after = PeftModel.from_pretrained(model, str(folder)).merge_and_unload().state_dict()
     else:
-        after = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        after = kind.from_pretrained(folder, dtype=torch.float32).state_dict()
     assert before.keys() == after.keys(), "the saved model has the weights of the trained one"
     return max(float((after[name] - weight).abs().max()) for name, weight in before.items())
 

@@ -3,6 +3,7 @@
 Hub ids are relative paths, so a script that is started in a folder with these names finds them there.
 """
 
+import itertools
 import json
 import os
 import random
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from datasets import Dataset, Features, Image, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
@@ -18,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
+
+from groupax.recipes.shapes.scenes import draw, scenes
 
 STAND_INS = Path(__file__).parent / "trl_stand_ins"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -58,6 +62,7 @@ MATH = (
 )
 NUM_ROWS = 80
 NUM_EXAMPLES = 300
+NUM_IMAGES = 140  # of which the scripts keep 100 for a test
 
 
 def call(name: str, **arguments: object) -> str:
@@ -211,6 +216,18 @@ def write_datasets(folder: Path) -> None:
         (folder / name / "README.md").write_text(
             f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}\n---\n"
         )
+
+
+def write_images(folder: Path) -> None:
+    """Writes a dataset of images under the name of the one of TRL's scripts, with what the shapes recipe draws."""
+    rows = [
+        {"image": draw(scene), "problem": scene.question, "solution": f"${scene.answer}$"}
+        for scene in itertools.islice(scenes(0), NUM_IMAGES)
+    ]
+    features = Features({"image": Image(), "problem": Value("string"), "solution": Value("string")})
+    path = folder / "lmms-lab" / "multimodal-open-r1-8k-verified" / "train.parquet"
+    path.parent.mkdir(parents=True)
+    Dataset.from_list(rows, features=features).to_parquet(path)
 
 
 def link(folder: Path, model: Path, names: Sequence[str]) -> None:
