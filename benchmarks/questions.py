@@ -94,7 +94,10 @@ def tab(name: str) -> Act:
 
 PROMPT = Act("click", "main td a", "=")
 VIEW = (
-    Way("pass@1 on held-out prompts before and after, of every run", [("td", "→"), ("td", r"^[+-]0\.\d")]),
+    Way(
+        "pass@1 on held-out prompts before and after, with the interval of the difference, of the run that wrote last",
+        [(".from-to", "→"), (".changes .facts", r"^[+-]0\.\d")],
+    ),
     Way(
         "the diagnostic with its step, cause and remedy, errors first",
         [("main *", "reward.hacking"), ("main *", "step \\d+")],

@@ -1,6 +1,8 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/test_view_page.py)."""
 
+import asyncio
+import csv
 import http.client
 import inspect
 import json
@@ -35,9 +37,9 @@ from groupax.view.groups import group_summaries
 from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, thinned
-from groupax.view.server import make_server
+from groupax.view.server import Visits, make_server
 from groupax.view.tail import Tail
-from groupax.view.token_values import token_values
+from groupax.view.token_values import LossBounds, pushes, token_values
 from groupax.view.tokens import TokenTexts
 
 STATIC = Path(__file__).parents[1] / "groupax" / "view" / "static"
@@ -185,6 +187,38 @@ def test_series_by_tokens_and_time(tmp_path):
         )
 
 
+def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
+    run = RunFolder(tmp_path / "=1+1")
+    run.start({})
+    for step in (1, 2, 3):
+        reward = float("nan") if step == 2 else step / 4
+        run.write_metrics({"step": float(step), "reward": reward, 'a,"b"': 2.0, "step_time": 3.0})
+    run.write_diagnostic(2, "kl_runaway", "")
+    with (run.path / "diagnostics.jsonl").open("a") as log:
+        log.write('{"name": "of the future"}\n')
+    with serving(run.path) as port:
+        ask(port, "runs")
+        asked = [("run", "=1+1"), ("name", "reward"), ("name", 'a,"b"'), ("name", "none"), ("by", "time"), ("from", 6)]
+        status, headers, body = request(port, f"/api/csv?{urlencode(asked)}")
+        assert (status, headers["content-type"].split(";")[0]) == (200, "text/csv")
+        assert headers["content-disposition"] == "attachment"
+        assert list(csv.reader(body.decode().splitlines())) == [
+            ["run", "metric", "time", "value"],
+            ["'=1+1", "reward", "6", ""],  # which a spreadsheet does not compute
+            ["'=1+1", "reward", "9", "0.75"],
+            ["'=1+1", 'a,"b"', "6", "2"],
+            ["'=1+1", 'a,"b"', "9", "2"],
+        ]
+        asked = urlencode({"run": "=1+1", "name": "reward", "smooth": 0.5})
+        rows = list(csv.reader(request(port, f"/api/csv?{asked}")[2].decode().splitlines()))
+        assert rows[0] == ["run", "metric", "step", "value", "smoothed"]
+        assert float(rows[3][4]) == pytest.approx((0.25 * 0.5 + 0.75) / 1.5)
+        assert request(port, "/api/csv?run=nobody")[0] == 404
+        assert request(port, f"/api/csv?{asked}&by=x")[0] == 400
+        marks = ask(port, "diagnostics", run="=1+1", by="time")["=1+1"]
+        assert [(mark["step"], mark["x"]) for mark in marks] == [(2, 6), (None, None)]
+
+
 def test_the_band_of_seeds_is_their_mean_and_deviation(tmp_path):
     curves = [(np.array([1.0, 3.0]), np.array([0.0, 2.0])), (np.array([1.0, 2.0, 4.0]), np.array([2.0, np.nan, 5.0]))]
     x, mean, std = mean_and_spread(curves)
@@ -247,6 +281,27 @@ def test_the_phases_of_steps_lie_on_a_time_axis(port, tmp_path):
     assert spans["wait"] == (2.0, 2.5)
     assert spans["rollout"] == pytest.approx((0.7, 2.5))  # during the update before
     assert {each["phase"]: each["share"] for each in found["shares"]} == {"wait": 0.25, "train": 0.5, "other": 0.25}
+
+
+def test_compilation_is_a_phase_that_is_taken_from_those_that_took_longer(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    for step in range(1, 6):
+        compiled = {1: 10.0, 3: 1.0}.get(step, 0.0)
+        extra = {1: (4.0, 6.0), 3: (0.0, 1.0)}.get(step, (0.0, 0.0))  # of the rollout and of the update
+        times = {"time/rollout_s": 1.0 + extra[0], "time/train_s": 2.0 + extra[1], "time/compile_s": compiled}
+        run.write_metrics({"step": float(step), "step_time": 3.5 + sum(extra), **times})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        found = ask(port, "timeline", run="run", num=5)
+    assert found["lanes"] == ["compile", "rollout", "reward", "train", "other"]
+    spans = {(bar["step"], bar["lane"]): bar["end_s"] - bar["start_s"] for bar in found["bars"]}
+    assert {step: spans[step, "compile"] for step in (1, 3)} == pytest.approx({1: 10.0, 3: 1.0})
+    assert (2, "compile") not in spans
+    for step in range(1, 6):
+        assert (spans[step, "rollout"], spans[step, "train"], spans[step, "other"]) == pytest.approx((1.0, 2.0, 0.5))
+    shares = {each["phase"]: each["total_s"] for each in found["shares"]}
+    assert shares == pytest.approx({"compile": 11.0, "rollout": 5.0, "reward": 0.0, "train": 10.0, "other": 2.5})
 
 
 def test_distributions_cover_the_run_with_a_part_of_its_steps(port):
@@ -317,6 +372,54 @@ def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path
         assert ask(port, "overview", run="run")["facts"]["folder"] == str(run.path)
 
 
+def test_the_best_and_the_worst_completion_of_the_last_step(tmp_path):
+    run = write_run(tmp_path / "run", {}, num_steps=2)
+    with serving(run.path) as port:
+        ask(port, "runs")
+        found = ask(port, "extremes", run="run")
+        assert {which: (each["prompt_index"], each["sample_index"]) for which, each in found.items()} == {
+            "best": (1, 0),
+            "worst": (2, 0),
+        }
+        assert found["best"]["text"] == "answer 0 of step 2"
+        assert (found["best"]["step"], found["best"]["total"], found["worst"]["total"]) == (2, 1.0, 0.0)
+        assert found["worst"]["text"] == LONG[:1200]
+        run.write_rollouts(3, [replace(a_rollout(3, 0, 0), rewards={"right": None})])
+        assert ask(port, "extremes", run="run") == {}
+    assert ask_of_empty(tmp_path / "empty", "extremes") == {}
+
+
+def ask_of_empty(folder, route):
+    """The answer about a run that has only begun."""
+    RunFolder(folder).start({})
+    with serving(folder) as port:
+        ask(port, "runs")
+        return ask(port, route, run=folder.name)
+
+
+def test_settings_come_with_their_defaults_and_the_machine(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({"beta": 0.25, "epsilon": 0.2})
+    early = {"started_at": "2026-01-01T00:00:00+00:00"}
+    late = {
+        "started_at": "2026-01-02T00:00:00+00:00",
+        "commit": f"{'0' * 40}-dirty",
+        "python": "3.11",
+        "versions": {"jax": "1"},
+        "mesh": {"dp": 2, "tp": 1},
+    }
+    (run.path / "run.json").write_text(json.dumps({"processes": [early, late]}))
+    with serving(run.path) as port:
+        ask(port, "runs")
+        found = ask(port, "config")["run"]
+        assert found["defaults"] == {"beta": 0.0}
+        assert found["machine"] == {"mesh": "dp 2", "commit": f"{'0' * 40}-dirty", "Python": "3.11", "jax": "1"}
+        overview = ask(port, "overview", run="run")
+        assert overview["facts"]["commit"] == f"{'0' * 40}-dirty"
+        assert overview["facts"]["continued"] == late["started_at"]
+        assert overview["progress"]["started_at"] == early["started_at"]
+
+
 def test_every_diagnostic_has_a_severity():
     source = inspect.getsource(diagnostics)
     names = set(re.findall(r'(?:found\["|^ {8}")(\w+)"(?:\] = |: f")', source, re.MULTILINE))
@@ -385,6 +488,8 @@ def test_groups_of_a_step_and_what_is_told_of_them(port):
     assert [group["disagree"] for group in found["groups"]] == [False, True, False]
     assert equal["num_truncated"] == 1
     assert equal["mean_tokens"] == 4.5
+    assert equal["lengths"] == [3, 4, 5, 6]
+    assert [group["highest"] for group in found["groups"]] == pytest.approx([0.5, 2.0, 0.75])
     assert odd["preview"] == "prompt 1 of step 3"
     assert odd["totals"] == pytest.approx([n / G + 2 * (1 - n / G) for n in range(G)])  # reward_weights are 1 and 2
     assert hostile["preview"] == HOSTILE
@@ -428,10 +533,44 @@ def test_tokens_with_their_numbers(port):
 
 def test_clipped_tokens_are_not_pushed(folder):
     path = folder / "alpha" / "rollouts" / "step_000003.parquet"
-    pushes = token_values(path, 1, "advantage x ratio", clip=(0.8, 1.2))  # the ratio is 1.284
+    pushes = token_values(path, 1, "advantage x ratio", bounds=LossBounds(0.8, 1.2))  # the ratio is 1.284
     assert pushes[3]["values"] == [0.0] * 6
+    assert pushes[3]["dropped"] == ["clipped"] * 6
     assert pushes[1]["values"] == pytest.approx([-0.5 * np.exp(0.25)] * 4, abs=1e-4)
+    assert pushes[1]["dropped"] == [None] * 4
     assert pushes[0]["values"] == pytest.approx([np.nan] * 3, nan_ok=True)
+    assert token_values(path, 1, "advantage x ratio", bounds=LossBounds(delta=1.25))[1]["dropped"] == ["clipped"] * 4
+    masked = token_values(path, 1, "advantage x ratio", bounds=LossBounds(masked_ends={"length"}))
+    assert (masked[3]["values"], masked[3]["dropped"]) == ([0.0] * 6, ["masked"] * 6)
+    assert masked[2]["dropped"] == [None] * 5
+    assert "dropped" not in token_values(path, 1, "policy_logps")[3]
+
+
+def test_tokens_are_pushed_by_the_advantage_of_their_turn():
+    turns = json.dumps([{"start": 0, "end": 2}, {"start": 3, "end": 4}])
+    record = {"advantage": 9.0, "turn_advantages": [1.0, -2.0], "turns": turns}
+    values, dropped = pushes(np.array([0.5, 1.5, 1.0, 0.5]), record, LossBounds(0.8, 1.2))
+    assert values == pytest.approx([0.5, 0.0, np.nan, 0.0], nan_ok=True)
+    assert dropped == [None, "clipped", None, "clipped"]
+    for turns in ("[]", "no json", None, '[{"start": 0}, {}]'):
+        values, dropped = pushes(np.ones(4), {**record, "turns": turns}, LossBounds())
+        assert np.isnan(values).all()
+        assert dropped == [None] * 4
+
+
+def test_the_loss_of_a_run_says_which_tokens_are_not_pushed(tmp_path):
+    settings = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None}
+    for name, change, expected in (
+        ("masking", {"mask_truncated_completions": True}, {1: {None}, 3: {"masked"}}),
+        ("masking_ends", {"mask_truncated_completions": ["max_turns"]}, {1: {None}, 3: {"clipped"}}),
+        ("sequences", {"importance_sampling_level": "sequence"}, {1: {None}, 3: {None}}),
+        ("delta", {"delta": 1.25}, {1: {"clipped"}, 3: {"clipped"}}),
+    ):
+        write_run(tmp_path / name, {**settings, "mask_truncated_completions": False, "delta": None, **change}, 1)
+        with serving(tmp_path / name) as port:
+            ask(port, "runs")
+            rows = ask(port, "tokens", run=name, step=1, prompt=1, channel="advantage x ratio")["rows"]
+            assert {sample: set(rows[str(sample)]["dropped"]) for sample in (1, 3)} == expected
 
 
 def test_why_a_step_is_what_it_is(folder, port, tmp_path):
@@ -563,6 +702,7 @@ def test_search_goes_through_all_steps_backwards(port):
     places = [(hit["step"], hit["prompt_index"]) for hit in hits]
     assert places == [(step, prompt) for step in range(6, 0, -1) for prompt in (0, 1)]
     assert hits[0]["excerpt"] == "answer 1 of step 6"
+    assert hits[0]["advantage"] == -0.5
     earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
     assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
     assert "q is empty" in ask(port, "search", 400, run="alpha")["error"]
@@ -663,6 +803,13 @@ def test_hits_are_exported_with_their_full_texts(port):
         {"right": 0.0, "<b>brief</b>": None},
         3,
     )
+    one_step = urlencode({"run": "alpha", "min_step": 4, "max_step": 4})
+    _, headers, body = request(port, f"/api/export?{one_step}")
+    assert headers["content-disposition"] == 'attachment; filename="step_4.jsonl"'
+    rows = [json.loads(line) for line in body.splitlines()]
+    assert [(row["step"], row["prompt_index"], row["sample_index"]) for row in rows] == [
+        (4, prompt, sample) for prompt in range(3) for sample in range(G)
+    ]
     assert request(port, "/api/export?run=nobody&q=a")[0] == 404
     assert b"q is empty" in request(port, "/api/export?run=alpha")[2]
 
@@ -697,6 +844,9 @@ def test_evaluations_are_estimated_and_compared_item_by_item(tmp_path):
         ]
         assert found["differences"]["pass@1"]["difference"]["value"] == 0.25
         assert found["items"][0]["before"]["completions"][0]["text"] == f"{HOSTILE} True"
+        other = ask(port, "differences", run="run", name="before.eval", before="step_000010.eval", before_run="run")
+        assert other["counts"] == {"lost": 1, "gained": 0, "same": 3}
+        assert "no run 'nobody'" in ask(port, "differences", 404, **question, before_run="nobody")["error"]
         part = ask(port, "differences", **question, show="gained", q="question 2")
         assert (part["num_shown"], part["items"][0]["after"]["columns"]) == (1, {"answer": "2"})
         assert "none of lost, gained" in ask(port, "differences", 400, **question, show="x")["error"]
@@ -760,7 +910,8 @@ def test_settings_findings_and_evaluations(port, folder):
         "severity": "error",
     }
     assert list(ask(port, "diagnostics", run="alpha")) == ["alpha"]
-    assert ask(port, "evaluations", run="alpha") == ["step_000005.eval"]
+    assert ask(port, "evaluations", run="alpha") == {"alpha": ["step_000005.eval"]}
+    assert ask(port, "evaluations") == {'"><img src=x onerror=alert(3)>': [], "alpha": ["step_000005.eval"]}
     page = ask(port, "items", run="alpha", name="step_000005.eval", first=50)
     assert [item["prompt"] for item in page["items"]] == [f"question {n}" for n in range(50, 60)]
     assert page["items"][0]["completions"][0]["text"] == HOSTILE
@@ -972,3 +1123,30 @@ def test_one_group_may_have_all_of_a_large_step():
     [each] = group_summaries(a_step(np.zeros(num_rows, int), {"a": np.arange(num_rows), "b": -np.arange(num_rows)}))
     assert each["size"] == num_rows
     assert each["disagree"]
+
+
+def test_the_reader_of_long_logs_waits_for_requests(monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    async def app(*_):
+        begun.set()
+        await asyncio.to_thread(ended.wait)
+
+    visits = Visits(app)
+    visits.wait_for_quiet()  # nobody has asked
+    request = threading.Thread(target=lambda: asyncio.run(visits({}, None, None)))
+    request.start()
+    begun.wait()
+    monkeypatch.setattr("groupax.view.server.LONGEST_WAIT_S", 0.05)
+    visits.wait_for_quiet()  # not for ever, where somebody always asks
+    monkeypatch.undo()
+    reader = threading.Thread(target=visits.wait_for_quiet)
+    reader.start()
+    reader.join(0.1)
+    assert reader.is_alive(), "a request waits for its answer"
+    ended.set()
+    request.join()
+    reader.join(0.1)
+    assert reader.is_alive(), "a page asks again at once"
+    reader.join(5)
+    assert not reader.is_alive()

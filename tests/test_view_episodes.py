@@ -109,6 +109,8 @@ def test_an_episode_is_a_chat_with_its_calls(tmp_path):
         assert unknown["is_error"]
         assert chat[5]["calls"][0]["cut"] == 0  # the last result, which the model has not read
         assert row["finish_reason"] == "done"
+        pushes = ask(port, "tokens", **where, channel="advantage x ratio")["rows"]["0"]  # with advantages of turns
+        assert pushes["dropped"] == [None] * pushes["length"]
         tokens = ask(port, "tokens", **where, channel="policy_logps")["rows"]["0"]
         assert tokens["length"] == len(tokens["ids"])
         for part in chat:

@@ -263,6 +263,9 @@ def test_groups_are_opened_filtered_and_searched(page):
     assert "q=answer+1+of+step+2" in page.run("return document.querySelector('.found .joined a').href")
     page.click("input[name='regex']")
     until(lambda: "2 completions" in page.text(".found [role=status]"))
+    page.choose("hits-order", "longest")
+    lengths = until(lambda: len(page.all(".hits li")) == 2 and page.texts(".hits .facts"))
+    assert lengths == ["A -0.5 · 4 tokens", "A -0.5 · 4 tokens"]
     page.click('.found select[name="end"] option[value="truncated"]')
     until(lambda: "No completion matches." in page.text(".found"))
     page.click('.found select[name="end"] option[value="complete"]')
@@ -271,11 +274,163 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
 
 
+def test_the_list_is_filtered_by_reward_and_length(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open("rollouts?run=earlier&step=3&sort=highest")
+    until(lambda: page.texts(".groups b") == ["1", "2", "0"])
+    assert page.texts(".strip output") == ["0 to 1", "3 to 6"]
+    assert page.text(".prompt h2") == "Prompt 1"
+    page.keys('input[name="reward-at-least"]', Keys.END)
+    until(lambda: "1 of 3 groups" in page.text(".list .summary"))
+    assert page.texts(".groups b") == ["1"]
+    page.keys('input[name="reward-at-least"]', Keys.HOME)
+    page.keys('input[name="reward-at-most"]', Keys.HOME)
+    until(lambda: page.texts(".groups b") == ["2"])
+    assert page.value('input[name="reward-at-most"]', "ariaValueText") == "0"
+    page.keys('input[name="tokens-at-least"]', Keys.END)
+    until(lambda: page.texts(".strip output") == ["0 to 0", "6 to 6"])
+    until(lambda: "No matching group" in page.text(".detail"))  # no completion is in both ranges
+    page.keys('input[name="tokens-at-least"]', Keys.HOME)
+    until(lambda: page.texts(".groups b") == ["2"])
+    page.press(Keys.ARROW_RIGHT)  # the range stays
+    until(lambda: page.text(".prompt header small").startswith("step 4"))
+    assert page.texts(".groups b") == ["2"]
+    page.press(Keys.ESCAPE)
+    until(lambda: "3 groups, 12 completions" in page.text(".list .summary"))
+
+
+def test_completions_are_pinned_copied_and_linked_to(page):
+    from selenium.webdriver.common.keys import Keys
+
+    copied = "window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text) }"
+    page.open("rollouts?run=earlier&step=3&prompt=1&sample=2")
+    current = ".card[aria-current] .facts"
+    until(lambda: page.text(current).endswith("#2"))
+    page.choose("order", "sampled")
+    page.choose("channel", "")
+    until(lambda: not page.all(".tok") and page.text(current).endswith("#2"))
+    page.run(copied)
+    page.press("j")
+    until(lambda: page.text(current).endswith("#3"))
+    page.press("j", "k", "k")
+    until(lambda: page.text(current).endswith("#1"))
+    page.press("c", "p")
+    until(lambda: page.text(".told") == "Link to completion 1 copied")
+    text, link = page.run("return window.copied")
+    assert text == "answer 1 of step 3"
+    assert link == f"{page.address}/#/rollouts?run=earlier&step=3&prompt=1&sample=1"
+    page.run("navigator.clipboard.writeText = async () => { throw new Error() }")
+    page.press("c")
+    until(lambda: page.text(".told") == "The browser does not let this page write to the clipboard")
+    pins = '[aria-label="Pin completion {}"]'
+    page.click(pins.format(1))
+    until(lambda: "Completion 1 is pinned" in page.text(".pinned"))
+    page.keys(pins.format(3), Keys.ENTER)
+    until(lambda: page.text(".pinned h3") == "From completion 1 (1) to 3 (1)")
+    assert (page.texts(".pinned del"), page.texts(".pinned ins")) == (["1"], ["3"])
+    page.click(pins.format(0))
+    until(lambda: page.text(".pinned h3") == "From completion 3 (1) to 0 (1)")
+    assert page.value(pins.format(1), "ariaPressed") == "false"
+    page.choose("order", "best")
+    until(lambda: page.value(pins.format(3), "ariaPressed") == "true")
+    page.click(pins.format(3))
+    until(lambda: "Completion 0 is pinned" in page.text(".pinned"))
+    page.press(Keys.ARROW_UP)
+    until(lambda: page.text(".prompt h2") != "Prompt 1")
+    assert page.text(".pinned") == ""
+
+
+def test_a_diagnostic_leads_to_what_it_asks_to_read(browser, tmp_path):
+    run = write_run(tmp_path / "run", {}, num_steps=3)
+    run.write_diagnostic(3, "reward_hacking", "read the completions with the highest reward")
+    run.write_diagnostic(3, "length_explosion", "look at the longest ones")
+    library = '  File "/usr/lib/python3.11/json/decoder.py", line 337, in decode\n    obj, end = self.raw_decode(s)\n'
+    own = '  File "/home/me/rewards.py", line 4, in right\n    return json.loads(text)\n           ^^^^^^\n'
+    error = "json.decoder.JSONDecodeError: Expecting value"
+    begun = "Traceback (most recent call last):\n"
+    cause = f'{begun}  File "/home/me/other.py", line 1, in f\nKeyError: 1\n\nDuring handling:\n\n'
+    run.write_diagnostic(3, "reward right", f"right failed: {cause}{begun}{own}{library}{error}")
+    with serving(run.path) as port:
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
+        page.open("diagnostics")
+        until(lambda: page.all(".trace"))
+        assert page.text(".trace") == f"{own}{error}"
+        page.click('.diagnostics a[href*="sort=highest"]')
+        until(lambda: page.text(".prompt h2") == "Prompt 1")
+        until(lambda: page.all(".card[aria-current]"))
+        assert page.text(".card[aria-current] .total") == "1"
+        page.open("diagnostics")
+        page.click('.diagnostics a[href*="sort=longest"]')
+        until(lambda: page.text(".card[aria-current] .facts") == "6 tokens · #3")
+        assert page.errors() == []
+        browser.get("about:blank")
+
+
+def test_clipped_tokens_are_hatched_and_say_why(browser, tmp_path):
+    settings = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None}
+    run = write_run(tmp_path / "run", {**settings, "mask_truncated_completions": True, "delta": None}, num_steps=1)
+    with serving(run.path) as port:
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
+        page.open("rollouts?run=run&step=1&prompt=0")
+        until(lambda: page.all(".card .tok"))
+        page.choose("channel", "advantage x ratio")
+        until(lambda: len(page.all(".dropped.tok")) == 5 + 6)
+        assert "clipped or masked: 0" in page.text(".scale")
+        titles = page.run("return [...document.querySelectorAll('.dropped.tok')].map((each) => each.title)")
+        assert {title: titles.count(title) for title in titles} == {
+            "clipped by the loss, so that its push is 0": 5,
+            "masked in the loss, so that its push is 0": 6,
+        }
+        page.run(
+            "arguments[0].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))", page.all(".dropped.tok")[0]
+        )
+        assert page.text(".token-reading").endswith("push is 0")
+        assert page.errors() == []
+        page.run("localStorage.clear()")
+        browser.get("about:blank")
+
+
+def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
+    def items(solved):
+        made = [Completion(f"answer {each}", 5, "stop", {"right": float(each)}, float(each), each) for each in solved]
+        return [Item(f"k{n}", n, f"question {n}", {}, [each]) for n, each in enumerate(made)]
+
+    write_run(tmp_path / "one", {}, num_steps=1).write_items("after.eval", items([True, False, False]))
+    other = write_run(tmp_path / HOSTILE_NAME, {}, num_steps=1)
+    other.write_items("after.eval", items([False, True, True]))
+    other.write_items("after.elsewhere", items([True]))
+    with serving(tmp_path) as port:
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
+        page.open("evaluations?run=one")
+        until(lambda: page.text(".summary") == "1 to 3 of 3 items")
+        assert page.texts('select[name="before"] option') == ["none", f"after.eval of {HOSTILE_NAME}"]
+        page.click('select[name="before"] optgroup option')
+        until(lambda: f"1 item better than in {HOSTILE_NAME}, 2 worse, 0 the same" in page.text(".summary"))
+        assert page.texts(".estimates thead th")[-4:-2] == [f"{HOSTILE_NAME}, after.eval", "one, after.eval"]
+        page.click(".item summary")
+        until(lambda: page.texts(".item ins") == ["False"])
+        assert page.texts(".item del") == ["True"]
+        page.choose("which", "gained")
+        until(lambda: len(page.all(".item")) == 1)
+        page.browser.refresh()
+        until(lambda: "2 worse" in page.text(".summary"))
+        assert not page.all("main script, main img")
+        page.click('select[name="before"] option[value="0"]')
+        until(lambda: page.text(".summary") == "1 to 3 of 3 items")
+        browser.set_window_size(390, 800)  # a phone
+        until(lambda: page.run("return innerWidth") < 520)
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        browser.set_window_size(1400, 1000)
+        assert page.errors() == []
+        browser.get("about:blank")
+
+
 def test_a_button_tells_why_a_step_is_what_it_is(page):
     page.open("rollouts?run=earlier&step=3")
     until(lambda: page.all(".card"))
     page.click(".stepper button[aria-pressed]")
-    until(lambda: page.text(".why h2") == "Why step 3 is what it is")
+    until(lambda: page.text(".why h2") == "What the update of step 3 was made of")
     assert "an estimate" in page.text(".why")
     assert "--step 3 --why" in page.text(".why .commands")
     page.click(".why .rows button")
@@ -313,8 +468,9 @@ def test_a_hit_in_the_group_that_was_open_opens_it_again(page):
     page.write("answer 1 of step 2")
     page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
     until(lambda: "Search complete" in page.text(".found"))
-    page.click('.found a[href$="run=earlier&step=2&prompt=1"]')
+    page.click('.found a[href$="run=earlier&step=2&prompt=1&sample=1"]')
     until(lambda: page.text(".prompt h2") == "Prompt 1")
+    until(lambda: page.text(".card[aria-current] .facts").endswith("#1"))
     assert page.value('main input[name="search"]') == ""
 
 
@@ -402,9 +558,15 @@ def test_axe_core_finds_no_violation(page, theme, width):
     key = page.one("tbody a", lambda element: element.get_attribute("href").partition("#/")[2])
     page.run("localStorage.setItem('groupax-theme', arguments[0])", theme)
     try:
-        for place, ready in [*READY.items(), (key, ".columns-of-steps .card"), ("rollouts?run=earlier&step=3", ".tok")]:
+        group = "rollouts?run=earlier&step=3&sample=1"
+        for place, ready in [*READY.items(), (key, ".columns-of-steps .card"), (group, ".tok")]:
             page.open(f"{place}?run=earlier" if "?" not in place else place)
             until(lambda ready=ready: page.all(f"main {ready}"))
+            if place == group:
+                page.choose("channel", "advantage x ratio")
+                for sample in (0, 1):
+                    page.click(f'[aria-label="Pin completion {sample}"]')
+                until(lambda: page.all(".pinned ins"))
             page.run(source)
             assert page.browser.execute_async_script(AXE) == [], place
             assert page.run("return document.documentElement.scrollWidth <= innerWidth"), place
@@ -699,3 +861,175 @@ def test_rollouts_of_a_run_that_goes_on(page):
     until(lambda: int(page.value("input[name=step-slider]", "max")) > first)
     page.press(Keys.END)
     until(lambda: int(page.value("input[name=step]")) > first)
+
+
+def sweep(folder, num_runs, num_steps=4):
+    """Runs with a long name that differs at its end, and two reward functions; the second wrote last."""
+    for number in range(1, num_runs + 1):
+        run = RunFolder(folder / f"a_sweep_of_settings_whose_runs_have_long_names-seed{number}")
+        run.start({"seed": number, "beta": 0.5 if number > 2 else 0.0})
+        for step in range(1, num_steps + 1):
+            rewards = {"reward": step / number, "rewards/f/mean": step / 2, "rewards/g/mean": step / 3}
+            times = {"step_time": 30.0 if step == 1 else 2.0, "time/train_s": 29.0 if step == 1 else 1.0}
+            run.write_metrics(
+                {"step": float(step), **rewards, **times, "time/compile_s": 28.0 if step == 1 else 0.0, "entropy": 0.1}
+            )
+            run.write_rollouts(step, [a_rollout(step, 1, sample) for sample in range(2)])
+        run.write_diagnostic(3, "kl_runaway", "KL runs away")
+        written_s = time.time() - 1000 + (500 if number == 2 else number)
+        os.utime(run.path / "metrics.jsonl", (written_s, written_s))
+
+
+@pytest.fixture
+def swept(browser, tmp_path):
+    """The page of five such runs."""
+    sweep(tmp_path, 5)
+    with serving(tmp_path) as port:
+        reader = a_reader(browser, f"http://127.0.0.1:{port}")
+        reader.browser.get(reader.address)
+        reader.run("localStorage.clear()")
+        yield reader
+        assert reader.errors() == []
+        reader.run("localStorage.clear()")
+        browser.get("about:blank")
+
+
+def test_the_page_opens_on_the_overview_of_the_run_that_wrote_last(swept):
+    from selenium.webdriver.common.keys import Keys
+
+    swept.browser.get("about:blank")
+    swept.browser.get(swept.address)
+    until(lambda: swept.text(".run-title h2").endswith("-seed2"))
+    assert swept.texts("#side .name") == [f"…-seed{number}" for number in range(1, 6)]
+    until(lambda: swept.all('[data-title="Reward"] canvas'))
+    label = swept.one('[data-title="Reward"] .canvas', lambda element: element.get_attribute("aria-label"))
+    assert "…-seed2: kl runaway" in label
+    until(lambda: "answer 0 of step 4" in swept.text(".overview-samples"))
+    swept.keys('[data-title="Reward"] .canvas', Keys.HOME, Keys.ENTER)
+    until(lambda: swept.value("input[name=step]") == "1")
+    until(lambda: swept.value('select[name="run"]').endswith("-seed2"))
+    swept.press("5")
+    until(lambda: swept.all(".phase"))
+    assert swept.value('select[name="run"]').endswith("-seed2"), "of the run that was shown before"
+
+
+def test_names_stay_different_where_they_are_short():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node")
+    module = Path(__file__).parents[1] / "groupax" / "view" / "static" / "js" / "names.js"
+    sets = {
+        ("lr1-warmup100-model0.5B-seed1", "lr2-warmup100-model0.5B-seed2"): ["lr1-…-seed1", "lr2-…-seed2"],
+        ("baseline-s0", "baseline-s1", "lr-high"): ["baseline-s0", "baseline-s1", "lr-high"],
+        ("alphabet-betas", "betas-alphabet"): ["alphabet-betas", "betas-alphabet"],  # both would be an ellipsis
+        ("experiments/one-seed1", "experiments/one-seed2", "experiments/one-seed3", "other"): [
+            "…-seed1",
+            "…-seed2",
+            "…-seed3",
+            "other",
+        ],
+        ("alone-without-others",): ["alone-without-others"],
+        (): [],
+    }
+    script = f"""import {{ shortNames }} from {json.dumps(module.as_uri())};
+    console.log(JSON.stringify({json.dumps(list(sets))}.map((names) => [...shortNames(names).values()])))"""
+    told = subprocess.run(
+        [node, "--input-type=module", "-e", script], capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(told) == list(sets.values())
+
+
+def test_many_lines_have_a_legend_of_what_they_have_in_common(swept):
+    from selenium.webdriver.common.keys import Keys
+
+    swept.open("curves")
+    legend = '[data-title="Rewards by function"] .legend'
+    until(lambda: swept.texts(f"{legend} button") == ["f", "g"])
+    assert "10 lines, in the colors of the list of runs" in swept.text(legend)
+    swept.click(f"{legend} li:first-child button")
+    until(lambda: swept.one(f"{legend} button", lambda each: each.get_attribute("aria-pressed")) == "false")
+    swept.keys('[data-title="Rewards by function"] .canvas', Keys.END)
+    reading = until(lambda: swept.text('[data-title="Rewards by function"] .reading'))
+    assert "…-seed1: g" in reading
+    assert "…-seed1: f" not in reading
+    swept.keys("input[name=range-from]", "2", Keys.TAB, "3", Keys.TAB)
+    until(lambda: swept.last_point("Reward") == 3)
+    swept.keys('[data-title="Reward"] .canvas', Keys.HOME)
+    assert swept.text('[data-title="Reward"] .reading').startswith("step 2\n")
+    swept.choose("x-axis", "time")
+    label = '[data-title="Reward"] .canvas'
+    until(lambda: "kl runaway at step 3" in swept.one(label, lambda element: element.get_attribute("aria-label")))
+    assert swept.value("input[name=range-from]") == ""
+
+
+def test_a_chart_is_saved_as_a_sheet_and_as_a_picture(swept, tmp_path):
+    saved = {"behavior": "allow", "downloadPath": str(tmp_path / "saved")}
+    swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", saved)
+    try:
+        swept.open("curves")
+        until(lambda: swept.all('[data-title="Reward"] canvas'))
+        for button in swept.all('[data-title="Reward"] .saving button'):
+            button.click()
+        sheet, picture = tmp_path / "saved" / "Reward.csv", tmp_path / "saved" / "Reward.png"
+        until(lambda: sheet.exists() and picture.exists(), seconds=30.0)
+        assert len(sheet.read_text().splitlines()) == 1 + 5 * 4
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        swept.open("rollouts?step=2")
+        until(lambda: swept.all(".card"))
+        swept.click('button[title^="Save the rollouts"]')
+        step = tmp_path / "saved" / "step_2.jsonl"
+        until(step.exists, seconds=30.0)
+        assert [json.loads(line)["step"] for line in step.read_text().splitlines()] == [2, 2]
+    finally:
+        swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "default"})
+
+
+def test_compilation_does_not_flatten_the_time_axis(swept):
+    swept.open("time")
+    until(lambda: swept.all(".phase.cut"))
+    widths = swept.run("return [...document.querySelectorAll('.phase')].map((each) => each.offsetWidth)")
+    assert max(widths) < 8 * sorted(widths)[len(widths) // 2]
+    swept.click("details.more summary")
+    cells = until(lambda: [text for text in swept.texts("details.more tbody tr:first-child > *") if text])
+    assert cells == ["1", "28", "0", "0", "1", "1"]
+    swept.choose("number", "10")
+    until(lambda: swept.value("details.more", "open"), seconds=10.0)
+    swept.click("details.more tbody a")
+    until(lambda: swept.value("input[name=step]") == "1")
+
+
+COLOURS = (
+    """return [...document.querySelectorAll('#side .runs li')].map((each) => each.style.getPropertyValue('--key'))"""
+)
+
+
+def test_runs_share_the_color_of_a_setting_and_fit_a_phone(swept):
+    swept.open("runs")
+    until(lambda: len(set(swept.run(COLOURS))) == 5)
+    swept.choose("colour-by", "beta")
+    colours = until(lambda: len(set(found := swept.run(COLOURS))) == 2 and found)
+    assert colours[0] == colours[1] != colours[2] == colours[3] == colours[4]
+    swept.open("curves")
+    until(lambda: swept.run(COLOURS) == colours)
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    swept.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        swept.open("runs")
+        until(lambda: swept.all("tbody td"))
+        cells = "td[data-label=Last], td[data-label=Best]"
+        ends = "return [...document.querySelectorAll(arguments[0])].map((each) => each.getBoundingClientRect().right)"
+        assert 0 < max(swept.run(ends, cells)) <= 390
+        swept.open("curves")
+        until(lambda: "Slide a finger" in swept.text(".toolbar"))
+        assert "Drag across" not in swept.text(".toolbar")
+    finally:
+        swept.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_settings_are_compared_with_their_defaults(swept):
+    swept.open("settings")
+    until(lambda: "2 settings of" in swept.text(".summary"))
+    swept.choose("show", "changed")
+    rows = until(lambda: len(found := swept.texts("tbody tr")) == 2 and found)
+    third = [swept.text(f"tbody tr:nth-child({row}) td:nth-child(4)") for row in (1, 2)]
+    assert third == ["3 default 0", "0.5 default 0"], rows

@@ -13,19 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from groupax.runs.report.record import changed_settings
 from groupax.settings.objective import UNCLIPPED
+from groupax.types import FAILURES, TRUNCATIONS
 from groupax.view import groups, token_values
-from groupax.view.axes import mean_and_spread, positions
+from groupax.view.axes import mean_and_spread, placed, positions
 from groupax.view.distributions import Distributions
 from groupax.view.evaluation_table import EvaluationTable
 from groupax.view.evaluations import item_page
 from groupax.view.images import read_image
-from groupax.view.overview import overview, table_row
+from groupax.view.overview import best_and_worst, machine_of, overview, table_row
 from groupax.view.prompt_index import PromptIndex
 from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import NotFoundError, Run, Runs
 from groupax.view.search import Query, exported, search_steps
 from groupax.view.series import smoothed, thinned
+from groupax.view.sheet import csv_lines
 from groupax.view.timeline import shares, timeline
 from groupax.view.tokens import token_texts
 from groupax.view.why import why
@@ -52,6 +55,7 @@ class Page:
         answers: Mapping[str, Callable[[Request], Any]] = {
             "/api/runs": self.states,
             "/api/overview": self.overview,
+            "/api/extremes": self.extremes,
             "/api/table": self.table,
             "/api/names": self.names,
             "/api/series": self.series,
@@ -77,6 +81,7 @@ class Page:
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
         return [
+            Route("/api/csv", self.csv),
             Route("/api/export", self.export),
             Route("/api/image", self.image),
             *(Route(path, _json_answer(answer)) for path, answer in answers.items()),
@@ -96,6 +101,12 @@ class Page:
     def overview(self, request: Request) -> Any:
         """Returns the summary of a run."""
         return overview(self._run(request))
+
+    def extremes(self, request: Request) -> Any:
+        """Returns the best and the worst completion of the last logged step; empty if there is none."""
+        run = self._run(request)
+        steps = run.rollout_steps()
+        return best_and_worst(self._step(run, steps[-1]), steps[-1]) if steps else {}
 
     def table(self, request: Request) -> Any:
         """Returns a row of the table of runs for each of the runs `run`, by default for all runs."""
@@ -133,6 +144,22 @@ class Page:
                 found[metric]["num_runs"] = len(curves)
         return found
 
+    def csv(self, request: Request) -> Response:
+        """Returns all points of the metrics `name` of the runs `run` as CSV, at the positions `from` to `to` of `by`.
+
+        With a weight `smooth` the lines have the smoothed value too.
+        """
+        try:
+            axis = request.query_params.get("by", "step")
+            first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
+            weight = _number(request, "smooth", 0.0)
+            runs = [(name, self.runs[name]) for name in request.query_params.getlist("run")]
+            lines = csv_lines(runs, request.query_params.getlist("name"), axis, (first, last), weight)
+        except ValueError as error:
+            return Response(f"{error}\n", 404 if isinstance(error, NotFoundError) else 400, media_type="text/plain")
+        headers = {"content-disposition": "attachment", "cache-control": "no-store"}  # the page names the file
+        return Response("".join(lines).encode(errors="backslashreplace"), 200, headers, "text/csv")
+
     def _curve(self, request: Request, run: Run, metric: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
         """Yields the requested curve and its number of points before thinning; nothing for a metric without points."""
         first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
@@ -157,18 +184,32 @@ class Page:
         return self._distributions.setdefault(run, Distributions(run)).read()
 
     def config(self, request: Request) -> Any:  # noqa: ARG002
-        """Returns the settings of every run; `fault` says why they cannot be read, if so."""
+        """Returns the settings of every run, its machine and versions, and the defaults of the settings that differ.
+
+        `fault` says why the settings cannot be read, if so.
+        """
         found = {}
         for name, run in self.runs.named().items():
             try:
-                found[name] = {"config": run.config(), "command": run.command(), "fault": ""}
+                config, command, fault = run.config(), run.command(), ""
             except ValueError as error:
-                found[name] = {"config": {}, "command": {}, "fault": str(error)}
+                config, command, fault = {}, {}, str(error)
+            defaults = {setting: default for setting, (_, default) in changed_settings(config).items()}
+            machine = machine_of(run)
+            found[name] = {
+                "config": config,
+                "command": command,
+                "defaults": defaults,
+                "machine": machine,
+                "fault": fault,
+            }
         return found
 
     def diagnostics(self, request: Request) -> Any:
-        """Returns the diagnostics of the runs `run`, by default of all runs."""
-        return {name: run.diagnostics() for name, run in self._chosen(request).items()}
+        """Returns the diagnostics of the runs `run`, by default of all runs; `x` is their position on the axis `by`."""
+        axis = request.query_params.get("by")
+        runs = self._chosen(request).items()
+        return {name: run.diagnostics() if axis is None else placed(run, run.diagnostics(), axis) for name, run in runs}
 
     def steps(self, request: Request) -> Any:
         """Returns the steps that have a rollout log."""
@@ -200,8 +241,8 @@ class Page:
         run, number = self._run(request), _integer(request, "step")
         sample = _integer(request, "sample") if "sample" in request.query_params else None
         channel = request.query_params.get("channel", "policy_logps")
-        prompt, clip = _integer(request, "prompt"), _clip(run)
-        found = token_values.token_values(run.rollout_file(number), prompt, channel, sample, clip)
+        prompt, bounds = _integer(request, "prompt"), _loss_bounds(run)
+        found = token_values.token_values(run.rollout_file(number), prompt, channel, sample, bounds)
         texts = token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
@@ -231,7 +272,8 @@ class Page:
             run, query = self._run(request), _query(request)
         except ValueError as error:
             return Response(f"{error}\n", 404 if isinstance(error, NotFoundError) else 400, media_type="text/plain")
-        headers = {"content-disposition": 'attachment; filename="rollouts.jsonl"', "cache-control": "no-store"}
+        name = f"step_{query.step[0]:.0f}" if query.step[0] == query.step[1] else "rollouts"
+        headers = {"content-disposition": f'attachment; filename="{name}.jsonl"', "cache-control": "no-store"}
         return StreamingResponse(exported(run, query), 200, headers, "application/jsonl")
 
     def prompts(self, request: Request) -> Any:
@@ -248,8 +290,8 @@ class Page:
         return {"progress": progress, **index.history(request.query_params.get("key", ""))}
 
     def evaluations(self, request: Request) -> Any:
-        """Returns the names of the evaluations that have stored items."""
-        return list(self._run(request).evaluation_files())
+        """Returns the names of the evaluations that have stored items, of the runs `run`, by default of all runs."""
+        return {name: list(run.evaluation_files()) for name, run in self._chosen(request).items()}
 
     def estimates(self, request: Request) -> Any:
         """Returns the estimates of every evaluation of a run."""
@@ -266,21 +308,20 @@ class Page:
         return Response(content, 200, {"cache-control": "private, max-age=86400"}, "image/png")
 
     def differences(self, request: Request) -> Any:
-        """Returns a comparison of the evaluations `before` and `name`, with a page of their items."""
-        before, after = self._evaluation(request, "before"), self._evaluation(request, "name")
+        """Returns a comparison of the evaluations `before` and `name`, with a page of their items.
+
+        The evaluation `before` is one of the run `before_run`, by default of the run of the other evaluation.
+        """
+        run = self._run(request)
+        other = self.runs[request.query_params["before_run"]] if "before_run" in request.query_params else run
+        before, after = _evaluation(other, request, "before"), _evaluation(run, request, "name")
         show, query = request.query_params.get("show", "all"), request.query_params.get("q", "")
         return self._evaluations.differences(before, after, show, _integer(request, "first", "0"), query)
 
     def items(self, request: Request) -> Any:
         """Returns a page of the items of an evaluation."""
-        path, show = self._evaluation(request, "name"), request.query_params.get("show", "all")
+        path, show = _evaluation(self._run(request), request, "name"), request.query_params.get("show", "all")
         return item_page(path, _integer(request, "first", "0"), show, request.query_params.get("q", ""))
-
-    def _evaluation(self, request: Request, parameter: str) -> Path:
-        files, name = self._run(request).evaluation_files(), request.query_params.get(parameter, "")
-        if name not in files:
-            raise NotFoundError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
-        return files[name]
 
     def _chosen(self, request: Request) -> dict[str, Run]:
         names = request.query_params.getlist("run")
@@ -306,6 +347,8 @@ def plain(value: Any) -> Any:
     """Returns the value as plain JSON types; numbers that are not finite become None."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
+    if isinstance(value, int | str):  # most values are, and the test for a mapping is slow
+        return value
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -348,26 +391,36 @@ def _number(request: Request, name: str, default: float) -> float:
     return value
 
 
+def _evaluation(run: Run, request: Request, parameter: str) -> Path:
+    files, name = run.evaluation_files(), request.query_params.get(parameter, "")
+    if name not in files:
+        raise NotFoundError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
+    return files[name]
+
+
 def _query(request: Request) -> Query:
     """Returns the query for completions that a request has."""
     ranges = {
         name: (_number(request, f"min_{name}", -math.inf), _number(request, f"max_{name}", math.inf))
-        for name in ("reward", "length", "advantage")
+        for name in ("reward", "length", "advantage", "step")
     }
     given = request.query_params
     return Query(given.get("q", ""), given.get("regex") == "1", **ranges, end=given.get("end", ""))
 
 
-def _clip(run: Run) -> tuple[float, float] | None:
-    """Returns the bounds at which a run's loss clips the ratios of tokens; None if it does not clip them."""
+def _loss_bounds(run: Run) -> token_values.LossBounds:
+    """Returns the tokens to which a run's loss gives no gradient; all have one if its settings cannot be read."""
     try:
         config = run.config()
+        ends = config["mask_truncated_completions"]
+        masked = FAILURES | frozenset((TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends)
         if config["loss_type"] in UNCLIPPED or config["importance_sampling_level"] != "token":
-            return None
-        low, high = config["epsilon"], config["epsilon_high"]
-        return 1 - float(low), 1 + float(low if high is None else high)
+            return token_values.LossBounds(masked_ends=masked)
+        low, high, delta = config["epsilon"], config["epsilon_high"], config["delta"]
+        bounds = 1 - float(low), 1 + float(low if high is None else high), math.inf if delta is None else float(delta)
+        return token_values.LossBounds(*bounds, masked_ends=masked)
     except (KeyError, TypeError, ValueError):
-        return None
+        return token_values.NO_BOUNDS
 
 
 def _num_points(request: Request, default: int) -> int:

@@ -1,6 +1,8 @@
 """The positions of curves on the x axis, and the mean of several runs' curves."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,16 @@ def positions(run: Run, steps: np.ndarray, axis: str) -> np.ndarray:
     if not len(known):
         return np.full(len(steps), np.nan)
     return np.interp(steps, np.concatenate([[0.0], known]), np.concatenate([[0.0], values]))
+
+
+def placed(run: Run, diagnostics: Sequence[Mapping[str, Any]], axis: str) -> list[dict[str, Any]]:
+    """Returns the diagnostics with their position `x` on an axis, None where they have no step.
+
+    Raises:
+        ValueError: The axis is unknown.
+    """
+    steps = np.array([math.nan if each["step"] is None else each["step"] for each in diagnostics], np.float64)
+    return [{**each, "x": x} for each, x in zip(diagnostics, positions(run, steps, axis).tolist(), strict=True)]
 
 
 def mean_and_spread(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -30,10 +30,12 @@ def group_summaries(step: Step) -> list[dict[str, Any]]:
         means = np.bincount(group_of, np.where(known, totals, 0.0)) / num_known
         squares = np.where(known, totals - means[group_of], 0.0) ** 2
         stds = np.sqrt(np.bincount(group_of, squares) / num_known)
-        flat = np.fmin.reduceat(totals, starts) == np.fmax.reduceat(totals, starts)
+        highest = np.fmax.reduceat(totals, starts)
+        flat = np.fmin.reduceat(totals, starts) == highest
     disagree = disagreeing_groups([column[order] for column in step.rewards.values()], group_of)
     num_truncated = np.bincount(group_of, step.truncated[order])
-    mean_tokens = np.bincount(group_of, step.num_tokens[order]) / sizes
+    lengths = step.num_tokens[order]
+    mean_tokens = np.bincount(group_of, lengths) / sizes
     texts = (shown_prompt(step.text("prompt", int(order[start]))[0]) for start in starts)
     groups = [
         {
@@ -41,6 +43,8 @@ def group_summaries(step: Step) -> list[dict[str, Any]]:
             "preview": text[:PREVIEW_CHARACTERS],
             "size": int(sizes[index]),
             "totals": totals[starts[index] : starts[index] + sizes[index]].tolist(),
+            "lengths": lengths[starts[index] : starts[index] + sizes[index]].tolist(),
+            "highest": highest[index],
             "mean": means[index],
             "std": stds[index],
             "zero_variance": bool(flat[index]),

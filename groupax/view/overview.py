@@ -1,6 +1,5 @@
 """The summary of one run: what it is, how far it is, and what training has changed."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,42 +7,86 @@ from typing import Any
 
 import numpy as np
 
-from groupax.config import config_class
 from groupax.runs.report.contents import repeating_command
+from groupax.runs.report.record import changed_settings
+from groupax.view.rollouts import Step
 from groupax.view.runs import Run
+from groupax.view.texts import PREVIEW_CHARACTERS, shown_prompt
 
 RECENT_STEPS = 30  # whose median time the remaining time is estimated from
 COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate
 NUM_STEPS = re.compile(r"(\d[\d,]*), each")
 TRAINING = "training prompts"  # the set of changes that are not held out
 MAX_CHANGES = 12  # estimates of a set
+SAMPLE_CHARACTERS = 1200  # of a completion
 
 
 def overview(run: Run) -> dict[str, Any]:
     """Returns the summary of a run.
 
     Returns:
-        facts: Texts by label: model, data, rewards, command, hardware, versions.
+        facts: Texts by label: model, data, rewards, command, hardware, versions, commit.
         progress: `step`, `num_steps`, `elapsed_s`, `remaining_s`, `tokens`, `started_at`; None where unknown.
         changes: Estimates before and after training, with their intervals (see `_changes`).
     """
     config, command = _or_empty(run.config), _or_empty(run.command)
-    process = _last_process(run.record("run.json"))
+    processes = _processes(run)
     return {
-        "facts": _facts(run, config, command, process),
-        "progress": _progress(run, config, process),
+        "facts": _facts(run, config, command, processes),
+        "progress": _progress(run, config, processes),
         "changes": list(_changes(run)),
     }
+
+
+def best_and_worst(step: Step, number: int) -> dict[str, dict[str, Any]]:
+    """Returns the completions of a step with the highest and the lowest total reward; empty if none has a reward.
+
+    Args:
+        step: The step.
+        number: Its number.
+
+    Returns:
+        `best` and `worst`, each with `step`, `prompt_index`, `sample_index`, `total`, `prompt` and `text`, the
+        beginnings of the texts.
+    """
+    if np.isnan(step.total).all():
+        return {}
+    rows = {"best": int(np.nanargmax(step.total)), "worst": int(np.nanargmin(step.total))}
+    return {
+        which: {
+            "step": number,
+            "prompt_index": int(step.prompt_index[row]),
+            "sample_index": step.table.column("sample_index")[row].as_py(),
+            "total": step.total[row],
+            "prompt": shown_prompt(step.text("prompt", row)[0])[:PREVIEW_CHARACTERS],
+            "text": step.text("completion", row, 4 * SAMPLE_CHARACTERS)[0][:SAMPLE_CHARACTERS],
+        }
+        for which, row in rows.items()
+    }
+
+
+def machine_of(run: Run) -> dict[str, str]:
+    """Returns hardware and versions of a run's last process as texts by label."""
+    process = (_processes(run) or [{}])[-1]
+    versions = _mapping(process.get("versions"))
+    known = {
+        "devices": _mapping(process.get("run")).get("devices"),
+        "mesh": _mesh(process),
+        "processor": _processor(process),
+        "commit": process.get("commit"),
+        "Python": process.get("python"),
+        **versions,
+    }
+    return {str(label): str(text) for label, text in known.items() if text}
 
 
 def table_row(run: Run) -> dict[str, Any]:
     """Returns the summary of a run as a row of a table of runs; None for what is not known."""
     config = _or_empty(run.config)
-    process = _last_process(run.record("run.json"))
     name = next((each for each in ("reward", "loss") if each in run.metric_names()), "reward")
     values = run.series(name)[1]
     values = values[~np.isnan(values)]
-    progress = _progress(run, config, process)
+    progress = _progress(run, config, _processes(run))
     held_out = next((change for change in _changes(run) if change["set"] != TRAINING), None)
     return {
         "metric": name,
@@ -55,12 +98,11 @@ def table_row(run: Run) -> dict[str, Any]:
 
 
 def _facts(
-    run: Run, config: Mapping[str, Any], command: Mapping[str, Any], process: Mapping[str, Any]
+    run: Run, config: Mapping[str, Any], command: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
+    process = processes[-1] if processes else {}
     known = _mapping(process.get("run"))
     versions = _mapping(process.get("versions"))
-    mesh = ", ".join(f"{axis} {size}" for axis, size in _mapping(process.get("mesh")).items() if size != 1)
-    processor = f"{process.get('processor')}, {process.get('cores')} cores" if process.get("processor") else None
     software = [f"Python {process['python']}"] if process.get("python") else []
     found = {
         "recipe": command.get("recipe"),
@@ -74,9 +116,11 @@ def _facts(
         "steps": known.get("steps"),
         "command": _command(command, config),
         "devices": known.get("devices"),
-        "mesh": mesh,
-        "processor": processor,
+        "mesh": _mesh(process),
+        "processor": _processor(process),
         "software": ", ".join([*software, *(f"{name} {version}" for name, version in versions.items())]),
+        "commit": process.get("commit"),
+        "continued": process.get("started_at") if len(processes) > 1 else None,
         "folder": str(run.path),
     }
     return {label: str(text) for label, text in found.items() if text}
@@ -88,10 +132,8 @@ SHOWN_FACTS = ("model", "parameters", "dataset", "prompts", "examples", "rewards
 def _command(command: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if not command:
         return ""
-    defaults = json.loads(json.dumps(config_class(config)().to_dict()))
-    settings = {name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)}
     try:
-        return repeating_command(command, settings)
+        return repeating_command(command, changed_settings(config))
     except (AttributeError, KeyError, TypeError, ValueError):  # of another version
         return ""
 
@@ -104,11 +146,11 @@ def _weighted(rewards: Any, weights: Any) -> str:
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
 
-def _progress(run: Run, config: Mapping[str, Any], process: Mapping[str, Any]) -> dict[str, Any]:
+def _progress(run: Run, config: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps, step_s = run.series("step_time")
     gaps = np.diff(steps, prepend=0.0)
     step = float(steps[-1]) if len(steps) else None
-    num_steps = num_steps_of(config, process)
+    num_steps = num_steps_of(config, processes[-1] if processes else {})
     tokens = run.series("num_tokens")[1]
     remaining_s = None
     if step is not None and num_steps is not None and run.state()["status"] != "done":
@@ -119,7 +161,7 @@ def _progress(run: Run, config: Mapping[str, Any], process: Mapping[str, Any]) -
         "elapsed_s": float(np.nansum(gaps * step_s)) if len(steps) else None,
         "remaining_s": remaining_s,
         "tokens": float(tokens[-1]) if len(tokens) else None,
-        "started_at": process.get("started_at"),
+        "started_at": processes[0].get("started_at") if processes else None,
     }
 
 
@@ -195,9 +237,18 @@ def _interval(estimate: Any, value: Any) -> dict[str, Any]:
     return {"value": estimate.get("value", value), "low": estimate.get("low"), "high": estimate.get("high")}
 
 
-def _last_process(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    processes = record.get("processes")
-    return _mapping(processes[-1]) if isinstance(processes, Sequence) and processes else {}
+def _mesh(process: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in _mapping(process.get("mesh")).items() if size != 1)
+
+
+def _processor(process: Mapping[str, Any]) -> str:
+    return f"{process.get('processor')}, {process.get('cores')} cores" if process.get("processor") else ""
+
+
+def _processes(run: Run) -> list[Mapping[str, Any]]:
+    """Returns the processes that `run.json` records, those that continued the run last."""
+    processes = run.record("run.json").get("processes")
+    return [_mapping(each) for each in processes] if isinstance(processes, list) else []
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ class Query:
         reward: Lowest and highest sum of the rewards.
         length: Lowest and highest number of sampled tokens.
         advantage: Lowest and highest advantage.
+        step: First and last step.
         end: `truncated` or `complete`; empty for either.
 
     Raises:
@@ -47,12 +48,13 @@ class Query:
     reward: tuple[float, float] = ANYTHING
     length: tuple[float, float] = ANYTHING
     advantage: tuple[float, float] = ANYTHING
+    step: tuple[float, float] = ANYTHING
     end: str = ""
 
     def __post_init__(self) -> None:
         if self.end not in ENDS:
             raise ValueError(f"end={self.end!r} is none of truncated, complete")
-        if not self.text and not self.end and {self.reward, self.length, self.advantage} == {ANYTHING}:
+        if not self.text and not self.end and {self.reward, self.length, self.advantage, self.step} == {ANYTHING}:
             raise ValueError("q is empty; it must be the text to search for, unless there is another condition")
         if len(self.text) > MAX_CHARACTERS:
             raise ValueError(f"the text to search for has more than {MAX_CHARACTERS} characters")
@@ -60,6 +62,11 @@ class Query:
             self._places(pyarrow.array([""]))
         except pyarrow.ArrowException as error:
             raise ValueError(f"{self.text!r} is not a regular expression: {error}") from error
+
+    def steps_of(self, run: Run) -> list[int]:
+        """Returns the logged steps that may match, in order."""
+        first, last = self.step
+        return [step for step in run.rollout_steps() if first <= step <= last]
 
     def rows(self, step: Step, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yields the matching rows of a step from row `first` on, with the position of the match in the completion.
@@ -118,15 +125,15 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
         read: Reads a step.
 
     Returns:
-        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt`, `total` and `num_tokens`, at most
-            `MAX_HITS`.
+        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt`, `total`, `advantage` and `num_tokens`, at
+            most `MAX_HITS`.
         next: Values of `before` and `first` that continue the search; None if it is complete.
         num_searched: Number of steps searched to their end.
     """
     started_s = time.monotonic()
     hits: list[dict[str, Any]] = []
     weights, is_likely = run.reward_weights(), True
-    steps = [step for step in run.rollout_steps() if step < before]
+    steps = [step for step in query.steps_of(run) if step < before]
     for num_searched, number in enumerate(reversed(steps)):
         if num_searched and time.monotonic() - started_s > BUDGET_S:
             return {"hits": hits, "next": {"before": number + 1, "first": 0}, "num_searched": num_searched}
@@ -145,7 +152,7 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
 def exported(run: Run, query: Query) -> Iterator[bytes]:
     """Yields the matching completions of all steps as JSON Lines, newest steps first, with their full texts."""
     weights, is_likely = run.reward_weights(), True
-    for number in reversed(run.rollout_steps()):
+    for number in reversed(query.steps_of(run)):
         step = _matching(run.rollout_file(number), query, read_step, weights, is_likely)
         is_likely = False
         if step is None:
@@ -179,6 +186,7 @@ def _hit(step: Step, number: int, row: int, place: int) -> dict[str, Any]:
         "sample_index": step.table.column("sample_index")[row].as_py(),
         "excerpt": excerpt(step.text("completion", row)[0], place),
         "total": step.total[row],
+        "advantage": step.advantage[row],
         "num_tokens": int(step.num_tokens[row]),
     }
 

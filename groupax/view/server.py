@@ -1,8 +1,10 @@
 """The HTTP server of the page."""
 
+import math
 import socket
 import threading
 import time
+from typing import Any
 
 import uvicorn
 
@@ -10,7 +12,32 @@ from groupax.view.app import Page, make_app
 from groupax.view.guard import Guard
 from groupax.view.runs import Runs
 
-READ_S, PAUSE_S = 0.5, 0.02  # of reading long logs at the start, and between such times
+READ_S = 0.1  # of reading long logs at the start, until the next look whether somebody waits for an answer
+QUIET_S = 0.3  # without a request, after which a page has what it needs
+LONGEST_WAIT_S = 2.0  # of the reader for its turn
+
+
+class Visits:
+    """An ASGI middleware that tells whether somebody waits for an answer, or has just received one."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self._num_open, self._last_s = 0, -math.inf
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handles an ASGI request."""
+        self._num_open += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._num_open -= 1
+            self._last_s = time.monotonic()
+
+    def wait_for_quiet(self) -> None:
+        """Returns when nobody has asked for a moment, at the latest after `LONGEST_WAIT_S`."""
+        until_s = time.monotonic() + LONGEST_WAIT_S
+        while (self._num_open or time.monotonic() < self._last_s + QUIET_S) and time.monotonic() < until_s:
+            time.sleep(0.02)
 
 
 def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Server, Page]:
@@ -22,9 +49,10 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
         token: Token that requests must have; None for servers on the loopback.
     """
     app, page = make_app(runs)
-    threading.Thread(target=_read_all, args=(runs,), daemon=True).start()  # starts before the first request
+    visits = Visits(Guard(app, token, port))
+    threading.Thread(target=_read_all, args=(runs, visits), daemon=True).start()  # starts before the first request
     config = uvicorn.Config(
-        Guard(app, token, port),
+        visits,
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -35,10 +63,10 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
     return uvicorn.Server(config), page
 
 
-def _read_all(runs: Runs) -> None:
-    """Reads long logs a part at a time, so that requests in between are answered with what is read so far."""
+def _read_all(runs: Runs, visits: Visits) -> None:
+    """Reads long logs a part at a time; requests go first, and are answered with what is read so far."""
     while not runs.refresh(READ_S):
-        time.sleep(PAUSE_S)
+        visits.wait_for_quiet()
 
 
 def serve(runs: Runs, listening: socket.socket, host: str, token: str | None) -> None:

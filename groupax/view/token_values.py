@@ -1,5 +1,8 @@
 """The values of tokens in a step's rollouts: log-probs, entropies and ratios."""
 
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,27 @@ from groupax.view.arrow import has_mask, list_values
 from groupax.view.runs import NotFoundError
 
 PUSH = "advantage x ratio"
-TURN_ADVANTAGES = "turn_advantages"
+TURN_ADVANTAGES, TURNS = "turn_advantages", "turns"
 SHOWN_TOKENS = 1_500  # of a completion, until all its tokens are requested
+
+
+@dataclass(frozen=True)
+class LossBounds:
+    """The tokens that a loss gives no gradient, besides those that the model did not sample.
+
+    Attributes:
+        low, high: Bounds of the ratio where the loss clips it for negative and for positive advantages.
+        delta: Upper bound of the ratio for negative advantages.
+        masked_ends: Finish reasons of the completions that the loss leaves out.
+    """
+
+    low: float = -np.inf
+    high: float = np.inf
+    delta: float = np.inf
+    masked_ends: Collection[str] = ()
+
+
+NO_BOUNDS = LossBounds()
 
 
 def token_channels(path: Path) -> dict[str, dict[str, str]]:
@@ -32,27 +54,28 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
             if name.endswith("_logps") and name != "policy_logps":
                 ratio = f"ratio {name.removesuffix('_logps')} / policy"
                 channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
-    whole = "advantage" in schema.names and TURN_ADVANTAGES not in schema.names  # of turns, it is that of the first one
-    if whole and {"policy_logps", "trainer_logps"} <= set(names):
+    has_advantages = "advantage" in schema.names and (TURN_ADVANTAGES not in schema.names or TURNS in schema.names)
+    if has_advantages and {"policy_logps", "trainer_logps"} <= set(names):
         channels[PUSH] = {"kind": "push", "column": "trainer_logps", "over": "policy_logps"}
     order = ("logp", "entropy", "push", "ratio", "value")
     return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
 
 
 def token_values(
-    path: Path, prompt_index: int, channel: str, sample: int | None = None, clip: tuple[float, float] | None = None
+    path: Path, prompt_index: int, channel: str, sample: int | None = None, bounds: LossBounds = NO_BOUNDS
 ) -> dict[int, dict[str, Any]]:
     """Returns the ids and values of the tokens of a group, by sample index.
 
     `length` is the number of all tokens. The environment's have no value; where there are any, `sampled` tells which
-    tokens the model sampled. A token whose ratio is clipped has no gradient, so that its push is 0.
+    tokens the model sampled. A token that is clipped or masked has no gradient, so that its push is 0; `dropped` names
+    the reason, and is None for the others.
 
     Args:
         path: Path of the step's rollout log.
         prompt_index: Index of the group's prompt.
         channel: Name in `token_channels`.
         sample: Sample index of a single completion to return in full; None for the first `SHOWN_TOKENS` tokens of all.
-        clip: Bounds of the ratio in the loss; None if it does not clip tokens.
+        bounds: The tokens without a gradient.
 
     Raises:
         NotFoundError: The channel does not exist.
@@ -63,12 +86,13 @@ def token_values(
     column, over = channels[channel]["column"], channels[channel]["over"]
     is_push = channels[channel]["kind"] == "push"
     columns = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
-    columns += ["advantage"] if is_push else []
     limit = None if sample is not None else SHOWN_TOKENS
     found: dict[int, dict[str, Any]] = {}
     with pyarrow.parquet.ParquetFile(path) as file:
         masked = has_mask(file.schema_arrow)
         columns += ["mask"] if masked else []
+        pushing = ("advantage", TURN_ADVANTAGES, TURNS, "finish_reason") if is_push else ()
+        columns += [name for name in pushing if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=64, columns=columns, use_threads=False):
             rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
             for row in rows.tolist():
@@ -81,9 +105,10 @@ def token_values(
                 if over:
                     with np.errstate(over="ignore"):
                         values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
-                if is_push:
-                    values = _push(values, batch.column("advantage")[row].as_py(), clip)
                 found[sample_index] = {"ids": ids.tolist(), "length": num_ids}
+                if is_push:
+                    record = {name: batch.column(name)[row].as_py() for name in pushing if name in columns}
+                    values, found[sample_index]["dropped"] = pushes(values, record, bounds)
                 if masked:
                     sampled = _token_array(batch.column("mask")[row], len(ids)) != 0
                     values[~sampled] = np.nan
@@ -92,13 +117,36 @@ def token_values(
     return found
 
 
-def _push(ratios: np.ndarray, advantage: float | None, clip: tuple[float, float] | None) -> np.ndarray:
-    """Returns advantage x ratio, 0 where the clipped surrogate is constant (arXiv:1707.06347, eq. 7)."""
-    if advantage is None:
-        return np.full(len(ratios), np.nan)
-    low, high = clip or (-np.inf, np.inf)
-    is_clipped = ratios > high if advantage > 0 else ratios < low
-    return np.where(is_clipped, 0.0, advantage * ratios)
+def pushes(ratios: np.ndarray, record: Mapping[str, Any], bounds: LossBounds) -> tuple[np.ndarray, list[str | None]]:
+    """Returns [T] advantage x ratio, and for the tokens that the loss gives no gradient, whose push is 0, the reason.
+
+    Args:
+        ratios: [T] ratio of each token.
+        record: `advantage`, `finish_reason` and for turns with their own advantages `turn_advantages` and `turns`.
+        bounds: The tokens without a gradient. They are clipped where the surrogate is constant (arXiv:1707.06347, eq.
+            7; `groupax.objective.losses.clipped_surrogate`).
+    """
+    advantages = _token_advantages(len(ratios), record)
+    if record.get("finish_reason") in bounds.masked_ends:
+        return np.zeros(len(ratios)), ["masked"] * len(ratios)
+    is_clipped = (advantages < 0) & ((ratios < bounds.low) | (ratios > bounds.delta))
+    is_clipped |= (advantages > 0) & (ratios > bounds.high)
+    dropped = ["clipped" if clipped else None for clipped in is_clipped.tolist()]
+    return np.where(is_clipped, 0.0, advantages * ratios), dropped
+
+
+def _token_advantages(num_tokens: int, record: Mapping[str, Any]) -> np.ndarray:
+    """Returns [num_tokens] the advantage of each token: that of its turn, or else of the completion; NaN if unknown."""
+    own = record.get(TURN_ADVANTAGES)
+    if own is None:
+        return np.full(num_tokens, np.nan if record["advantage"] is None else record["advantage"])
+    advantages = np.full(num_tokens, np.nan)
+    try:
+        for turn, advantage in zip(json.loads(record[TURNS]), own, strict=True):
+            advantages[int(turn["start"]) : int(turn["end"])] = advantage
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return np.full(num_tokens, np.nan)
+    return advantages
 
 
 def _kind(name: str) -> str:

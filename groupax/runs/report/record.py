@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupax.config import config_class
 from groupax.evaluation.items import Completion, Item, read_items
+from groupax.runs.report.images import image_names, image_urls
 from groupax.runs.rollout_log import prompt_text
 from groupax.storage.folders import run_folder_in
 from groupax.types import Metrics
@@ -34,12 +35,27 @@ class BeforeAndAfter:
         prompt: The prompt as text.
         before, after: One completion each.
         when: Their origins, e.g. ("step 1", "step 120").
+        images: Images of the prompt as `data:` URLs.
     """
 
     prompt: str
     before: Answer
     after: Answer
     when: tuple[str, str]
+    images: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """Items of a set that were answered worse, or better, than before.
+
+    Attributes:
+        shown: Some of them from the whole range of differences, the worst ones first.
+        total: Number of all of them.
+    """
+
+    shown: Sequence[BeforeAndAfter]
+    total: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class RunRecord:
         samples: Completions early and late, of the same prompts if possible.
         changes: Numbers of held-out prompts that were answered better, worse and alike in the last evaluation, compared
             with the first, by set: by the correctness where it is known, else by the reward of the first completion.
-        flipped: Held-out items that were answered worse, and those that were answered better, by set.
+        flipped: Held-out items that were answered worse or better, by set.
         command: Content of `command.json`: the command line without settings, if `groupax train` started the run.
     """
 
@@ -70,7 +86,7 @@ class RunRecord:
     result: Mapping[str, Any] | None
     samples: Sequence[BeforeAndAfter]
     changes: Mapping[str, tuple[int, int, int]]
-    flipped: Mapping[str, Sequence[BeforeAndAfter]]
+    flipped: Mapping[str, Flipped]
     command: Mapping[str, Any] | None
 
     @property
@@ -118,20 +134,33 @@ def read_run(folder: Path, has_samples: bool = True) -> RunRecord:
     if not metrics:
         raise NoStepsError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
     config = _json(folder / "config.json") or {}
-    defaults = json.loads(json.dumps(config_class(config)().to_dict()))
     return RunRecord(
         name=folder.resolve().name,
         metrics=metrics,
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
-        settings={name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)},
+        settings=changed_settings(config),
         processes=(_json(folder / "run.json") or {}).get("processes", []),
         diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=_json(folder / "result.json"),
-        samples=(_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts")) if has_samples else [],
+        samples=_samples(folder) if has_samples else [],
         changes=_changes(folder / "evaluations"),
         flipped=_flipped(folder / "evaluations") if has_samples else {},
         command=_json(folder / "command.json"),
     )
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns value and default of each setting of a `config.json` that differs from its default."""
+    defaults = json.loads(json.dumps(config_class(config)().to_dict()))
+    return {name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)}
+
+
+def _samples(folder: Path) -> list[BeforeAndAfter]:
+    """Returns completions of held-out prompts, or else, or if their images are not in the folder, of the rollouts."""
+    samples = _of_evaluations(folder / "evaluations")
+    if not samples or any(not (folder / name).is_file() for pair in samples for name in image_names(pair.prompt)):
+        samples = _of_rollouts(folder / "rollouts") or samples
+    return [replace(pair, images=image_urls(folder, pair.prompt)) for pair in samples]
 
 
 def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
@@ -161,8 +190,8 @@ def _changes(folder: Path) -> dict[str, tuple[int, int, int]]:
     return changes
 
 
-def _flipped(folder: Path) -> dict[str, list[BeforeAndAfter]]:
-    """Returns items of each set that are worse and better than before, the largest differences first."""
+def _flipped(folder: Path) -> dict[str, Flipped]:
+    """Returns items of each set that are worse and better than before, chosen evenly from each of the two."""
     flipped = {}
     for before, after in _twice(folder):
         when = _when(before), _when(after)
@@ -173,11 +202,19 @@ def _flipped(folder: Path) -> dict[str, list[BeforeAndAfter]]:
                 pair = BeforeAndAfter(prompt_text(first.prompt), _answer(first), _answer(second), when)
                 changed.append((difference, pair))
         changed.sort(key=lambda each: (each[0], each[1].prompt))
-        worse = [pair for difference, pair in changed if difference < 0][:MAX_FLIPPED]
-        better = [pair for difference, pair in reversed(changed) if difference > 0][:MAX_FLIPPED]
+        worse = [pair for difference, pair in changed if difference < 0]
+        better = [pair for difference, pair in reversed(changed) if difference > 0]
         if changed:
-            flipped[before.stem.partition(".")[2]] = worse + better
+            shown = _evenly(worse, MAX_FLIPPED) + _evenly(better, MAX_FLIPPED)
+            flipped[before.stem.partition(".")[2]] = Flipped(shown, len(changed))
     return flipped
+
+
+def _evenly(items: Sequence[BeforeAndAfter], count: int) -> list[BeforeAndAfter]:
+    """Returns this many of the items, evenly spread, with the first and the last one; all of them if they are fewer."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
 def _score(completion: Completion) -> float:

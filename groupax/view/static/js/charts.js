@@ -1,11 +1,13 @@
 // Charts: a card with a title, a legend, a labelled reading at the pointer, and uPlot's canvas.
 
 import { el, fill, shown, visible } from "./dom.js";
+import { download, fileName, savePicture } from "./saving.js";
 import { cssVariable } from "./state.js";
 
 const HEIGHT = 190;
+// Those of the style sheet's .dash-0 to .dash-5 too.
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3], [12, 5], [4, 2, 1, 2]];
-const MAX_LEGEND = 8; // lines in a legend; the list of runs has the colours of more
+const MAX_LEGEND = 8; // lines in a legend; of more it has the dashes, and the list of runs the colours
 const MAX_READINGS = 12; // lines in a reading
 const CLIPPED = [0.01, 0.99]; // quantiles of the values that are shown when outliers are clipped
 const NEAR_PX = 6; // of a mark
@@ -21,14 +23,15 @@ export class Chart {
   /**
    * @param {string} title
    * @param {{note?: string, names?: string[], height?: number, wide?: boolean,
-   *   zoomed?: (from: number, to: number) => void, opened?: (x: number, label: string) => void}} options
-   *   `names` are metrics; `opened` is called with the x of a click and the line that is nearest to it.
+   *   zoomed?: (from: number, to: number) => void, opened?: (x: number, line: object) => void, csv?: () => string}} options
+   *   `names` are metrics; `opened` is called with the x of a click and the line that is nearest to it, `csv` returns
+   *   the address of the values.
    */
   constructor(title, options = {}) {
     this.options = options;
     this.height = options.height ?? HEIGHT;
     this.lines = [];
-    this.hidden = new Set(); // labels of lines
+    this.hidden = new Set(); // labels and parts of lines
     this.marks = [];
     this.axes = { x: "step", isLog: false, isClipped: false };
     this.plot = null;
@@ -44,7 +47,8 @@ export class Chart {
     this.card = el(
       "section",
       { class: `chart${options.wide ? " wide" : ""}`, "aria-label": title, data: { title } },
-      el("header", {}, el("h3", {}, title), names.length > 0 && title !== names[0] && el("code", { class: "metric", title: names.join("\n") }, names.length === 1 ? names[0] : `${names[0]} …`)),
+      el("header", {}, el("h3", {}, title), names.length > 0 && title !== names[0] && el("code", { class: "metric", title: names.join("\n") }, names.length === 1 ? names[0] : `${names[0]} …`),
+        options.csv && this.saving(title)),
       options.note && el("p", { class: "note" }, options.note),
       el("div", { class: "plot" }, this.canvas, this.reading),
       this.legend,
@@ -55,15 +59,20 @@ export class Chart {
   }
 
   /**
-   * @param {{label: string, colour: string, dash?: number, faint?: boolean, x: number[], y: (number|null)[],
-   *   low?: (number|null)[], high?: (number|null)[]}[]} lines `low` and `high` bound a band.
+   * @param {{label: string, part?: string, colour: string, dash?: number, faint?: boolean, x: number[],
+   *   y: (number|null)[], low?: (number|null)[], high?: (number|null)[]}[]} lines `part` names what lines of several
+   *   runs have in common, `low` and `high` bound a band.
    * @param {{x?: string, isLog?: boolean, isClipped?: boolean}} axes
    * @param {{x: number, colour: string, text: string}[]} marks on the x axis
    */
   show(lines, axes = this.axes, marks = []) {
-    const signature = JSON.stringify([lines.map(({ label, colour, faint, low }) => [label, colour, faint, Boolean(low)]), axes, [...this.hidden]]);
-    const isSame = this.plot !== null && signature === this.signature && this.lines.length > 0;
-    Object.assign(this, { lines, axes: { x: "step", ...axes }, marks, signature });
+    const isKnown = this.lines.length > 0;
+    Object.assign(this, { lines, axes: { x: "step", ...axes }, marks });
+    const labels = new Set(this.entries().map((entry) => entry.label));
+    this.hidden = new Set([...this.hidden].filter((label) => labels.has(label)));
+    const signature = JSON.stringify([lines.map(({ label, colour, dash, faint, low }) => [label, colour, dash, faint, Boolean(low)]), axes, [...this.hidden]]);
+    const isSame = this.plot !== null && signature === this.signature && isKnown;
+    this.signature = signature;
     const data = this.data();
     if (isSame) this.plot.setData(data);
     else this.draw(data);
@@ -111,13 +120,13 @@ export class Chart {
     const series = [{}];
     const bands = [];
     this.lines.forEach((line, index) => {
-      const show = !this.hidden.has(line.label);
+      const show = !this.isHidden(line);
       series.push({
         label: line.label,
         show,
         stroke: line.faint ? `${line.colour}55` : line.colour,
         width: line.faint ? 1 : 1.75,
-        dash: DASHES[(line.dash ?? 0) % DASHES.length],
+        dash: dashOf(line.dash),
         points: { show: () => this.lines[index].x.length < 3 },
       });
       if (!line.low) return;
@@ -132,7 +141,7 @@ export class Chart {
     if (this.axes.isLog) return { distr: 3, range: (_, low, high) => (low > 0 && high > 0 ? uPlot.rangeLog(low, high, 10, false) : [0.1, 1]) };
     return { range: (_, low, high) => {
       if (low === null || high === null || low === undefined) return [0, 1];
-      const [from, to] = this.axes.isClipped ? quantiles(this.lines, this.hidden, low, high) : [low, high];
+      const [from, to] = this.axes.isClipped ? quantiles(this.lines.filter((line) => !this.isHidden(line)), low, high) : [low, high];
       if (from === to) return from === 0 ? [0, 1] : [from - Math.abs(from) * 0.1, from + Math.abs(from) * 0.1];
       return uPlot.rangeNum(from, to, 0.08, true);
     } };
@@ -149,7 +158,7 @@ export class Chart {
     let pressed = 0;
     over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
     over.addEventListener("click", (event) => {
-      if (!this.options.opened || Math.abs(event.clientX - pressed) > 4 || event.detail > 1) return;
+      if (!this.isOpening() || Math.abs(event.clientX - pressed) > 4 || event.detail > 1) return;
       const x = this.plot.posToVal(event.offsetX, "x");
       const y = this.plot.posToVal(event.offsetY, "y");
       const found = this.readings(x).sort((a, b) => Math.abs(a.y - y) - Math.abs(b.y - y))[0];
@@ -184,36 +193,64 @@ export class Chart {
   /** Describes the chart as text. */
   describe() {
     const lines = this.lines.filter((line) => !line.faint);
-    fill(this.legend, lines.length <= MAX_LEGEND ? lines.map((line) => this.legendItem(line)) : el("li", {}, `${lines.length} lines, in the colors of the list of runs`));
+    const entries = this.entries();
+    const isLong = entries.length < lines.length || entries.length > MAX_LEGEND;
+    fill(this.legend,
+      entries.length <= MAX_LEGEND && entries.map((entry) => this.legendItem(entry)),
+      isLong && el("li", {}, `${lines.length} lines, in the colors of the list of runs`));
     const summary = lines.slice(0, MAX_LEGEND).map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
     const marks = this.marks.slice(0, MAX_LEGEND).map((mark) => mark.text);
-    this.canvas.setAttribute("aria-label", `${this.title} by ${X_AXES[this.axes.x].title}. ${[...summary, ...marks].join("; ")}. Arrow keys read the values.`);
+    this.canvas.setAttribute("aria-label", `${this.title} by ${X_AXES[this.axes.x].title}. ${[...summary, ...marks].join("; ")}. Arrow keys read the values${this.isOpening() ? ", Enter opens their rollouts" : ""}.`);
   }
 
-  legendItem(line) {
-    const key = el("i", { class: "key" });
-    key.style.setProperty("--key", line.colour);
-    if (line.dash) key.classList.add("dashed");
-    const isShown = !this.hidden.has(line.label);
+  /** Returns the entries of the legend: the lines, or what they have in common where they are many. */
+  entries() {
+    const lines = this.lines.filter((line) => !line.faint);
+    const parts = new Map(lines.filter((line) => line.part).map((line) => [line.part, line]));
+    if (lines.length <= MAX_LEGEND || !parts.size) return lines.map((line) => ({ label: line.label, colour: line.colour, dash: line.dash, last: last(line.y) }));
+    return [...parts].map(([label, { colour, dash }]) => {
+      const isOneColour = lines.every((line) => line.part !== label || line.colour === colour);
+      return { label, colour: isOneColour ? colour : cssVariable("--muted"), dash, last: null };
+    });
+  }
+
+  legendItem({ label, colour, dash, last: value }) {
+    const isShown = !this.hidden.has(label);
     return el("li", {}, el("button", {
-      type: "button", class: "legend-item", "aria-pressed": String(isShown), title: "Click: hide or show this line. Double click: show it alone.",
-      on: { click: (event) => this.toggle(line.label, event.detail > 1) },
-    }, key, el("span", {}, visible(line.label)), el("b", {}, shown(last(line.y)))));
+      type: "button", class: "legend-item", "aria-pressed": String(isShown), title: `${visible(label)}\nClick: hide or show. Double click: show alone.`,
+      on: { click: (event) => this.toggle(label, event.detail > 1) },
+    }, keyOf({ colour, dash }), el("span", {}, visible(label)), value !== null && el("b", {}, shown(value, 3))));
+  }
+
+  /** Whether a click on a point opens the step. */
+  isOpening() {
+    return Boolean(this.options.opened) && this.axes.x === "step";
+  }
+
+  isHidden(line) {
+    return this.hidden.has(line.label) || this.hidden.has(line.part);
   }
 
   toggle(label, isSolo) {
-    const labels = this.lines.map((line) => line.label);
+    const labels = this.entries().map((entry) => entry.label);
     if (isSolo) this.hidden = new Set(labels.filter((each) => each !== label));
     else if (this.hidden.has(label)) this.hidden.delete(label);
     else this.hidden.add(label);
-    if (labels.every((each) => this.hidden.has(each))) this.hidden.clear();
+    if (this.lines.every((line) => this.isHidden(line))) this.hidden.clear();
     this.show(this.lines, this.axes, this.marks);
+  }
+
+  saving(title) {
+    const button = (text, what, click) => el("button", { type: "button", class: "quiet", title: what, "aria-label": `${title}: ${what}`, on: { click } }, text);
+    return el("span", { class: "saving" },
+      button("CSV", "Save all values of these runs as CSV", () => download(this.options.csv(), fileName(title, "csv"))),
+      button("PNG", "Save the chart as PNG", () => this.plot && savePicture(this.plot.ctx.canvas, title, this.entries().map(({ label, colour, dash }) => ({ label, colour, dash: dashOf(dash) })))));
   }
 
   /** Returns the values of the visible lines at their points nearest to x, the highest first. */
   readings(x) {
     return this.lines
-      .filter((line) => !line.faint && !this.hidden.has(line.label) && line.x.length)
+      .filter((line) => !line.faint && !this.isHidden(line) && line.x.length)
       .map((line) => {
         const index = nearest(line.x, x);
         return { line, x: line.x[index], y: line.y[index], low: line.low?.[index], high: line.high?.[index] };
@@ -248,6 +285,10 @@ export class Chart {
   key(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
     if (event.key === "Escape") this.options.zoomed?.(null, null);
+    if (event.key === "Enter" && this.isOpening() && Number.isInteger(this.plot?.cursor.idx)) {
+      const [found] = this.readings(this.plot.data[0][this.plot.cursor.idx]);
+      if (found) this.options.opened(found.x, found.line);
+    }
     if (!(event.key in moves) || !this.plot) return;
     event.preventDefault();
     event.stopPropagation();
@@ -268,10 +309,19 @@ export class Chart {
 }
 
 function readingItem({ line, y, low, high }) {
-  const key = el("i", { class: "key" });
-  key.style.setProperty("--key", line.colour);
   const band = low !== undefined && low !== null ? ` (${shown(low, 3)} to ${shown(high, 3)})` : "";
-  return el("li", {}, key, el("span", {}, visible(line.label)), el("b", {}, `${shown(y)}${band}`));
+  return el("li", {}, keyOf(line), el("span", {}, visible(line.label)), el("b", {}, `${shown(y)}${band}`));
+}
+
+function dashOf(dash) {
+  return DASHES[(dash ?? 0) % DASHES.length];
+}
+
+/** A piece of a line, with its colour and its dash. */
+function keyOf({ colour, dash }) {
+  const key = el("i", { class: `key dash-${(dash ?? 0) % DASHES.length}` });
+  key.style.setProperty("--key", colour);
+  return key;
 }
 
 function last(values) {
@@ -291,9 +341,9 @@ function nearest(positions, x) {
   return Math.abs(positions[high] - x) < Math.abs(positions[low] - x) ? high : low;
 }
 
-/** Returns the range of the visible values without the outermost ones. */
-function quantiles(lines, hidden, low, high) {
-  const values = lines.filter((line) => !hidden.has(line.label)).flatMap((line) => line.y.filter((y) => y !== null && y >= low && y <= high));
+/** Returns the range of the values without the outermost ones. */
+function quantiles(lines, low, high) {
+  const values = lines.flatMap((line) => line.y.filter((y) => y !== null && y >= low && y <= high));
   if (values.length < 20) return [low, high];
   values.sort((a, b) => a - b);
   return CLIPPED.map((part) => values[Math.round(part * (values.length - 1))]);

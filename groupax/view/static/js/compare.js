@@ -40,7 +40,7 @@ export class Comparison {
       if (this.asked !== asked) return;
       const rows = groups.map((group) => chosen(group, this.which));
       fill(this.root,
-        el("div", { class: "toolbar slim" }, el("h2", {}, "What it says across steps"),
+        el("div", { class: "toolbar slim" }, el("h2", {}, "Completions across steps"),
           select("Completion", Object.entries(CHOICES).map(([key, [text]]) => [key, text]), this.which, (which) => this.change({ which }, "compared", which), "compared"),
           el("label", { class: "field" }, el("input", { type: "checkbox", name: "marks-changes", checked: this.marks, on: { change: (event) => this.change({ marks: event.target.checked }, "marks-changes", event.target.checked) } }), el("span", {}, "Mark the words that changed")),
           el("button", { type: "button", disabled: this.places.length >= Math.min(MAX_COLUMNS, this.history.step.length), on: { click: () => this.setNumber(this.places.length + 1) } }, "More columns"),

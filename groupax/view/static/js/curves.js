@@ -3,16 +3,18 @@
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { debounced, drawn, el, empty, failure, fill, select } from "./dom.js";
+import { marksOf } from "./marks.js";
 import { bands } from "./seeds.js";
-import { app, colour, go, runColour, runDash, shownRuns, store, stored } from "./state.js";
+import { app, colour, go, runColour, runDash, shortName, shownRuns, store, stored } from "./state.js";
 
 const POINTS = 800; // of a line
 const ALL_POINTS = 12_000; // of all lines of a metric
+const UNITS = { step: "Steps", tokens: "Tokens", time: "Seconds" }; // of the range
 const SECTIONS = [
   ["Learning", [
     ["Reward", ["reward"], "Mean of the weighted sum of all reward functions."],
     ["Rewards by function", /^rewards\/.+\/mean$/],
-    ["Solved at the first try", ["pass@1"]],
+    ["pass@1", ["pass@1"], "Fraction of the sampled completions that are correct."],
     ["Held out", /^eval_.*(pass@1|reward|loss)$/],
     ["Spread within groups", ["reward_std"], "Standard deviation of the reward within a group; at 0 there is nothing to learn."],
     ["Groups without signal", ["frac_reward_zero_std"], "Fraction of prompts whose completions all received the same reward."],
@@ -58,7 +60,7 @@ export class Curves {
     this.busy = false;
     this.again = false;
     this.seen = new IntersectionObserver((entries) => this.scrolled(entries), { rootMargin: "200px" });
-    this.tools = el("div", { class: "toolbar" }, this.searchField(), this.smoothingField(), this.axisFields(), this.zoomField());
+    this.tools = el("div", { class: "toolbar" }, this.searchField(), this.smoothingField(), this.axisFields(), this.rangeFields());
     this.sections = el("div", { class: "sections" });
     this.problem = el("div");
     fill(root, el("h1", { class: "sr" }, "Curves"), this.tools, this.problem, this.sections);
@@ -92,8 +94,8 @@ export class Curves {
     } }), el("span", {}, text));
     return [
       select("x", [["step", "step"], ["tokens", "tokens"], ["time", "time"]], this.axes.x, (x) => {
-        this.zoomTo(null, null);
         changed({ x });
+        this.zoomTo(null, null);
       }, "x-axis"),
       select("Runs", [["each", "one line each"], ["band", "seeds as mean ± std"]], this.runsAs, (value) => {
         this.runsAs = value;
@@ -113,10 +115,20 @@ export class Curves {
     return this.search;
   }
 
-  zoomField() {
-    this.whole = el("button", { type: "button", hidden: true, on: { click: () => this.zoomTo(null, null) } }, "Show all steps");
-    this.zoomed = el("span", { class: "hint" }, "Drag across a chart to zoom, double click to zoom out; click a point to open its rollouts.");
-    return [this.whole, this.zoomed];
+  /** The range of the x axis as fields, which dragging across a chart fills too. */
+  rangeFields() {
+    const field = (name, label) => el("input", { type: "number", min: "0", step: "any", name, "aria-label": label, placeholder: label.toLowerCase(), on: { change: () => {
+      const [from, to] = this.ends.map((end) => (end.value === "" ? null : Number(end.value)));
+      this.zoomTo(from, to);
+    } } });
+    this.ends = [field("range-from", "First"), field("range-to", "Last")];
+    this.unit = el("span", {}, UNITS[this.axes.x]);
+    this.whole = el("button", { type: "button", hidden: true, on: { click: () => this.zoomTo(null, null) } }, "Show all");
+    return [
+      el("span", { class: "field", role: "group", "aria-label": "Range of the x axis" }, this.unit, this.ends[0], el("span", {}, "to"), this.ends[1], this.whole),
+      el("span", { class: "hint by-mouse" }, "Drag across a chart to zoom, double click to zoom out; click a point to open its rollouts."),
+      el("span", { class: "hint by-touch" }, "Slide a finger over a chart to read it, tap a point to open its rollouts; the fields zoom."),
+    ];
   }
 
   async start() {
@@ -183,8 +195,13 @@ export class Curves {
   }
 
   newCard(title, note, names) {
-    const opened = (x, line) => { if (line.run && this.axes.x === "step") go("rollouts", { run: line.run, step: Math.round(x) }); };
-    const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened });
+    const opened = (x, line) => { if (line.run) go("rollouts", { run: line.run, step: Math.round(x) }); };
+    const csv = () => {
+      const given = Object.entries({ by: this.axes.x, from: this.zoom[0], to: this.zoom[1], smooth: this.smoothing || null }).filter(([, value]) => value !== null);
+      const asked = [...given, ...shownRuns().map((run) => ["run", run]), ...this.cards.get(title).names.map((name) => ["name", name])];
+      return `/api/csv?${new URLSearchParams(asked)}`;
+    };
+    const chart = new Chart(title, { note, names, zoomed: (from, to) => this.zoomTo(from, to), opened, csv });
     this.seen.observe(chart.card);
     return { chart, names: [], visible: false };
   }
@@ -199,8 +216,12 @@ export class Curves {
 
   zoomTo(from, to) {
     this.zoom = [from, to];
-    this.whole.hidden = from === null;
-    this.zoomed.textContent = from === null || this.axes.x !== "step" ? "" : `steps ${Math.ceil(from)} to ${Math.floor(to)}`;
+    this.whole.hidden = from === null && to === null;
+    this.unit.textContent = UNITS[this.axes.x];
+    this.ends.forEach((end, index) => {
+      const rounded = index === 0 ? Math.ceil : Math.floor;
+      end.value = this.zoom[index] === null ? "" : String(this.axes.x === "step" ? rounded(this.zoom[index]) : Math.round(this.zoom[index]));
+    });
     this.refresh();
   }
 
@@ -232,14 +253,13 @@ export class Curves {
     const isAsked = names.length > 0 && run.length > 0;
     const groups = this.runsAs === "band" && isAsked ? await bands(run) : [];
     const single = run.filter((name) => !groups.some((group) => group.runs.includes(name)));
-    const [exact, smooth, diagnostics, ...spread] = await Promise.all([
+    const [exact, smooth, marks, ...spread] = await Promise.all([
       isAsked && single.length ? ask("series", { ...question, run: single }) : {},
       isAsked && single.length && this.smoothing ? ask("series", { ...question, run: single, smooth: this.smoothing }) : null,
-      isAsked ? ask("diagnostics", { run }) : {},
+      isAsked ? marksOf(run, this.axes.x, from, to) : [],
       ...groups.map((group) => ask("band", { ...question, run: group.runs, smooth: this.smoothing })),
     ]);
     if (this.closed) return;
-    const marks = this.axes.x === "step" ? marksOf(diagnostics, from, to) : [];
     for (const card of cards) {
       card.chart.show([...this.lines(card.names, single, exact, smooth), ...bandLines(card.names, groups, spread)], this.axes, marks);
     }
@@ -253,11 +273,12 @@ export class Curves {
         const found = exact[run]?.[name];
         if (!found) return;
         const short = name.replace(/^rewards\/(.+)\/mean$/, "$1");
-        const label = names.length === 1 ? run : runs.length === 1 ? short : `${run}: ${short}`;
+        const label = names.length === 1 ? shortName(run) : runs.length === 1 ? short : `${shortName(run)}: ${short}`;
+        const part = names.length > 1 ? short : undefined;
         const looks = names.length > 1 && runs.length === 1
-          ? { colour: colour(index), dash: 0, run }
-          : { colour: runColour(run), dash: names.length > 1 ? index : runDash(run), run };
-        if (smooth) lines.push({ ...found, ...looks, label: `${label} (as logged)`, faint: true, dash: 0 });
+          ? { colour: colour(index), dash: 0, run, part }
+          : { colour: runColour(run), dash: names.length > 1 ? index : runDash(run), run, part };
+        if (smooth) lines.push({ ...found, ...looks, label, faint: true, dash: 0 });
         lines.push({ ...(smooth?.[run]?.[name] ?? found), ...looks, label });
       });
     });
@@ -287,13 +308,7 @@ function bandLines(names, groups, spread) {
   return groups.flatMap((group, number) => names.flatMap((name, index) => {
     const found = spread[number][name];
     const label = names.length === 1 ? group.label : `${group.label}: ${name}`;
-    return found ? [{ ...found, label, colour: runColour(group.runs[0]), dash: names.length > 1 ? index : 0 }] : [];
+    const part = names.length > 1 ? name.replace(/^rewards\/(.+)\/mean$/, "$1") : undefined;
+    return found ? [{ ...found, label, part, colour: runColour(group.runs[0]), dash: names.length > 1 ? index : 0 }] : [];
   }));
-}
-
-/** Diagnostics as marks on the x axis, those of a severity that may matter. */
-function marksOf(diagnostics, from, to) {
-  return Object.entries(diagnostics).flatMap(([run, found]) => found
-    .filter(({ step, severity }) => step > 0 && severity !== "note" && step >= (from ?? -Infinity) && step <= (to ?? Infinity))
-    .map(({ step, name }) => ({ x: step, colour: runColour(run), text: `${run}: ${name.replaceAll("_", " ")}` })));
 }

@@ -6,6 +6,11 @@ import { address, app, markRead, runColour, shownRuns } from "./state.js";
 
 const ORDER = ["error", "warning", "note"];
 const TRACEBACK = "Traceback (most recent call last)";
+// Where the link of a diagnostic leads beyond its step: to what its text asks to read.
+const READ_FIRST = { reward_hacking: { sort: "highest", sample: "highest" }, length_explosion: { sort: "longest", sample: "longest" } };
+const FRAME = /^\s*File "(.*)", line \d+/;
+// Frames of Python, of installed packages and of groupax, none of which the user has written.
+const OF_OTHERS = /^<frozen|[\\/](?:site-packages|dist-packages|lib[\\/]python3[^\\/]*)[\\/]|[\\/]groupax[\\/](?:data|environments|episodes|evaluation|rewards|rollouts|tools)[\\/]/i;
 
 /** Sorts diagnostics by severity, then by step. */
 export function bySeverity(diagnostics) {
@@ -68,20 +73,31 @@ function item(run, diagnostic, changed) {
   return el("li", { class: `${diagnostic.severity}${isRead ? " read" : ""}` },
     el("header", {}, el("span", { class: `severity ${diagnostic.severity}` }, diagnostic.severity),
       el("b", {}, visible(diagnostic.name).replaceAll("_", " ")),
-      diagnostic.step !== null && diagnostic.step > 0 && el("a", { href: address("rollouts", { run, step: diagnostic.step, sort: "highest" }) }, `step ${diagnostic.step}`),
+      diagnostic.step !== null && diagnostic.step > 0 && el("a", { href: address("rollouts", { run, step: diagnostic.step, ...READ_FIRST[diagnostic.name] }) }, `step ${diagnostic.step}`),
       mark),
     body(visible(diagnostic.text)));
 }
 
-/** The text; of a traceback the last frame and the error first, and the whole of it folded. */
+/** The text; of a traceback the user's last frame and the error first, and the whole of it folded. */
 function body(text) {
   const start = text.indexOf(TRACEBACK);
   if (start < 0) return el("p", {}, text);
   const lines = text.slice(start).trimEnd().split("\n");
-  const frame = lines.findLastIndex((line) => line.trimStart().startsWith("File "));
   return [
     el("p", {}, text.slice(0, start).trimEnd()),
-    el("pre", { class: "text trace" }, lines.slice(Math.max(frame, 1)).join("\n")),
+    el("pre", { class: "text trace" }, ownFrame(lines).join("\n")),
     el("details", {}, el("summary", {}, "Whole traceback"), el("pre", { class: "text trace" }, lines.join("\n"))),
   ];
+}
+
+/** Returns the lines of the last frame of the user's code, or if there is none of the last one, and of the error. */
+export function ownFrame(lines) {
+  const first = lines.findLastIndex((line) => line.includes(TRACEBACK)) + 1; // of errors that caused others, the last
+  const places = lines.flatMap((line, place) => (place >= first && FRAME.test(line) ? [place] : []));
+  if (!places.length) return lines.slice(first);
+  const own = places.findLastIndex((place) => !OF_OTHERS.test(FRAME.exec(lines[place])[1]));
+  const chosen = own < 0 ? places.length - 1 : own;
+  const error = lines.findIndex((line, place) => place > places[places.length - 1] && !line.startsWith(" "));
+  const frame = lines.slice(places[chosen], places[chosen + 1] ?? (error < 0 ? lines.length : error));
+  return [...frame, ...(error < 0 ? [] : lines.slice(error))];
 }

@@ -9,7 +9,7 @@ const HEIGHT = 150;
 const NOTES = {
   reward: "Weighted sum of the rewards of a completion.",
   length: "Sampled tokens of a completion.",
-  advantage: "What the update weighs a completion with.",
+  advantage: "Weight of a completion in the update.",
   entropy: "Mean over the tokens of a completion, in nats.",
 };
 const AGAIN_MS = 60;
@@ -59,7 +59,7 @@ export class Distributions {
     this.progress.textContent = number ? `${steps.length} of ${number} steps` : "";
     if (!steps.length) {
       this.maps = new Map();
-      fill(this.grid, empty("No rollouts yet", "Distributions are those of the rollouts that a run has logged (log_completions)."));
+      fill(this.grid, empty("No rollouts yet", "Distributions show the rollouts that a run has logged. Set log_completions to log them."));
       return;
     }
     for (const [name, map] of Object.entries(maps)) {
@@ -168,7 +168,7 @@ class HeatMap {
     if (index === null) this.reading.textContent = "";
     else {
       const [low, median, high] = this.quantiles[index];
-      this.reading.textContent = `step ${shown(this.steps[index])}: median ${shown(median, 3)}, 10 % below ${shown(low, 3)}, 10 % above ${shown(high, 3)}`;
+      this.reading.textContent = `step ${shown(this.steps[index])}: median ${shown(median, 3)}, 10th percentile ${shown(low, 3)}, 90th ${shown(high, 3)}`;
     }
     if (isMoved) this.paint();
   }

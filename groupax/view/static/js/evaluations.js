@@ -11,12 +11,14 @@ const SHOWN = { all: "all items", solved: "solved", unsolved: "not solved" };
 const SHOWN_OF_TWO = { all: "all items, worse ones first", lost: "became worse", gained: "became better", same: "unchanged" };
 const KINDS = { lost: ["worse", "bad"], gained: ["better", "good"], same: ["unchanged", ""] };
 const MAX_COLUMNS = 10; // evaluations of a set in the table
+const MAX_OTHERS = 200; // evaluations of other runs to compare with
 
 export class Evaluations {
   constructor(root) {
     this.root = root;
     this.first = 0;
     this.names = [];
+    this.all = {}; // names of the evaluations of all runs
     this.which = "all";
     this.search = el("input", { type: "search", name: "search", placeholder: "Search items  ( / )", "aria-label": "Search items", on: { input: debounced(() => this.again(), 250) } });
     this.runChoice = new RunChoice("evaluations");
@@ -37,11 +39,13 @@ export class Evaluations {
     Object.assign(this, { asked, parameters, run, first: 0 });
     this.runChoice.show(run);
     try {
-      const rows = await ask("estimates", { run });
+      const [rows, all] = await Promise.all([ask("estimates", { run }), ask("evaluations")]);
       if (this.asked !== asked) return;
       const names = rows.map((row) => row.name);
+      this.all = all;
       this.name = names.includes(parameters.name) ? parameters.name : names[names.length - 1];
-      this.before = this.earlier(rows, parameters.before);
+      this.beforeRun = this.others().some((each) => each.run === parameters.before_run && each.name === parameters.before) ? parameters.before_run : null;
+      this.before = this.beforeRun === null ? this.earlier(rows, parameters.before) : parameters.before;
       this.which = "all";
       this.layOutFields(rows);
       this.search.hidden = !rows.length;
@@ -62,16 +66,41 @@ export class Evaluations {
     return others.length && rows.indexOf(others[0]) < rows.indexOf(own) ? others[0].name : "";
   }
 
+  /** The evaluations of other runs of the same set, which need not have the same steps. */
+  others() {
+    const setOf = (name) => name.slice(name.indexOf(".") + 1);
+    return Object.entries(this.all).filter(([run]) => run !== this.run).flatMap(([run, names]) =>
+      names.filter((name) => this.name && setOf(name) === setOf(this.name)).map((name) => ({ run, name }))).slice(0, MAX_OTHERS);
+  }
+
+  /** The evaluations that the open one can be compared with, those of other runs in groups by run. */
+  comparisons(others) {
+    const far = this.others();
+    const values = [{}, ...others.map(({ name }) => ({ before: name })), ...far.map((each) => ({ before: each.name, before_run: each.run }))];
+    const option = (value, text) => el("option", { value: String(values.indexOf(value)) }, text);
+    const own = values.filter((value) => !value.before_run);
+    const field = el("select", { name: "before", on: { change: () => this.open(field.value === "0" ? { before: "none" } : values[Number(field.value)]) } },
+      own.map((value) => option(value, value.before ? visible(value.before) : "none")),
+      [...new Set(far.map(({ run }) => run))].map((run) => el("optgroup", { label: visible(run) },
+        values.filter((value) => value.before_run === run).map((value) => option(value, `${visible(value.before)} of ${visible(run)}`)))));
+    const chosen = values.findIndex((value) => (value.before ?? "") === this.before && (value.before_run ?? null) === this.beforeRun);
+    field.value = String(Math.max(chosen, 0));
+    return el("label", { class: "field" }, el("span", {}, "Compare with"), field);
+  }
+
+  open(change) {
+    go("evaluations", { run: this.run, name: this.name, ...change });
+  }
+
   layOutFields(rows) {
     const names = rows.map((row) => row.name);
     this.names = names;
     this.rows = rows;
     const own = rows.find((row) => row.name === this.name);
     const others = rows.filter((row) => row.set === own?.set && row.name !== this.name);
-    const open = (change) => go("evaluations", { run: this.run, name: this.name, before: this.parameters.before, ...change });
     fill(this.fields,
-      names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => open({ name }), "evaluation"),
-      others.length > 0 && select("Compare with", [["none", "none"], ...others.map((row) => [row.name, row.name])], this.before || "none", (before) => open({ before }), "before"),
+      names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => this.open({ name, before: this.parameters.before, before_run: this.parameters.before_run }), "evaluation"),
+      (others.length > 0 || this.others().length > 0) && this.comparisons(others),
       names.length > 0 && select("Show", Object.entries(this.before ? SHOWN_OF_TWO : SHOWN), this.which, (value) => { this.which = value; this.again(); }, "which"));
     fill(this.table, [...new Set(rows.map((row) => row.set))].map((set) => estimatesTable(rows.filter((row) => row.set === set), set)));
   }
@@ -87,7 +116,7 @@ export class Evaluations {
     const { run, name, before, first, which } = this;
     try {
       const question = { run, name, first, show: which, q: this.search.value.trim() };
-      const found = before ? await ask("differences", { ...question, before }) : await ask("items", question);
+      const found = before ? await ask("differences", { ...question, before, before_run: this.beforeRun }) : await ask("items", question);
       if (this.asked !== asked) return;
       if (before) this.layOutPairs(found);
       else this.layOut(found);
@@ -107,11 +136,18 @@ export class Evaluations {
   layOutPairs(found) {
     const { lost, gained, same } = found.counts;
     fill(this.body,
-      differencesTable(found.differences),
-      el("p", { class: "summary", role: "status" }, `${plural(gained, "item")} became better, ${lost} worse, ${same} did not change. `,
+      differencesTable(found.differences, this.beforeRun === null ? ["Before", "After"] : this.titles()),
+      el("p", { class: "summary", role: "status" }, this.beforeRun === null
+        ? `${plural(gained, "item")} became better, ${lost} worse, ${same} did not change. `
+        : `${plural(gained, "item")} better than in ${visible(this.beforeRun)}, ${lost} worse, ${same} the same. `,
         found.num_shown ? `${this.range(found)} of ${plural(found.num_shown, "item")}` : "No item matches."),
       found.items.map((pair) => this.pair(pair)),
       this.pages(found));
+  }
+
+  /** The names of the two evaluations that are compared, with their runs if these differ. */
+  titles() {
+    return this.beforeRun === null ? [this.before, this.name] : [`${visible(this.beforeRun)}, ${visible(this.before)}`, `${visible(this.run)}, ${visible(this.name)}`];
   }
 
   range(found) {
@@ -145,8 +181,8 @@ export class Evaluations {
       return [
         el("pre", { class: "text" }, visible(after.prompt)), columns(after),
         el("div", { class: "columns-of-steps" },
-          el("div", {}, el("h3", {}, this.before), before.completions.map((each) => completion(each))),
-          el("div", {}, el("h3", {}, this.name), isSingle ? completion(after.completions[0], before.completions[0].text) : after.completions.map((each) => completion(each)))),
+          el("div", {}, el("h3", {}, this.titles()[0]), before.completions.map((each) => completion(each))),
+          el("div", {}, el("h3", {}, this.titles()[1]), isSingle ? completion(after.completions[0], before.completions[0].text) : after.completions.map((each) => completion(each)))),
       ];
     };
     const root = el("details", { class: "item", on: { toggle: () => root.open && root.children.length === 1 && root.append(...contents()) } },
@@ -165,8 +201,9 @@ export class Evaluations {
     const { parameters, run } = this;
     this.runChoice.show(run);
     if (!changed.includes(run)) return;
-    const rows = await ask("estimates", { run });
+    const [rows, all] = await Promise.all([ask("estimates", { run }), ask("evaluations")]);
     const names = rows.map((row) => row.name);
+    this.all = all;
     if (this.parameters !== parameters || names.join("\n") === this.names.join("\n")) return;
     if (names.includes(this.name)) this.layOutFields(rows);
     else await this.moved(parameters);
@@ -188,9 +225,10 @@ function estimatesTable(all, set) {
         rows.map(({ estimates }) => el("td", { class: "number" }, name in estimates ? [el("b", {}, fixed(estimates[name].value)), el("small", {}, ` ${interval(estimates[name])}`)] : "–"))))))));
 }
 
-function differencesTable(differences) {
+/** @param {string[]} titles of the two evaluations */
+function differencesTable(differences, titles) {
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Differences" }, el("table", { class: "data estimates" },
-    el("thead", {}, el("tr", {}, ["Common items", "Before", "After", "Difference, 95 % interval", "p"].map((text) => el("th", { scope: "col" }, text)))),
+    el("thead", {}, el("tr", {}, ["Common items", ...titles, "Difference, 95 % interval", "p"].map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, Object.entries(differences).map(([name, { before, after, difference, p_value: p }]) => {
       const isClear = difference.low > 0 || difference.high < 0;
       return el("tr", {}, el("th", { scope: "row", title: name }, visible(name.replace(/^rewards\/(.+)\/mean$/, "$1"))), el("td", { class: "number" }, fixed(before)), el("td", { class: "number" }, fixed(after)),

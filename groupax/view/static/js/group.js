@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { el, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Chat, endBadge } from "./episode.js";
 import { FOLDED, folding } from "./folding.js";
+import { Pinned } from "./pinned.js";
 import { address } from "./state.js";
 import { shadedTokens, shadingLegend, tokenReading } from "./tokens.js";
 
@@ -14,26 +15,44 @@ const ORDERS = {
   sampled: ["as sampled", (a, b) => a.sample_index - b.sample_index],
 };
 
+// Completions that an address can name by what they are.
+const NAMED = {
+  highest: (a, b) => (b.total ?? -Infinity) > (a.total ?? -Infinity),
+  longest: (a, b) => b.num_tokens > a.num_tokens,
+};
+
 export class Group {
   constructor(root) {
     this.root = root;
+    this.at = null; // sample index of the completion that the keys act on
+    this.pinned = new Pinned((row) => this.fullText(row));
     this.order = localStorage.getItem("groupax-order") ?? "best";
     this.channel = localStorage.getItem("groupax-channel");
     this.tokens = new Map();
   }
 
-  async show(where) {
+  /** @param {string} sample is the sample index of the completion to go to, or one of `NAMED` */
+  async show(where, sample) {
     this.where = where;
     try {
       const group = await ask("group", where);
       if (this.where !== where) return;
       this.group = group;
       this.tokens = new Map();
+      this.pinned.clear();
+      this.at = null;
       this.draw();
+      const named = sample in NAMED ? group.rows.reduce((best, row) => (NAMED[sample](best, row) ? row : best)).sample_index : Number(sample);
+      if (this.cards.has(named)) this.goTo(named);
       await this.shade();
     } catch (error) {
-      if (this.where === where) fill(this.root, failure(error, () => this.show(where)));
+      if (this.where === where) fill(this.root, failure(error, () => this.show(where, sample)));
     }
+  }
+
+  /** Whether a group is shown, so that it need not be asked for again. */
+  shows(prompt) {
+    return this.where?.prompt === prompt && this.group !== undefined;
   }
 
   /** Something else takes the place: answers that are still to come are left out. */
@@ -51,6 +70,8 @@ export class Group {
     const totals = rows.map((row) => row.total).filter((total) => total !== null);
     const bounds = [Math.min(...totals), Math.max(...totals)];
     this.cards = new Map(rows.map((row, rank) => [row.sample_index, this.card(row, rank, bounds)]));
+    this.mark(this.at);
+    this.told = el("span", { class: "told hint", role: "status" });
     const follow = el("a", { class: "button", href: address("prompts", { run: this.where.run, key: group.key }) }, "Follow this prompt over steps");
     fill(
       this.root,
@@ -72,7 +93,8 @@ export class Group {
           this.draw();
           this.shade();
         }, "channel"),
-        this.legend),
+        this.legend, this.told),
+      this.pinned.root,
       el("div", { class: "side-by-side", tabindex: "0", "aria-label": "Completions, side by side" }, [...this.cards.values()].map((card) => card.root)),
       this.reading,
     );
@@ -111,13 +133,14 @@ export class Group {
     const body = el("div", { class: "completion" }, chat ? chat.root : this.folding(row.text, row.is_cut, row));
     const part = high > low && row.total !== null ? (row.total - low) / (high - low) : null;
     const extra = Object.entries(row.extra);
-    const root = el("article", { class: "card", "aria-label": `Completion ${row.sample_index}, reward ${shown(row.total)}` },
+    const root = el("article", { class: "card", tabindex: "-1", "aria-label": `Completion ${row.sample_index}, reward ${shown(row.total)}`, on: { click: () => this.mark(row.sample_index) } },
       el("header", {},
         el("span", { class: "rank" }, `${rank + 1}.`),
         el("span", { class: `total ${part === null ? "" : part > 0.5 ? "high" : "low"}` }, shown(row.total)),
         el("span", { class: "advantage", title: "Advantage" }, row.advantage === null ? "" : `A ${row.advantage > 0 ? "+" : ""}${shown(row.advantage, 3)}`),
         el("span", { class: "facts" }, plural(row.num_tokens, "token"), ` · #${row.sample_index}`),
-        endBadge(row.finish_reason, Boolean(chat))),
+        endBadge(row.finish_reason, Boolean(chat)),
+        this.pinned.button(row)),
       el("dl", { class: "rewards" }, Object.entries(row.rewards).map(([name, value]) => {
         const bar = el("i", { class: value !== null && value < 0 ? "bar below" : "bar" });
         bar.style.setProperty("--part", String(Math.abs(value ?? 0) / this.scaleOf(name)));
@@ -131,6 +154,60 @@ export class Group {
         el("dl", {}, extra.map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))]))),
     );
     return { root, body, row, chat };
+  }
+
+  async fullText(row) {
+    return row.is_cut ? (await ask("text", { ...this.where, sample: row.sample_index })).text : row.text;
+  }
+
+  /** Marks the completion that the keys act on. */
+  mark(sample) {
+    this.at = sample;
+    for (const [each, { root }] of this.cards) {
+      if (each === sample) root.setAttribute("aria-current", "true");
+      else root.removeAttribute("aria-current");
+    }
+  }
+
+  goTo(sample) {
+    this.mark(sample);
+    const { root } = this.cards.get(sample);
+    root.focus({ preventScroll: true });
+    root.scrollIntoView({ block: "nearest" });
+  }
+
+  move(by) {
+    const samples = [...this.cards.keys()];
+    this.goTo(samples[Math.min(Math.max(samples.indexOf(this.at) + by, 0), samples.length - 1)]);
+  }
+
+  async copy() {
+    const { row } = this.cards.get(this.at);
+    await this.toClipboard(await this.fullText(row), `Completion ${row.sample_index} copied`);
+  }
+
+  async copyLink() {
+    history.replaceState(null, "", address("rollouts", { ...this.where, sample: this.at }));
+    await this.toClipboard(location.href, `Link to completion ${this.at} copied`);
+  }
+
+  async toClipboard(text, done) {
+    try {
+      await navigator.clipboard.writeText(text);
+      this.told.textContent = done;
+    } catch {
+      this.told.textContent = "The browser does not let this page write to the clipboard";
+    }
+  }
+
+  /** Handles a key, and returns whether it is one of the group's. Without a completion to start from it is the first one. */
+  key(event) {
+    const actions = { j: () => this.move(1), k: () => this.move(-1), c: () => this.copy(), p: () => this.copyLink() };
+    if (!this.where || !this.cards?.size || !Object.hasOwn(actions, event.key)) return false;
+    const isFirst = this.at === null;
+    if (isFirst) this.goTo(this.cards.keys().next().value);
+    if (!isFirst || "cp".includes(event.key)) actions[event.key]();
+    return true;
   }
 
   /** The largest size of a reward in this group, at least 1 where rewards are fractions of 1. */

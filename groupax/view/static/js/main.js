@@ -29,6 +29,7 @@ const VIEWS = {
 };
 const KEYS = [
   ["1 – 9, 0", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
+  ["j k", "next, previous completion"], ["c", "copy the completion"], ["p", "copy a link to the completion"],
   ["Shift+Enter", "in the search of rollouts: search all steps"], ["Esc", "clear search and filter, leave a field"], ["t", "light or dark"], ["?", "these keys"],
 ];
 const QUICK_MS = 1000;

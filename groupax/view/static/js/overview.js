@@ -4,8 +4,9 @@ import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { diagnosticList } from "./diagnostics.js";
 import { drawn, el, empty, failure, fill, shown, visible } from "./dom.js";
+import { marksOf } from "./marks.js";
 import { RunChoice } from "./runs.js";
-import { address, app, oneRun, runColour } from "./state.js";
+import { address, app, go, oneRun, runColour, shortName } from "./state.js";
 
 // Of each row the first metrics that the run has.
 const CURVES = [
@@ -50,6 +51,7 @@ export class Overview {
       this.draw(found, diagnostics[run] ?? []);
       await this.drawCurves(names);
       drawn();
+      await this.drawSamples();
     } catch (error) {
       if (this.run === run && !this.closed) fill(this.body, failure(error, () => this.read()));
     }
@@ -58,10 +60,10 @@ export class Overview {
   /** Parts are made once; while the run goes on only what they contain changes. */
   draw({ facts, progress, changes }, diagnostics) {
     if (!this.parts) {
-      this.parts = Object.fromEntries(["head", "changes", "findings", "curves", "facts"].map((name) => [name, el("section", { class: `overview-${name}` })]));
-      const { head, changes: changed, findings, curves, facts: about } = this.parts;
+      this.parts = Object.fromEntries(["head", "changes", "findings", "curves", "samples", "facts"].map((name) => [name, el("section", { class: `overview-${name}` })]));
+      const { head, changes: changed, findings, curves, samples, facts: about } = this.parts;
       curves.classList.add("grid");
-      fill(this.body, head, changed, findings, curves, about);
+      fill(this.body, head, changed, findings, curves, samples, about);
       this.drawn = {};
     }
     this.fillPart("head", [progress, app.runs[this.run].status, facts.model, facts.recipe], () => head(this.run, facts, progress));
@@ -91,17 +93,28 @@ export class Overview {
       fill(this.parts.curves, empty("No metrics yet", "This page updates when the run has finished its first step."));
       return;
     }
-    const found = await ask("series", { run, name: chosen.map(([, name]) => name), points: POINTS });
+    const [found, marks] = await Promise.all([ask("series", { run, name: chosen.map(([, name]) => name), points: POINTS }), marksOf([run])]);
     if (this.run !== run || this.closed) return;
+    const opened = (step) => go("rollouts", { run, step: Math.round(step) });
     for (const [title, name] of chosen) {
-      if (!this.charts.has(title)) this.charts.set(title, new Chart(title, { names: [name], height: 130 }));
+      if (!this.charts.has(title)) this.charts.set(title, new Chart(title, { names: [name], height: 130, opened }));
     }
     const cards = chosen.map(([title]) => this.charts.get(title).card);
     if (cards.some((card) => !this.parts.curves.contains(card))) fill(this.parts.curves, cards);
     for (const [title, name] of chosen) {
       const line = found[run]?.[name];
-      if (line) this.charts.get(title).show([{ ...line, label: run, colour: runColour(run) }]);
+      if (line) this.charts.get(title).show([{ ...line, label: shortName(run), colour: runColour(run) }], { x: "step" }, marks);
     }
+  }
+
+  /** The best and the worst completion of the last step whose rollouts were logged. */
+  async drawSamples() {
+    const { run } = this;
+    const found = await ask("extremes", { run }).catch(() => ({})); // the step may be damaged, or removed meanwhile
+    if (this.run !== run || this.closed) return;
+    const { best, worst } = found;
+    this.fillPart("samples", [found], () => best && [el("h2", {}, `Completions of step ${shown(best.step)}`),
+      el("div", { class: "side-by-side" }, sample(run, best.total === worst.total ? "One of equal reward" : "Highest reward", best), best.total !== worst.total && sample(run, "Lowest reward", worst))]);
   }
 
   closeCharts() {
@@ -130,7 +143,7 @@ export class Overview {
 }
 
 function head(run, facts, progress) {
-  const { step, num_steps: total, elapsed_s: elapsed, remaining_s: remaining, tokens } = progress;
+  const { step, num_steps: total, elapsed_s: elapsed, remaining_s: remaining, tokens, started_at: started } = progress;
   const { status } = app.runs[run];
   const part = total && step !== null ? Math.min(step / total, 1) : null;
   const bar = part !== null && el("div", { class: "progress", role: "progressbar", "aria-label": "Steps", "aria-valuemin": "0", "aria-valuemax": String(total), "aria-valuenow": String(step) }, el("i"));
@@ -138,19 +151,34 @@ function head(run, facts, progress) {
   const about = [
     step === null ? "no step yet" : total ? `step ${shown(step)} of ${shown(total)}` : `step ${shown(step)}`,
     elapsed !== null && `${duration(elapsed)} of training`,
-    remaining !== null && status !== "done" && (status === "live" ? `about ${duration(remaining)} left` : `${duration(remaining)} were left`),
+    remaining !== null && remaining > 0 && status !== "done" && (status === "live" ? `about ${duration(remaining)} left` : `${duration(remaining)} were left`),
     tokens !== null && `${compact(tokens)} tokens`,
+    started && `started ${when(started)}`,
   ].filter(Boolean);
   return [
     el("div", { class: "run-title" }, el("h2", {}, visible(run)), el("span", { class: `status ${status}` }, status)),
-    el("p", { class: "subject" }, [facts.recipe && `Recipe ${facts.recipe}`, facts.model && `model ${shortName(facts.model)}`, facts.rewards && `rewards ${facts.rewards}`].filter(Boolean).map((text, index) => [index > 0 && " · ", visible(text)])),
+    el("p", { class: "subject" }, [facts.recipe && `Recipe ${facts.recipe}`, facts.model && `model ${shortModel(facts.model)}`, facts.rewards && `rewards ${facts.rewards}`].filter(Boolean).map((text, index) => [index > 0 && " · ", visible(text)])),
     bar,
     el("p", { class: "facts" }, about.join(" · ")),
   ];
 }
 
+/** Returns a time of the log as the reader's local time; as it is, if it is no time. */
+function when(text) {
+  const time = new Date(text);
+  return Number.isNaN(time.getTime()) ? visible(String(text)) : time.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+}
+
+function sample(run, title, { step, prompt_index: prompt, sample_index: number, total, prompt: question, text }) {
+  return el("article", { class: "card" },
+    el("header", {}, el("h3", {}, title), el("span", { class: "mean" }, fixed(total)),
+      el("a", { class: "facts", href: address("rollouts", { run, step, prompt }) }, `prompt ${prompt}, #${number}`)),
+    el("p", { class: "preview" }, visible(question)),
+    el("pre", { class: "text completion", tabindex: "0", "aria-label": title }, visible(text)));
+}
+
 /** Names a model by the last two parts of its path. */
-function shortName(model) {
+function shortModel(model) {
   return model.startsWith("/") ? model.split("/").filter(Boolean).slice(-2).join("/") : model;
 }
 
@@ -168,7 +196,7 @@ function change(each) {
 function factList(facts) {
   return el("dl", { class: "about" }, Object.entries(facts).map(([label, text]) => [
     el("dt", {}, visible(label)),
-    el("dd", { title: label === "model" ? text : null }, label === "command" ? command(text) : visible(label === "model" ? shortName(text) : text)),
+    el("dd", { title: label === "model" ? text : null }, label === "command" ? command(text) : visible(label === "model" ? shortModel(text) : label === "continued" ? when(text) : text)),
   ]));
 }
 
@@ -197,8 +225,9 @@ export function compact(number) {
   return number.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 }
 
+/** Formats a number with as many digits as those beside it have. */
 function fixed(value) {
-  return value === null || value === undefined ? "–" : Math.abs(value) < 10 && !Number.isInteger(value) ? value.toFixed(3) : shown(value);
+  return value === null || value === undefined ? "–" : Math.abs(value) < 10 ? value.toFixed(3) : shown(value);
 }
 
 function signed(value) {

@@ -72,7 +72,7 @@ export class Prompts {
       return;
     }
     fill(this.body, el("table", { class: "data" },
-      el("thead", {}, el("tr", {}, ["Prompt", "Seen", "Mean reward first", "last", "change", "Best ever"].map((text) => el("th", { scope: "col" }, text)))),
+      el("thead", {}, el("tr", {}, ["Prompt", "Times seen", "First mean reward", "Last mean reward", "Change", "Best reward"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, prompts.map((prompt) => {
         const change = prompt.count < 2 || prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
         return el("tr", {},

@@ -4,8 +4,10 @@ import { ask } from "./api.js";
 import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
+import { download } from "./saving.js";
 import { SearchAll } from "./search_all.js";
 import { go, oneRun } from "./state.js";
+import { Strip } from "./strip.js";
 import { Why } from "./why.js";
 
 const FILTERS = {
@@ -17,8 +19,9 @@ const FILTERS = {
 };
 const ORDERS = {
   order: ["in order", () => 0],
-  highest: ["highest reward", (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity)],
-  lowest: ["lowest reward", (a, b) => (a.mean ?? Infinity) - (b.mean ?? Infinity)],
+  highest: ["highest reward", (a, b) => (b.highest ?? -Infinity) - (a.highest ?? -Infinity)],
+  best: ["highest mean reward", (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity)],
+  lowest: ["lowest mean reward", (a, b) => (a.mean ?? Infinity) - (b.mean ?? Infinity)],
   spread: ["largest spread", (a, b) => (b.std ?? -1) - (a.std ?? -1)],
   longest: ["longest", (a, b) => b.mean_tokens - a.mean_tokens],
 };
@@ -39,11 +42,13 @@ export class Rollouts {
     this.detail = el("div", { class: "detail" });
     this.group = new Group(this.detail);
     this.searchAll = new SearchAll((link) => this.follow(link));
-    this.why = new Why((prompt) => this.goTo({ prompt, why: null }));
+    this.why = new Why((prompt, sample) => this.goTo({ prompt, sample, why: null }));
     this.showsWhy = false; // whether what the step's update was made of replaces the group
     this.summary = el("p", { class: "summary", role: "status" });
     this.tools = el("div", { class: "toolbar" });
-    this.body = el("div", { class: "browser" }, el("div", { class: "list" }, this.summary, this.list), this.detail);
+    this.strips = [["Reward", (group) => group.totals], ["Tokens", (group) => group.lengths]].map(([label, valuesOf]) => new Strip(label, valuesOf, () => this.setList({})));
+    this.body = el("div", { class: "browser" },
+      el("div", { class: "list" }, el("div", { class: "strips" }, this.strips.map((strip) => strip.root)), this.summary, this.list), this.detail);
     this.nothing = el("div"); // replaces the body
     fill(root, el("h1", { class: "sr" }, "Rollouts"), this.tools, this.body, this.nothing);
     this.layOutTools();
@@ -74,7 +79,8 @@ export class Rollouts {
         el("button", { type: "button", "aria-label": "Next step", title: "→", on: { click: () => this.move(1) } }, "›"),
         el("button", { type: "button", title: "Newest step (End)", on: { click: () => this.move(Infinity) } }, "Newest"),
         this.slider, this.count,
-        this.whyButton = el("button", { type: "button", title: "What this step's update was made of", "aria-pressed": "false", on: { click: () => this.goTo({ why: this.showsWhy ? null : 1 }) } }, "Why")),
+        this.whyButton = el("button", { type: "button", title: "What this step's update was made of", "aria-pressed": "false", on: { click: () => this.goTo({ why: this.showsWhy ? null : 1 }) } }, "Why"),
+        el("button", { type: "button", class: "quiet", title: "Save the rollouts of this step, with full texts, as JSON Lines", on: { click: () => this.save() } }, "Save")),
       select("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), this.filter, (value) => this.setList({ filter: value }), "filter"),
       select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.sort, (value) => this.setList({ sort: value }), "sort"),
       el("div", { class: "joined" }, this.search, this.all),
@@ -83,6 +89,11 @@ export class Rollouts {
 
   async start(parameters) {
     await this.moved(parameters);
+  }
+
+  save() {
+    const asked = new URLSearchParams({ run: this.run, min_step: this.step, max_step: this.step });
+    download(`/api/export?${asked}`, `step_${this.step}.jsonl`);
   }
 
   /** The address has changed. */
@@ -137,6 +148,7 @@ export class Rollouts {
     this.found = found;
     this.nothing.replaceChildren();
     this.body.hidden = false;
+    for (const strip of this.strips) strip.show(found.groups);
     this.layOutList();
     document.documentElement.dataset.step = String(step);
     drawn();
@@ -144,7 +156,7 @@ export class Rollouts {
 
   setList(change) {
     Object.assign(this, change);
-    if (this.found) this.layOutList();
+    if (this.found) this.layOutList(true);
   }
 
   searched() {
@@ -155,14 +167,15 @@ export class Rollouts {
     if (this.steps.length) this.readStep().catch((error) => this.fail(error));
   }
 
-  layOutList() {
+  /** Lists the groups; with `keeps` the open one stays as it is, if it is still listed. */
+  layOutList(keeps = false) {
     const { groups, matching } = this.found;
     const hits = matching && new Set(matching);
     const totals = groups.flatMap((group) => group.totals).filter((total) => total !== null);
     const low = totals.reduce((least, total) => Math.min(least, total), Infinity);
     const high = totals.reduce((most, total) => Math.max(most, total), -Infinity);
     this.shown = groups
-      .filter((group) => FILTERS[this.filter][1](group) && (!hits || hits.has(group.prompt_index)))
+      .filter((group) => FILTERS[this.filter][1](group) && this.fitsRanges(group) && (!hits || hits.has(group.prompt_index)))
       .sort(ORDERS[this.sort][1]);
     const of = this.shown.length === groups.length ? plural(groups.length, "group") : `${this.shown.length} of ${plural(groups.length, "group")}`;
     this.summary.textContent = `${of}, ${plural(this.found.num_rows, "completion")}`;
@@ -171,11 +184,17 @@ export class Rollouts {
     this.addItems();
     if (this.showsHits) return;
     if (this.showsWhy) this.openWhy();
-    else if (this.shown.length) this.open();
+    else if (this.shown.length) this.open(keeps);
     else {
       this.group.leave();
-      fill(this.detail, empty("No matching group", "No group of this step matches the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
+      fill(this.detail, empty("No matching group", "No group of this step matches the filters and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
     }
+  }
+
+  /** Whether a completion of a group is in the ranges of all strips. */
+  fitsRanges(group) {
+    const columns = this.strips.map((strip) => strip.valuesOf(group));
+    return group.totals.some((total, index) => this.strips.every((strip, number) => strip.holds(columns[number][index])));
   }
 
   /** Adds the next groups to the list: those of a large step come as the list is scrolled. */
@@ -205,11 +224,12 @@ export class Rollouts {
     this.why.show(this.run, this.step);
   }
 
-  /** Show the group that the address names, or the first of the list. */
-  open() {
+  /** Show the group that the address names, or the first of the list; with `keeps` the one that is open, if it is listed. */
+  open(keeps = false) {
     if (this.showsWhy) return;
     this.why.leave();
-    const wanted = "prompt" in this.parameters ? Number(this.parameters.prompt) : null;
+    const named = "prompt" in this.parameters ? Number(this.parameters.prompt) : null;
+    const wanted = keeps && this.shown.some((group) => this.group.shows(group.prompt_index)) ? this.prompt : named;
     const chosen = this.shown.find((group) => group.prompt_index === wanted) ?? this.shown[0];
     if (!chosen) return;
     const place = this.shown.indexOf(chosen);
@@ -218,7 +238,8 @@ export class Rollouts {
     this.list.setAttribute("aria-activedescendant", `group-${chosen.prompt_index}`);
     this.list.querySelector('[aria-selected="true"]')?.scrollIntoView({ block: "nearest" });
     this.prompt = chosen.prompt_index;
-    this.group.show({ run: this.run, step: this.step, prompt: chosen.prompt_index });
+    if (keeps && this.group.shows(chosen.prompt_index)) return;
+    this.group.show({ run: this.run, step: this.step, prompt: chosen.prompt_index }, this.parameters.sample);
   }
 
   goTo(change) {
@@ -247,6 +268,7 @@ export class Rollouts {
     this.query = "";
     this.filter = "all";
     this.tools.querySelector('[name="filter"]').value = "all";
+    for (const strip of this.strips) strip.clear();
     this.leaveSearch();
     this.readStep().catch((error) => this.fail(error));
   }
@@ -310,7 +332,7 @@ export class Rollouts {
       ArrowLeft: () => this.move(-1), ArrowRight: () => this.move(1), Home: () => this.move(-Infinity), End: () => this.move(Infinity),
       ArrowUp: () => this.movePrompt(-1), ArrowDown: () => this.movePrompt(1), "/": () => this.search.focus(), Escape: () => this.clear(),
     };
-    if (!(event.key in actions)) return false;
+    if (!(event.key in actions)) return this.group.key(event);
     actions[event.key]();
     return true;
   }

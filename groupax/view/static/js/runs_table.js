@@ -1,10 +1,10 @@
 // All runs as a table that can be sorted and filtered, with the settings in which they differ.
 
 import { ask } from "./api.js";
-import { debounced, drawn, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
+import { colourRuns, plain, settingsOf } from "./coloring.js";
+import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { compact, duration } from "./overview.js";
-import { shortened } from "./sidebar.js";
-import { address, app, chooseRuns, runColour, shownRuns, store, stored, toggleRun, unread } from "./state.js";
+import { address, app, chooseRuns, runColour, shortName, shownRuns, store, stored, toggleRun, unread } from "./state.js";
 
 const MAX_SETTINGS = 12; // columns of settings
 const SEVERITIES = ["error", "warning", "note"];
@@ -31,8 +31,9 @@ export class RunsTable {
     this.search = el("input", { type: "search", name: "search", placeholder: "Filter: name or setting=value  ( / )", "aria-label": "Filter runs", class: "wide-search", on: { input: debounced(() => this.draw(), 80) } });
     this.count = el("span", { class: "hint", role: "status" });
     this.show = el("button", { type: "button", title: "Show the runs of this table in all views, and no others", on: { click: () => this.choose(this.listed.map(({ name }) => name)) } }, "Show these");
+    this.colours = el("span");
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Runs"), el("div", { class: "toolbar" }, this.search, this.show, this.count), this.body);
+    fill(root, el("h1", { class: "sr" }, "Runs"), el("div", { class: "toolbar" }, this.search, this.show, this.colours, this.count), this.body);
   }
 
   async start() {
@@ -42,6 +43,7 @@ export class RunsTable {
       const signature = JSON.stringify([rows, settings, app.runs]);
       if (signature === this.signature) return;
       Object.assign(this, { rows, settings, signature });
+      this.offerColours();
       this.draw();
       drawn();
     } catch (error) {
@@ -49,12 +51,25 @@ export class RunsTable {
     }
   }
 
+  /** Offers the settings in which runs differ as what their colours stand for; rebuilt only if these change, as it may be open. */
+  offerColours() {
+    const chosen = stored("colour-by", "");
+    const names = [...new Set([...differing(Object.values(this.settings).map((each) => ({ config: settingsOf(each) }))), ...(chosen ? [chosen] : [])])];
+    if (names.join("\n") === this.offered) return;
+    this.offered = names.join("\n");
+    const options = [["", "run"], ...names.map((name) => [name, visible(name)])];
+    fill(this.colours, names.length > 0 && select("Color by", options, chosen, async (name) => {
+      store("colour-by", name);
+      await colourRuns();
+      this.changed();
+    }, "colour-by"));
+  }
+
   /** Rows of the runs that match the filter: every word must be in a name, or be a setting and a value. */
   entries() {
     const words = this.search.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
     return Object.keys(app.runs).filter((name) => name in this.rows).map((name) => {
-      const { config, command } = this.settings[name] ?? { config: {}, command: {} };
-      return { name, row: this.rows[name], state: app.runs[name], config: { ...command, ...config } };
+      return { name, row: this.rows[name], state: app.runs[name], config: settingsOf(this.settings[name]) };
     }).filter(({ name, config }) => words.every((word) => name.toLowerCase().includes(word)
       || (word.includes("=") && Object.entries(config).some(([key, value]) => `${key}=${plain(value)}`.toLowerCase() === word))));
   }
@@ -84,10 +99,10 @@ export class RunsTable {
       el("button", { type: "button", class: "sort", title: note, on: { click: () => this.sortBy(title) } }, `${visible(title)}${arrow}`));
   }
 
-  cell([title, value, contents], entry, chosen) {
+  cell([title, value, contents, , isSetting], entry, chosen) {
     if (title === "Run") return el("th", { scope: "row" }, this.name(entry, chosen));
     const isNumber = typeof value(entry) === "number" && !["Diagnostics", "Held out"].includes(title);
-    return el("td", { class: isNumber ? "number" : "" }, contents(entry));
+    return el("td", { class: `${isNumber ? "number" : ""} ${isSetting ? "setting" : ""}`, data: { label: visible(title) } }, contents(entry));
   }
 
   name({ name }, chosen) {
@@ -97,7 +112,7 @@ export class RunsTable {
       toggleRun(name);
       this.changed();
     } } });
-    return el("div", { class: "run-name" }, box, dot, el("a", { href: address("overview", { run: name }), title: name }, shortened(visible(name))));
+    return el("div", { class: "run-name" }, box, dot, el("a", { href: address("overview", { run: name }), title: name }, visible(shortName(name))));
   }
 
   sortBy(title) {
@@ -154,10 +169,6 @@ function sorted(entries, value, isDown) {
     if (a === null || a === undefined || b === null || b === undefined) return Number(a === null || a === undefined) - Number(b === null || b === undefined);
     return isDown ? compared(b, a) : compared(a, b);
   });
-}
-
-function plain(value) {
-  return typeof value === "string" ? value : JSON.stringify(value) ?? "";
 }
 
 function severity(name) {

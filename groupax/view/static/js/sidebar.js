@@ -1,11 +1,11 @@
 // The list of runs beside the views: which of them are shown.
 
+import { colourRuns } from "./coloring.js";
 import { debounced, el, fill, plural, shown, visible } from "./dom.js";
-import { app, chooseRuns, runColour, shownRuns, toggleRun } from "./state.js";
+import { app, chooseRuns, runColour, shortName, shownRuns, stored, toggleRun } from "./state.js";
 
 const NUM_FILTERED = 6; // runs from which on there is a filter
-const NUM_COMPACT = 10; // runs from which on each takes one line
-const NUM_END = 14; // last characters of a name on one line that are always shown
+const NUM_COMPACT = 10; // runs from which on a card has only the name
 
 export class Sidebar {
   /** @param {HTMLElement} root @param {(names: string[]) => void} changed is called after the selection has changed */
@@ -49,7 +49,7 @@ export class Sidebar {
     } } });
     const [status, facts, fault, bad] = [el("span"), el("div", { class: "facts" }), el("p", { class: "fault" }), el("p", { class: "fault" })];
     const title = el("span", { class: "name" });
-    const label = el("label", { title: app.runs[name].path }, box, title);
+    const label = el("label", { title: `${visible(name)}\n${app.runs[name].path}` }, box, title);
     const only = el("button", { type: "button", class: "only quiet", title: "Show this run only", "aria-label": `Show ${visible(name)} only`, on: { click: () => this.choose([name]) } }, "only");
     return { item: el("li", {}, el("div", { class: "run-line" }, label, only, status), facts, fault, bad), title, box, status, facts, fault, bad };
   }
@@ -61,18 +61,29 @@ export class Sidebar {
     if (names.join("\n") !== [...this.cards.keys()].join("\n")) {
       this.cards = new Map(names.map((name) => [name, this.cards.get(name) ?? this.card(name)]));
       fill(this.list, [...this.cards.values()].map((card) => card.item));
+      if (stored("colour-by", "")) this.colour();
     }
     this.search.hidden = names.length < NUM_FILTERED;
     this.choices.hidden = names.length < 2;
-    const isCompact = names.length > NUM_COMPACT;
-    this.list.classList.toggle("compact", isCompact);
+    this.list.classList.toggle("compact", names.length > NUM_COMPACT);
     this.count.textContent = names.length > 1 ? `${chosen.size} of ${plural(names.length, "run")}` : "";
     const listed = new Set(this.listed());
     for (const [name, { title }] of this.cards) {
-      if (title.textContent && title.children.length > 0 === isCompact) continue;
-      fill(title, isCompact ? shortened(visible(name)) : visible(name));
+      const short = visible(shortName(name));
+      if (title.textContent !== short) title.textContent = short;
     }
     for (const [name, run] of Object.entries(app.runs)) this.drawCard(name, run, chosen.has(name), listed.has(name));
+  }
+
+  /** New runs get the colour of their setting. */
+  async colour() {
+    try {
+      await colourRuns();
+    } catch {
+      return; // without an answer they keep their own colours; the page tells that the server is gone
+    }
+    this.draw();
+    this.changed(Object.keys(app.runs));
   }
 
   drawCard(name, run, isChosen, isListed) {
@@ -89,10 +100,4 @@ export class Sidebar {
     fault.textContent = visible(run.fault);
     bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
   }
-}
-
-/** A name on one line whose end, in which runs often differ, is never cut. */
-export function shortened(name) {
-  const end = Math.max(name.length - NUM_END, 0);
-  return [el("span", { class: "head" }, name.slice(0, end)), el("span", { class: "tail" }, name.slice(end))];
 }

@@ -1,10 +1,15 @@
 // The state that all views share: the runs, the selection, their colours, and the current view.
 
+import { shortNames } from "./names.js";
+
 export const app = {
   runs: {}, // name -> state, as the server reports it
+  short: new Map(), // name -> its short form
+  one: null, // the run that views of a single run show
   hidden: new Set(stored("hidden", [])),
   read: new Set(stored("read", [])), // diagnostics that were marked as read
   colours: new Map(stored("colours", [])), // path of a run -> number of its colour
+  groups: new Map(), // name of a run -> number of its colour where the value of a setting decides it
 };
 
 const NUM_COLOURS = 12;
@@ -46,7 +51,9 @@ export function chooseRuns(names) {
 
 /** Takes the runs from the server's answer, and gives each new one the colour that fewest others have. */
 export function takeRuns(runs) {
+  if (Object.keys(runs).join("\n") !== Object.keys(app.runs).join("\n")) app.short = shortNames(Object.keys(runs));
   app.runs = runs;
+  app.one ??= newest(runs);
   const paths = Object.values(runs).map((run) => run.path);
   const fresh = paths.filter((path) => !app.colours.has(path));
   if (!fresh.length) return;
@@ -62,12 +69,21 @@ export function takeRuns(runs) {
 
 /** Returns the colour of a run: the same in every view, whatever other runs come and go. */
 export function runColour(name) {
-  return colour(app.colours.get(app.runs[name]?.path) ?? 0);
+  return colour(colourNumber(name));
 }
 
 /** Returns the dash of a run's line, which tells apart runs of the same colour. */
 export function runDash(name) {
-  return Math.floor((app.colours.get(app.runs[name]?.path) ?? 0) / NUM_COLOURS);
+  return Math.floor(colourNumber(name) / NUM_COLOURS);
+}
+
+function colourNumber(name) {
+  return app.groups.get(name) ?? app.colours.get(app.runs[name]?.path) ?? 0;
+}
+
+/** Returns the short form of a run's name, which no other run has. */
+export function shortName(name) {
+  return app.short.get(name) ?? name;
 }
 
 export function colour(index) {
@@ -81,8 +97,7 @@ export function cssVariable(name) {
 /** Parses the location hash into `{ view, parameters }`. */
 export function place() {
   const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const first = Object.keys(app.runs).length > 1 ? "runs" : "overview";
-  return { view: view || first, parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
+  return { view: view || "overview", parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
 }
 
 export function address(view, parameters = {}) {
@@ -102,9 +117,18 @@ export function go(view, parameters, replace = false) {
   }
 }
 
-/** Returns the run for a view of a single run: the named one, else the first selected one. */
+/** Returns the run for a view of a single run: the named one, else the one that such a view showed last, if it is selected. */
 export function oneRun(parameters) {
-  return parameters.run in app.runs ? parameters.run : (shownRuns()[0] ?? Object.keys(app.runs)[0] ?? null);
+  const names = shownRuns().length ? shownRuns() : Object.keys(app.runs);
+  if (parameters.run in app.runs) app.one = parameters.run;
+  else if (!names.includes(app.one)) app.one = names[0] ?? null;
+  return app.one;
+}
+
+/** Returns the run that wrote last, which a live run does; null without runs. */
+function newest(runs) {
+  const ages = Object.entries(runs).map(([name, { age_s: age }]) => [name, age ?? Infinity]);
+  return ages.length ? ages.reduce((first, other) => (other[1] < first[1] ? other : first))[0] : null;
 }
 
 /** Returns the diagnostics of a run that were not marked as read, as pairs of name and severity. */

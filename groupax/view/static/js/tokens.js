@@ -3,6 +3,7 @@
 import { el, shown, visible } from "./dom.js";
 
 const LEVELS = 10;
+const DROPPED = { clipped: "clipped by the loss, so that its push is 0", masked: "masked in the loss, so that its push is 0" };
 // The meaning of each kind of value, and the range of the shading.
 const KINDS = {
   logp: { name: "surprise, −log p", scale: (value) => -value / 4, ends: ["0: certain", "4 nats or more"], ramp: "warm" },
@@ -19,6 +20,8 @@ export function shadedTokens(row, kind, start, end, largest = null) {
   const spans = row.texts.slice(start, end).map((text, offset) => {
     const index = start + offset;
     if (row.sampled && !row.sampled[index]) return el("span", { class: "tok outside", data: { token: String(index) } }, visible(text) || "·");
+    const dropped = row.dropped?.[index];
+    if (dropped) return el("span", { class: "tok dropped", title: DROPPED[dropped], data: { token: String(index) } }, visible(text) || "·");
     const value = row.values[index];
     const part = value === null ? 0 : Math.max(-1, Math.min(1, scale(value, most)));
     const level = Math.round(Math.abs(part) * LEVELS);
@@ -33,6 +36,7 @@ export function tokenReading(row, index, channel, kind) {
   const value = row.values[index];
   const parts = [`“${visible(row.texts[index])}”`, `id ${row.ids[index]}`, `${channel} ${shown(value)}`];
   if (row.sampled && !row.sampled[index]) parts[2] = "not sampled by the model";
+  else if (row.dropped?.[index]) parts.push(DROPPED[row.dropped[index]]);
   if (kind === "logp" && value !== null) parts.push(`p ${shown(Math.exp(value), 3)}`);
   return `token ${index + 1}: ${parts.join(" · ")}`;
 }
@@ -49,5 +53,6 @@ export function shadingLegend(kind) {
     el("small", {}, ends[0]),
     classes.map((name_) => el("i", { class: name_ })),
     el("small", {}, ends[ends.length - 1]),
+    kind === "push" && [el("i", { class: "dropped" }), el("small", {}, "clipped or masked: 0")],
   );
 }

@@ -4,10 +4,10 @@ import { ask } from "./api.js";
 import { bySeverity } from "./diagnostics.js";
 import { drawn, el, failure, fill, plural, shown, visible } from "./dom.js";
 
-const NAMES = { replay: "Compute the step again", why: "Compute exact shares", bundle: "Send it to a colleague" };
+const NAMES = { replay: "Recompute the step", why: "Compute exact shares", bundle: "Send it to a colleague" };
 
 export class Why {
-  /** `open(prompt)` shows the group of a prompt. */
+  /** `open(prompt, sample)` shows a completion in the group of its prompt. */
   constructor(open) {
     this.open = open;
     this.root = el("div", { class: "why", role: "region", "aria-label": "Why" });
@@ -32,7 +32,7 @@ export class Why {
 
   draw(found, step) {
     fill(this.root,
-      el("header", {}, el("h2", {}, `Why step ${step} is what it is`)),
+      el("header", {}, el("h2", {}, `What the update of step ${step} was made of`)),
       found.findings.length > 0 && el("ul", { class: "diagnostics" }, bySeverity(found.findings).map((each) =>
         el("li", { class: each.severity },
           el("header", {}, el("span", { class: `severity ${each.severity}` }, each.severity), el("b", {}, visible(each.name).replaceAll("_", " "))),
@@ -83,7 +83,7 @@ export class Why {
       isExact && el("td", { class: "number" }, row.norm === null ? "not finite" : shown(row.norm)),
       el("td", { class: "number" }, shown(row.advantage)),
       el("td", { class: "number" }, shown(row.num_tokens)),
-      el("td", {}, el("button", { type: "button", class: "quiet", on: { click: () => this.open(row.prompt_index) } }, `prompt ${row.prompt_index}, #${row.sample_index}`)),
+      el("td", {}, el("button", { type: "button", class: "quiet", on: { click: () => this.open(row.prompt_index, row.sample_index) } }, `prompt ${row.prompt_index}, #${row.sample_index}`)),
       el("td", { class: "text" }, visible(row.preview ?? "")));
   }
 
@@ -99,7 +99,7 @@ export class Why {
           el("td", { class: "number" }, shown(token.advantage)),
           el("td", { class: "number" }, shown(token.ratio)),
           el("td", { class: "number" }, shown(Math.exp(token.logp), 3)),
-          el("td", {}, el("button", { type: "button", class: "quiet", on: { click: () => this.open(token.prompt_index) } }, `prompt ${token.prompt_index}, #${token.sample_index}`))))))));
+          el("td", {}, el("button", { type: "button", class: "quiet", on: { click: () => this.open(token.prompt_index, token.sample_index) } }, `prompt ${token.prompt_index}, #${token.sample_index}`))))))));
   }
 }
 
