@@ -143,6 +143,7 @@ CONFIG: Mapping[str, Kind] = {
     "no_rope_layers": list_of(integer(0, 1)).or_null(),
     "norm_eps": above(0),
     "norm_topk_prob": FLAG,
+    "output_router_logits": FLAG,
     "num_attention_heads": integer(),
     "num_dense_layers": integer(0, MAX_LAYERS),
     "num_experts": integer(0, MAX_EXPERTS).or_null(),
