@@ -100,7 +100,7 @@ def python_page() -> Iterator[str]:
 
 
 def command_page() -> Iterator[str]:
-    """Yields the lines of the page about the commands: what their `--help` prints."""
+    """Yields the lines of the page about the commands: what their help prints, with settings on pages of their own."""
     yield from ("# Command line", "", "```text", USAGE.rstrip(), "```")
     for name in COMMANDS:
         yield from ("", f"## {name}", "", "```text", _help_of(name), "```")
@@ -169,7 +169,7 @@ def _help_of(command: str) -> str:
     os.environ["COLUMNS"] = "100"
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            COMMANDS[command](["--help"])
+            COMMANDS[command](["--help", *(["all"] if command in ("eval", "generate", "serve") else [])])
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).rstrip()

@@ -137,6 +137,12 @@ class _Settings:
         read = {name: as_read(value, kinds[name]) for name, value in settings.items() if name in kinds}
         return cls(**{**settings, **read})
 
+    def __repr__(self) -> str:
+        """Returns an expression that creates the config, with the settings that differ from their defaults."""
+        settings, defaults = self.to_dict(), type(self)().to_dict()
+        changed = (f"{name}={value!r}" for name, value in settings.items() if value != defaults[name])
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     def _repr_html_(self) -> str:
         """Returns the settings that differ from their defaults as a table, for notebooks."""
         from groupax.terminal.notebook import details_html, table_html
@@ -154,7 +160,7 @@ class _Settings:
 
 
 @_refusing_unknown_fields
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GRPOConfig(
     # The fields of the last one come first.
     _Settings,
@@ -236,7 +242,7 @@ class GRPOConfig(
 
 
 @_refusing_unknown_fields
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SFTConfig(
     _Settings,
     ReportingSettings,

@@ -29,10 +29,10 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.saver import RunSaver, remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
-from groupax.runs.header import memory_facts, model_facts, recomputation
+from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
-from groupax.runs.progress.display import Progress
+from groupax.runs.progress.display import Progress, headline_text
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
@@ -60,6 +60,11 @@ class SFTResult:
     num_steps: int
     train_seconds: float
     metrics: Metrics
+
+    def __repr__(self) -> str:
+        """Returns the main figures in one line."""
+        figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s"
+        return f"<SFTResult: {figures}, {headline_text(self.metrics)}>"
 
     def _repr_html_(self) -> str:
         """Returns the result as a table, for notebooks."""
@@ -138,9 +143,7 @@ class SFTTrainer(Run[SFTConfig]):
         self.emit(PhaseStarted("preparing the devices"))
         self.num_steps = self._num_steps()
         self._make_learner(settings, self._longest())
-        self.dataset_name = (
-            train_dataset if isinstance(train_dataset, str) else f"{self.examples.num_examples} examples"
-        )
+        self.dataset_name = data_name(train_dataset, len(rows))
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -301,6 +304,7 @@ class SFTTrainer(Run[SFTConfig]):
         unit = "sequences" if args.packing else "examples"
         return {
             **model_facts(self._model),
+            "data": self.dataset_name,
             "examples": f"{examples.num_examples:,}{packed}{held_out}",
             "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
             **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),

@@ -19,7 +19,7 @@ from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.guards import stop_if_nothing_is_scored
 from groupax.runs.log import RunLog
-from groupax.runs.progress.display import short_number
+from groupax.runs.progress.display import headline_text, short_number
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.rollout_run import RolloutRun
 from groupax.runs.step_record import step_record
@@ -44,6 +44,11 @@ class TrainResult:
     train_seconds: float
     rollout_tokens_per_s: float
     metrics: Metrics
+
+    def __repr__(self) -> str:
+        """Returns the main figures in one line."""
+        figures = f"{self.num_steps:,} steps in {self.train_seconds:.1f} s, {self.rollout_tokens_per_s:,.0f} tokens/s"
+        return f"<TrainResult: {figures} of sampling, {headline_text(self.metrics)}>"
 
     def _repr_html_(self) -> str:
         """Returns the result as a table, for notebooks."""

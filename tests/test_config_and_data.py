@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax import GRPOConfig, init_model, save_model
+from groupax import GRPOConfig, SFTConfig, init_model, save_model
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.config import NAMES_ELSEWHERE
 from groupax.data.chat import render
@@ -158,6 +158,23 @@ def test_values_of_a_file_are_converted():
     assert (config.reward_weights, config.beta) == ((1,), 0)
     with pytest.raises(ValueError, match="learning_rate must be a number, got 'fast'"):
         GRPOConfig.from_mapping({"learning_rate": "fast"})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GRPOConfig(),
+        GRPOConfig(max_steps=3, reward_weights=(1.0, 0.5), mesh="-1,1,1,1,1", chat_template_kwargs={"a": [1]}),
+        SFTConfig(max_length=5, run_name="it's"),
+    ],
+)
+def test_a_config_is_shown_as_what_creates_it(config):
+    assert eval(repr(config)) == config
+
+
+def test_a_config_is_shown_without_its_defaults():
+    assert repr(GRPOConfig(max_steps=3)) == "GRPOConfig(max_steps=3)"
+    assert repr(SFTConfig()) == "SFTConfig()"
 
 
 def test_settings_are_frozen_and_round_trip():

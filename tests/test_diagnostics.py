@@ -9,6 +9,7 @@ import pytest
 from groupax import GRPOConfig
 from groupax.errors import RewardError
 from groupax.runs.diagnostics import (
+    EARLY_STEPS,
     PATIENCE_STEPS,
     START_STEPS,
     UNSCORED_ROLLOUTS,
@@ -103,6 +104,33 @@ def test_what_is_off_is_found_with_cause_and_remedy(late, name, text):
     diagnostics = step_diagnostics(a_history(**late))
     assert set(diagnostics) == {name}
     assert re.search(text, diagnostics[name])
+
+
+def test_a_gradient_of_zero_is_found_with_its_cause():
+    dead = {**HEALTHY, "grad_norm": 0.0, "frac_reward_zero_std": 1.0, "reward": 0.0}
+    alive = {**HEALTHY, "grad_norm": 0.4}
+    found = step_diagnostics([alive, *[dead] * PATIENCE_STEPS])
+    assert set(found) == {"no_gradient", "rewards_equal"}
+    assert re.search("the mean reward fell from 0.5 to 0.*lower learning_rate", found["no_gradient"])
+    assert "no_gradient" not in step_diagnostics([alive, *[dead] * (PATIENCE_STEPS - 1)])
+    solved = {**dead, "reward": 1.0}
+    assert set(step_diagnostics([alive, *[solved] * PATIENCE_STEPS])) == {"rewards_equal"}
+    assert set(step_diagnostics([dead] * 30)) == {"rewards_equal"}  # never differed
+    masked = {**HEALTHY, "grad_norm": 0.0}
+    found = step_diagnostics([masked] * PATIENCE_STEPS)
+    assert re.search("although rewards differ.*mask_truncated_completions", found["no_gradient"])
+    resting = {**masked, "learning_rate": 0.0}
+    assert set(step_diagnostics([resting] * PATIENCE_STEPS)) == {"learning_rate_zero"}
+    assert step_diagnostics([{**masked, "grad_norm": 1e-4}] * 30) == {}
+
+
+def test_an_early_collapse_of_the_entropy_is_found_unless_the_reward_has_risen():
+    late = {**HEALTHY, "entropy": 0.09}
+    history = [*[HEALTHY] * EARLY_STEPS, *[late] * PATIENCE_STEPS]
+    assert "from 1 to 0.09 nats" in step_diagnostics(history)["entropy_collapse"]
+    assert step_diagnostics(history[1:]) == {}
+    assert step_diagnostics([*[HEALTHY] * EARLY_STEPS, *[{**late, "reward": 0.6}] * PATIENCE_STEPS]) == {}
+    assert step_diagnostics([*[HEALTHY] * EARLY_STEPS, *[{**late, "entropy": 0.12}] * PATIENCE_STEPS]) == {}
 
 
 def test_rollouts_made_ahead_make_rewards_slow_only_where_training_waits_for_those():

@@ -431,7 +431,7 @@ def test_evaluations_that_cannot_work_are_refused(tmp_path, settings, message):
 class ScriptedEngine:
     """Returns given completions, in the order of the prompts."""
 
-    config, eos_ids = SimpleNamespace(max_positions=4096), ()
+    config, eos_ids = SimpleNamespace(max_positions=4096, vision=None), ()
 
     def __init__(self, tokenizer, completions):
         self.tokenizer, self.completions = tokenizer, completions

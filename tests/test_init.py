@@ -1,12 +1,16 @@
 """The help of commands with many settings, and the file of settings that `groupax init` writes."""
 
+import re
 from dataclasses import fields
 
 import pytest
 import yaml
 
+from groupax.cli.evaluate import Eval
+from groupax.cli.generate import Generate
 from groupax.cli.init import Init, run_yaml
 from groupax.cli.main import main
+from groupax.cli.serve import Serve
 from groupax.cli.train import train_defaults
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.recipes import load_recipe
@@ -47,6 +51,23 @@ def test_the_help_of_train_has_the_twenty_settings_that_matter_and_fits_the_term
     assert "\033" not in text
     settings = {each.name for each in fields(GRPOConfig)} | {each.name for each in fields(SFTConfig)}
     assert {name for names in COMMON.values() for name in names} <= settings
+
+
+@pytest.mark.parametrize(("command", "kind"), [("eval", Eval), ("generate", Generate), ("serve", Serve)])
+def test_the_help_of_commands_with_many_options_has_those_that_matter_by_topic(command, kind, capsys):
+    brief, whole = help_of(capsys, command, "--help"), help_of(capsys, command, "--help", "all")
+    chosen = [name for names in kind.TOPICS.values() for name in names]
+    assert re.findall(r"^  --(\w+)", brief, re.MULTILINE) == chosen
+    assert all(f"\n{topic}\n" in brief for topic in kind.TOPICS)
+    assert len(brief.splitlines()) < 70
+    num_options = int(re.search(rf"groupax {command} --help all describes all (\d+) options", brief)[1])
+    assert len(set(re.findall(r"^[│ ] --(?!help)(\w+)", whole, re.MULTILINE))) == num_options
+    assert ("sampling options" in whole) == ("episodes options" in whole) == (command != "serve")
+
+
+def test_the_help_of_checkpoints_says_what_its_actions_are(capsys):
+    text = " ".join(help_of(capsys, "checkpoints", "--help").replace("│", " ").split())
+    assert "list them with their metrics, verify the checksums of their files, delete one, or export one" in text
 
 
 def test_the_help_has_the_defaults_of_the_recipe(capsys):

@@ -19,7 +19,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import groupax
-from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
+from groupax import GRPOConfig, LoRAConfig, SFTConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
 from groupax.data.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ from groupax.models.families import read_config
 from groupax.models.saving import source_folders
 from groupax.models.summary import find_config
 from groupax.rewards.model import RewardModel
-from groupax.runs.model_card import derived_card, license_of, run_card
+from groupax.runs.model_card import SFT, derived_card, license_of, run_card
 from groupax.storage.manifest import MANIFEST
 from groupax.storage.model_json import CONFIG, GENERATION, MAX_LAYERS
 from groupax.storage.replacing import ForeignFilesError, check_destination, replacing_folder
@@ -770,7 +770,7 @@ def test_the_usage_in_a_card_runs(good, tmp_path, name):
     shutil.copytree(good / name, folder)
     for file in (good / "base").glob("tokenizer*"):
         shutil.copy(file, folder)
-    usage = text.split("```python\n")[1].split("```")[0].replace("Why is the sky blue?", "a b")
+    usage = text.split("```python\n")[1].split("```")[0].replace('"..."', '"a b"')
     done = subprocess.run(
         [sys.executable, "-c", usage], cwd=folder, capture_output=True, text=True, timeout=300,
         env={**os.environ, "XLA_FLAGS": ""},
@@ -798,6 +798,25 @@ def test_names_in_a_card_are_neither_markup_nor_metadata():
     assert {line.count("|") for line in table} == {3}
     front = yaml.safe_load(run_card(args, "owner/name", {"r": 2}, "d", ["f"], 1, {}).split("---\n")[1])
     assert (front["base_model"], front["library_name"]) == ("owner/name", "peft")
+
+
+def test_a_card_has_weights_recipe_citation_and_a_prompt_that_may_be_published():
+    args = GRPOConfig(reward_weights=(1.0, 0.2))
+    given = args, "owner/name", None, "openai/gsm8k", ["right", "form"], 1, {}
+    card = run_card(*given)
+    assert "| `rewards` | `right, form x 0.2` |" in card
+    assert 'prompt = "..."\n' in card
+    assert "`recipe`" not in card
+    assert card.count("@article{shao2024deepseekmath") == card.count("arXiv:2402.03300}") == 1
+    assert card.count("@software{groupax") == 1
+    card = run_card(*given, recipe="gsm8k", prompt="1 ```+ 1?")
+    assert "| `recipe` | `gsm8k` |" in card
+    assert 'prompt = "1 \\u0060\\u0060\\u0060+ 1?"\n' in card
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    assert f"prompt = {json.dumps(messages)}\n" in run_card(*given, is_chat=True, prompt=messages)
+    seen = [{"role": "user", "content": [{"type": "image"}]}]
+    assert 'prompt = [{"role": "user", "content": "..."}]\n' in run_card(*given, is_chat=True, prompt=seen)
+    assert "shao2024" not in run_card(SFTConfig(), "b", None, "d", (), 1, {}, method=SFT)
 
 
 def test_a_derived_card_takes_the_licence_of_its_source():

@@ -100,6 +100,14 @@ def test_results_show_their_main_figures():
     assert "0.25" in SFTResult(3, 61.0, {"loss": 0.25})._repr_html_().partition("<details>")[0]
 
 
+def test_results_are_one_line_elsewhere():
+    metrics = {"reward": 0.5, "loss": 0.25, "kl": 0.0}
+    shown = "<TrainResult: 3 steps in 61.0 s, 1,234 tokens/s of sampling, reward 0.5 and 2 further metrics>"
+    assert repr(TrainResult(3, 61.0, 1234.4, metrics)) == shown
+    assert repr(SFTResult(3, 61.0, {"loss": 0.25})) == "<SFTResult: 3 steps in 61.0 s, loss 0.25 and 0 further metrics>"
+    assert repr(TrainResult(0, 0.0, 0.0, {})).endswith("no metrics>")
+
+
 def test_evaluations_show_estimates_with_intervals():
     estimates = {"pass@1": Estimate(0.5, 0.25, 0.75, "wilson", 10)}
     one = SetEvaluation([], estimates, {}, SamplingParams(), None, {})

@@ -159,6 +159,12 @@ def test_public_names_exist():
 # -- the command line
 
 
+def test_a_listing_of_the_package_has_its_public_names_only():
+    import groupax
+
+    assert set(dir(groupax)) == {*groupax.__all__, "__version__"}
+
+
 def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: arithmetic\nlearning_rate: 0.5\nbeta: 0.1\nreward_weights: [1, 2]\n")

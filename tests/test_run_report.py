@@ -1,6 +1,7 @@
 """A report says what the files of a run's folder say, shows what others wrote as text, and needs nothing else."""
 
 import json
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.report.charts import curve
+from groupax.runs.report.charts import curve, numbers
 from groupax.runs.report.contents import contents_of, shown
 from groupax.runs.report.record import read_run
 from groupax.runs.report.write import write_run_report
@@ -106,7 +107,7 @@ def test_numbers_are_those_of_the_metrics(run, report):
     assert curve_of_rewards.series["reward"] == [line["reward"] for line in lines]
     evaluations = [line for line in metrics_of(run) if "eval_reward" in line]
     [rewards] = [row[1:] for row in contents_of(record).evaluations if row[0] == "reward"]
-    assert [cell.split(" [")[0] for cell in rewards] == [f"{line['eval_reward']:.3g}" for line in evaluations]
+    assert [cell.split(" [")[0] for cell in rewards] == [f"{line['eval_reward']:.3f}" for line in evaluations]
     assert "cost" not in dict(row[:2] for row in contents_of(record).summary)
     assert cost[1] in report[1]
 
@@ -244,7 +245,7 @@ def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
         "| model | some-model |",
         "| parameters | 12, all trained |",
         "| recipe | arithmetic |",
-        "| dataset | my data.jsonl |",
+        "| data | my data.jsonl |",
         "| reward functions | rewards:right |",
     ):
         assert row in text
@@ -279,6 +280,30 @@ def test_held_out_prompts_are_counted_by_how_their_answers_changed(run, tmp_path
     assert "<td>more</td><td>0</td><td>1</td><td>1</td>" in page
     (copy / "evaluations" / "after.eval.jsonl").write_text("damaged")
     assert read_run(copy).changes == {"more": (0, 1, 1)}
+
+
+def test_items_that_flipped_are_chosen_evenly_and_counted(run, tmp_path):
+    def item(number, solved, reward):
+        return Item(f"{number}", 0, f"prompt {number:03d}", {}, [Completion("x", 1, "stop", {}, reward, solved)], False)
+
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "evaluations")
+    for when, rewards in (("before", (False, 0.1)), ("after", (True, 0.99))):
+        items = [item(number, *rewards) for number in range(100)]
+        write_items(copy / "evaluations" / f"{when}.eval.jsonl", items)
+    page, markdown = (path.read_text(encoding="utf-8") for path in write_run_report(copy))
+    assert "### Held-out items that flipped: 8 of 100, worse first" in markdown
+    assert "flipped: 8 of 100, worse first</h3>" in page
+    shown = re.findall(r"\| prompt (\d+) \| 0.100 → 0.990 \|", markdown)
+    assert shown == ["099", "085", "071", "057", "042", "028", "014", "000"]
+
+
+def test_numbers_that_are_compared_have_the_same_decimals():
+    assert numbers([0.356, 0.99]) == ["0.356", "0.990"]
+    assert numbers([12.6, 8.0]) == ["12.6", "8.0"]
+    assert numbers([0.0, 150.0, 1e6]) == ["0", "150", "1 M"]
+    assert numbers([1e-5, 0.5]) == ["1e-05", "0.5"]
+    assert numbers([math.nan, 0.5]) == ["nan", "0.500"]
 
 
 def test_diagnostics_come_errors_first(run, tmp_path):

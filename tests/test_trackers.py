@@ -308,6 +308,23 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
         a_trainer(tmp_path, report_to=("wandb",))
 
 
+def test_a_tracker_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "broken_tracker.py").write_text("import no_such_module_of_it")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGES, "trackio", "broken_tracker")
+    with pytest.raises(ValueError, match=r"broken_tracker cannot be imported \(No module named 'no_such_module_of_it'"):
+        a_trainer(tmp_path, report_to=("trackio",))
+
+
+def test_the_check_of_a_tracker_of_ones_own_runs_before_the_start(tmp_path, monkeypatch):
+    source = "from groupax.runs.trackers.tracker import Tracker\nclass Mine(Tracker):\n    @classmethod\n"
+    source += "    def check(cls):\n        raise ValueError('the server does not answer')\n"
+    (tmp_path / "checked_tracker.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="the server does not answer"):
+        a_trainer(tmp_path, report_to=("checked_tracker:Mine",))
+
+
 @pytest.mark.heavy
 def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
@@ -318,6 +335,9 @@ def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
     try:
         with pytest.raises(ValueError, match="it has no key: run `wandb login`"):
             open_tracker("wandb", a_tracked(tmp_path))
+        with pytest.raises(ValueError, match="it has no key: run `wandb login`"):
+            a_trainer(tmp_path, report_to=("wandb",))
+        assert not (tmp_path / "run").exists()
     finally:
         wandb.teardown()
 
@@ -413,7 +433,7 @@ def test_trackio_gives_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
-    a_tracked_run(tmp_path, "trackio")
+    a_tracked_run(tmp_path, "trackio", learning_rate=0.0)
     folder = tmp_path / "run"
     assert not [each for each in diagnostics_of(folder) if each["name"].startswith("tracker")]
     from trackio.sqlite_storage import SQLiteStorage
@@ -427,3 +447,6 @@ def test_trackio_gives_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
         if isinstance(value, (int, float)) and name != "step"
     }
     assert read == logged(folder)
+    [alert] = SQLiteStorage.get_alerts("a-project")
+    assert (alert["title"], alert["level"], alert["step"]) == ("learning_rate_zero", "error", 0)
+    assert "the model will not change" in alert["text"]

@@ -4,15 +4,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
 from groupax.settings.command_line import parsed
 from groupax.terminal.printable import printable
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Checkpoints:
     run_dir: tyro.conf.Positional[str]
     """Run folder or URL, or one of its checkpoints."""
     action: tyro.conf.Positional[Literal["list", "verify", "delete", "export"]] = "list"
-    """Action."""
+    """What to do: list them with their metrics, verify the checksums of their files, delete one, or export one."""
     step: tyro.conf.Positional[int | None] = None
     """Step of the checkpoint to delete or export; the default for export is the newest."""
     to: Path | None = None

@@ -5,9 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from groupax.cli.agents import chosen_agents
 from groupax.config import GRPOConfig
@@ -17,6 +15,7 @@ from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
+from groupax.settings.brief_help import Topics
 from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.episodes import EpisodeSettings
@@ -41,6 +40,12 @@ DEFAULT_MAX_TOKENS = 512
 class Eval:
     """Evaluate a model on held-out prompts: pass@1 of greedy completions, with --n above 1 and a --temperature also
     pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals."""
+
+    TOPICS: ClassVar[Topics] = {
+        "Task": ("model", "recipe", "dataset", "reward_funcs", "tools", "environments", "limit", "output_dir"),
+        "Sampling": ("n", "temperature", "max_tokens", "greedy"),
+        "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
+    }
 
     model: str | None = None
     """Folder or Hugging Face hub id of a model or an adapter; by default the recipe's."""
@@ -81,12 +86,12 @@ class Eval:
     """Largest number of completions that are decoded at once."""
     kv_cache_gb: float | None = None
     """Largest KV cache per device in GB; by default 80 % of the free memory."""
-    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(
+    sampling: SamplingParams = field(
         default_factory=lambda: SamplingParams(temperature=0.0, max_tokens=DEFAULT_MAX_TOKENS)
     )
     """Sampling parameters. --temperature 0 is greedy. With tools or environments --max_tokens counts all tokens after
     the prompt."""
-    episodes: Annotated[EpisodeSettings, tyro.conf.arg(name="")] = field(default_factory=EpisodeSettings)
+    episodes: EpisodeSettings = field(default_factory=EpisodeSettings)
     """Limits of episodes with tools or environments."""
 
 

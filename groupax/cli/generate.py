@@ -3,15 +3,14 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from groupax.cli.agents import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.rich import Rich
+from groupax.settings.brief_help import Topics
 from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.episodes import EpisodeSettings
@@ -27,6 +26,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Generate:
     """Sample completions of prompts and print them with the throughput."""
+
+    TOPICS: ClassVar[Topics] = {
+        "Task": ("model", "prompt", "chat", "tools", "environments"),
+        "Sampling": ("max_tokens", "temperature", "top_p", "n", "stop", "seed"),
+        "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
+    }
 
     model: str
     """A folder, a Hugging Face hub id, or the name of a recipe, which stands for its model."""
@@ -48,9 +53,9 @@ class Generate:
     """Tensor-parallel size: devices that share the weights, with some heads each; 1 replicates the weights."""
     kv_cache_gb: float | None = None
     """Memory for the KV cache on each device in GB; the default is 80 % of what is free."""
-    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters. With tools or environments --max_tokens counts all tokens after the prompt."""
-    episodes: Annotated[EpisodeSettings, tyro.conf.arg(name="")] = field(default_factory=EpisodeSettings)
+    episodes: EpisodeSettings = field(default_factory=EpisodeSettings)
     """Limits of episodes with tools or environments."""
 
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.settings import environment as env
+from groupax.settings.brief_help import Topics
 from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Serve:
     """Serve a model with OpenAI's API for completions and chats, with /health and /metrics."""
+
+    TOPICS: ClassVar[Topics] = {
+        "Model": ("model", "name", "adapter", "chat_template", "dtype", "weights", "tp"),
+        "Network": ("host", "port", "api_key", "allowed_hosts", "request_timeout_s"),
+        "Load": ("max_concurrent_rows", "kv_cache_gb", "prefix_cache_gb", "max_queue", "warmup"),
+    }
 
     model: str
     """Folder or Hugging Face Hub id of a model or an adapter."""

@@ -130,7 +130,7 @@ def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison)
 
 
 def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
-    """Returns a rich table of the estimates of two evaluations and their differences.
+    """Returns a rich table of the estimates of two evaluations and their differences; intervals take a wide terminal.
 
     Args:
         title: Title of the table.
@@ -138,34 +138,39 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
         before: Metrics before, for lengths and truncation.
         after: Metrics after, for lengths and truncation.
     """
-    from rich.table import Table
-    from rich.text import Text
+    from groupax.terminal.tables import Fitting, stacked, table_of
 
-    table = Table(title=Text(printable(title)), title_justify="left")
-    for header in ("", "before", "after", "difference", "p"):
-        table.add_column(header, justify="left" if header == "" else "right", no_wrap=header != "")
+    rows = []
     for name, pair in comparison.differences.items():
         p_value = "-" if np.isnan(pair.p_value) else f"{pair.p_value:.2g}"
-        table.add_row(name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_value)
+        rows.append((name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_value))
     for name in ("completions/mean_length", "completions/clipped_ratio"):
         if name in before and name in after:
-            table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", "")
-    return table
+            rows.append((name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", ""))
+    changes = [f"{pair.difference.value:+.3f}" for pair in comparison.differences.values()]
+    changes += [""] * (len(rows) - len(changes))
+    short = [(*row[:3], change) for row, change in zip(rows, changes, strict=True)]
+    return Fitting(
+        table_of(title, ("", "before", "after", "difference", "p"), rows),
+        table_of(title, ("", "before", "after", "difference"), short),
+        stacked(title, [(name, f"{then} → {now}  {change}".rstrip()) for name, then, now, change in short]),
+    )
 
 
 def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
     """Returns a rich table of estimates with their intervals."""
-    from rich.table import Table
-    from rich.text import Text
+    from groupax.terminal.tables import Fitting, stacked, table_of
 
-    table = Table(title=Text(printable(title)), title_justify="left")
-    for header in ("", "mean", "95 % interval", "method", "items"):
-        table.add_column(header, justify="right" if header in ("mean", "items") else "left", no_wrap=header != "")
-    for name, each in estimates.items():
-        table.add_row(
-            name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}"
-        )
-    return table
+    rows = [
+        (name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}")
+        for name, each in estimates.items()
+    ]
+    columns, left = ("", "mean", "95 % interval", "method", "items"), ("", "95 % interval", "method")
+    return Fitting(
+        table_of(title, columns, rows, left),
+        table_of(title, columns[:3], [row[:3] for row in rows], left),
+        stacked(title, [(name, f"{mean} (95 %: {interval})") for name, mean, interval, *_ in rows]),
+    )
 
 
 def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str:
@@ -306,22 +311,27 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
     """Returns a table of prompts that were not solved before and are now."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="example completions, before and after", title_justify="left", show_lines=True)
-    for header in ("prompt", "before", "after"):
-        table.add_column(header, overflow="fold")
+    from groupax.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, stacked
+
+    title, headers = "example completions, before and after", ("prompt", "before", "after")
+    table = empty_table(title, show_lines=True)
+    for header in headers:
+        table.add_column(header, overflow="fold", min_width=SAMPLE_COLUMNS)
 
     def merit(item: Item) -> tuple[bool, float]:
         return bool(item.completions[0].solved), item.completions[0].reward or 0.0
 
     pairs = list(zip(before.items, after.items, strict=True))
     gained = sorted((pair for pair in pairs if merit(pair[1]) > merit(pair[0])), key=lambda pair: not merit(pair[1])[0])
+    entries = []
     for first, second in (gained or pairs)[:NUM_SAMPLES]:
-        texts = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
-        table.add_row(*(Text(one_line(text, 400)) for text in texts))
-    return table
+        given = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
+        texts = [one_line(text, 400) for text in given]
+        table.add_row(*map(Text, texts))
+        entries += zip(headers, texts, strict=True)
+    return Fitting(table, stacked(title, entries, show_lines=True))
 
 
 def _plot(steps: Sequence[float], rewards: Sequence[float], path: Path) -> bool:

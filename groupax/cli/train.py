@@ -17,6 +17,7 @@ from groupax.parallel import processes
 from groupax.parallel.preemption import before_training
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.runs.diagnostics import reward_diagnostics
+from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import parsed
@@ -98,6 +99,13 @@ class Inputs:
         """Returns the training prompts."""
         return self.recipe.train_dataset(command.dataset) if self.recipe else command.dataset
 
+    def data_name(self, command: Train) -> str:
+        """Returns the source of the training prompts for people; it is no path of a recipe's file."""
+        if self.recipe is None:
+            return str(command.dataset)
+        source = command.dataset or self.recipe.source
+        return f"{shown_name(source)}, recipe {command.recipe}" if source else f"recipe {command.recipe}"
+
     def fitted(self, command: Train, dataset: Any) -> tuple[GRPOConfig, Sequence[str]]:
         """Returns the settings, made to fit the model where a recipe does so, and notes about that."""
         args = command.args
@@ -149,6 +157,9 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     given = inputs.model, inputs.rewards, args, dataset, sets
     with before_training():
         trainer = GRPOTrainer(*given, progress=progress, tools=tools, environments=environments)
+    trainer.dataset_name = inputs.data_name(command)
+    if recipe and not command.dataset:  # the recipe's own data is public
+        trainer.public_prompt = trainer.prompts.examples[0]["prompt"]
     trainer.run_folder.command = recorded(command)
     progress(Message(f"groupax {__version__}: the run is in {command.args.output_dir}"))
     with trainer.holding_folder():

@@ -24,6 +24,7 @@ class Recipe:
         reward_funcs: Names or references of the reward functions.
         tools: References of the tools that the model may call.
         environments: References of the environments.
+        source: Hub id of its data; None if it generates them or takes them from files.
         config: Settings of `GRPOConfig` that differ from its defaults.
         expected: Measured result of a run, or a note that there is none.
         train_dataset: Loads the training prompts from the recipe's own source, or from a file, a folder or a hub id.
@@ -35,6 +36,7 @@ class Recipe:
     reward_funcs: Sequence[str]
     tools: Sequence[str]
     environments: Sequence[str]
+    source: str | None
     config: Mapping[str, Any]
     expected: str
     train_dataset: Callable[..., Examples]
@@ -119,6 +121,7 @@ def make_recipe(
         tuple(rewards),
         tuple(tools),
         tuple(environments),
+        dataset,
         config,
         expected.strip(),
         train_dataset,

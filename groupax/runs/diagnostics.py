@@ -15,6 +15,8 @@ KL_RUNAWAY = 1.0  # nats per token
 LOGP_DRIFT = 0.05  # bfloat16 alone causes about 0.01
 FLOAT32_LOGP_DRIFT = 1e-5  # float32 alone causes about 1e-6
 COLLAPSED = 0.1  # of the entropy at the start
+EARLY_STEPS = 3  # of the start, compared with the last `PATIENCE_STEPS` while there are too few for `START_STEPS`
+NO_GRADIENT = 1e-8  # norm of a gradient that changes nothing
 PADDING_WASTE = 0.6  # of the tokens that are computed
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
 REWARD_CHANGE = 0.5  # standard deviations of a reward
@@ -158,8 +160,12 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
     for diagnose in (_rewards, _lengths, _failures, _policy, _efficiency):
         found |= diagnose(recent)
     found |= _logp_drift(recent, logp_limit)
+    found |= _gradient(history[:-PATIENCE_STEPS], recent)
     if len(history) >= 2 * START_STEPS:
-        found |= _trends(history[:START_STEPS], history[-START_STEPS:])
+        start, late = history[:START_STEPS], history[-START_STEPS:]
+        found |= _entropy(start, late) | _trends(start, late)
+    elif len(history) >= EARLY_STEPS + PATIENCE_STEPS:
+        found |= _entropy(history[:EARLY_STEPS], recent)
     return found
 
 
@@ -282,16 +288,48 @@ def _padding(recent: Steps, settings: str) -> dict[str, str]:
     }
 
 
-def _trends(start: Steps, recent: Steps) -> dict[str, str]:
-    found = {}
+def _gradient(before: Steps, recent: Steps) -> dict[str, str]:
+    """Returns a diagnostic of steps without a gradient, unless the policy has learned all that its rewards ask for."""
+    norms = [metrics.get("grad_norm", math.inf) for metrics in recent]
+    if not max(norms) <= NO_GRADIENT or any(map(_is_unscored, recent)) or any(map(_is_at_rest, recent)):
+        return {}
+    if any(metrics["frac_reward_zero_std"] < 1.0 for metrics in recent):
+        return {
+            "no_gradient": f"for {PATIENCE_STEPS} steps the gradient was 0 (grad_norm at most {max(norms):.2g}) "
+            "although rewards differ within groups, so the model does not change; check that the loss has tokens "
+            "(mask_truncated_completions, masks of rollouts), that advantages do not cancel (reward_weights), that "
+            "ratios are not all clipped (epsilon), and that the trained weights take part in the forward pass (LoRA)"
+        }
+    learned = [metrics for metrics in before if metrics.get("grad_norm", 0.0) > NO_GRADIENT]
+    reward, reward_then = _mean(recent, "reward"), _mean(learned, "reward")
+    if not reward < reward_then:
+        return {}
+    return {
+        "no_gradient": f"for {PATIENCE_STEPS} steps the gradient was 0 (grad_norm), because all completions of each "
+        f"prompt get the same reward, which was not so before: the mean reward fell from {reward_then:.3g} to "
+        f"{reward:.3g}. Updates have broken the policy, and it cannot recover by itself; start again, or resume from "
+        "an earlier checkpoint, with a lower learning_rate, warmup_ratio or a smaller max_grad_norm"
+    }
+
+
+def _is_at_rest(metrics: Mapping[str, float]) -> bool:
+    return metrics["learning_rate"] == 0.0
+
+
+def _entropy(start: Steps, recent: Steps) -> dict[str, str]:
     entropy, entropy_then = _mean(recent, "entropy"), _mean(start, "entropy")
     reward, reward_then = _mean(recent, "reward"), _mean(start, "reward")
-    if entropy < COLLAPSED * entropy_then and not reward > reward_then + 0.1 * _mean(start, "reward_std"):
-        found["entropy_collapse"] = (
-            f"the entropy fell from {entropy_then:.3g} to {entropy:.3g} nats per token, and the reward has not risen "
-            f"({reward_then:.3g}, now {reward:.3g}): completions hardly differ any more; lower learning_rate, set "
-            "entropy_coef, e.g. to 0.001, raise epsilon_high, e.g. to 0.28, or the temperature"
-        )
+    if not entropy <= COLLAPSED * entropy_then or reward > reward_then + 0.1 * _mean(start, "reward_std"):
+        return {}
+    return {
+        "entropy_collapse": f"the entropy fell from {entropy_then:.3g} to {entropy:.3g} nats per token, and the reward "
+        f"has not risen ({reward_then:.3g}, now {reward:.3g}): completions hardly differ any more; lower "
+        "learning_rate, set entropy_coef, e.g. to 0.001, raise epsilon_high, e.g. to 0.28, or the temperature"
+    }
+
+
+def _trends(start: Steps, recent: Steps) -> dict[str, str]:
+    found = {}
     changes = _reward_changes(start, recent)
     risen = [name for name, change in changes.items() if change > REWARD_CHANGE]
     fallen = [name for name, change in changes.items() if change < -REWARD_CHANGE]

@@ -21,6 +21,14 @@ def has_results(folder: Path) -> bool:
     return metrics.stat().st_size > 0 or (folder / "model").exists() or any((folder / "checkpoints").glob("step_*"))
 
 
+def complete_run(uri: str, num_steps: int) -> str:
+    """Returns a text that the run in a folder is complete, with what to do to train on."""
+    return (
+        f"the run in {uri} is complete, with {num_steps} steps; to train on, set a larger max_steps (groupax resume "
+        f"{uri} --max_steps {2 * num_steps}); for a new run, set resume='never' or another output_dir"
+    )
+
+
 def free_name(path: Path) -> Path:
     """Returns the first of `path.1`, `path.2`, ... that does not exist."""
     number = 1

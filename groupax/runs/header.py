@@ -1,6 +1,8 @@
 """The facts about a run that are shown before its first step."""
 
+import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -10,6 +12,10 @@ from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params
 from groupax.parallel.memory import is_on_host
 from groupax.rewards.contract import Reward
+from groupax.rollouts.schedule import UpdateSchedule
+from groupax.runs.model_card import shown_name
+from groupax.runs.progress.display import short_number
+from groupax.runs.step_time import chip_of, seconds_at_peak
 from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.adapters import PolicyLearner
 
@@ -17,6 +23,7 @@ from groupax.training.adapters import PolicyLearner
 def run_facts(
     args: GRPOConfig,
     model: Model,
+    dataset_name: str,
     prompts: PromptSet,
     eval_prompts: Mapping[str, PromptSet],
     rewards: Sequence[Reward],
@@ -30,6 +37,7 @@ def run_facts(
     Args:
         args: The run's settings.
         model: The policy.
+        dataset_name: Source of the training prompts (see `data_name`).
         prompts: The training prompts.
         eval_prompts: The held-out prompts of each evaluation set, by name.
         rewards: The reward functions.
@@ -41,6 +49,7 @@ def run_facts(
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
         **model_facts(model),
+        "data": dataset_name,
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
         **of_episodes,
@@ -76,6 +85,56 @@ def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) ->
     rollout = f"{_size(cache_bytes)} in a rollout and " if cache_bytes else ""
     then = f"about {rollout}{_size(learner.planned_update_bytes(num_rows))} in an update"
     return {"planned memory": f"{_size(held)} per device for weights and optimizer, plus {then}"}
+
+
+def time_facts(
+    args: GRPOConfig,
+    learner: PolicyLearner,
+    model: Model,
+    prompts: PromptSet,
+    schedule: UpdateSchedule,
+    has_turns: bool,
+) -> dict[str, str]:
+    """Returns the time of an optimizer step that the peaks of the devices allow, by label.
+
+    It is not given where it is not known: for devices without stated peaks, for episodes of several turns, images and
+    mixtures of experts, whose arithmetic depends on the data, and for weights that are decoded with fewer bits.
+
+    Args:
+        args: The run's settings.
+        learner: What the run trains.
+        model: The policy.
+        prompts: The training prompts.
+        schedule: How rollouts become optimizer steps.
+        has_turns: Whether episodes may have several turns.
+    """
+    devices, longest = model.mesh.devices, args.max_completion_length
+    chip = chip_of(devices.flat[0].device_kind)
+    depends_on_data = has_turns or prompts.images is not None or model.config.experts is not None
+    if chip is None or depends_on_data or args.decoding_weights != "same":
+        return {"time per step": "shown after the first steps"}
+    num_tokens = round(sum(map(len, prompts.token_ids)) / len(prompts))
+    rows = [(num_tokens, [longest] * args.num_generations)] * (schedule.rows_per_step // args.num_generations)
+    num_decoded = 0.0 if args.rollout_servers else longest / schedule.updates_per_rollout
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(learner.policy)) / args.decoding_tp
+    seconds = seconds_at_peak(model.config, chip, devices.size, rows, num_decoded, weight_bytes)
+    text = f"at best {short_number(seconds)} s with completions of {longest:,} tokens, by the devices' peak rates"
+    return {"time per step": text}
+
+
+def data_name(dataset: Any, num_rows: int) -> str:
+    """Returns the source of a dataset: a file, a hub id, or the number of rows that were given in Python.
+
+    Args:
+        dataset: The dataset as the trainer got it.
+        num_rows: Number of its rows.
+    """
+    if isinstance(dataset, (str, os.PathLike)):
+        return str(dataset)
+    if isinstance(dataset, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in dataset):
+        return ", ".join(shown_name(str(each)) for each in dataset)
+    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return f"{name or 'a dataset'}, {num_rows:,} rows from Python"
 
 
 def _size(num_bytes: int) -> str:

@@ -18,7 +18,7 @@ import yaml
 from groupax.config import RunConfig
 from groupax.storage.folders import split_revision
 from groupax.terminal.printable import one_line
-from groupax.types import Metrics
+from groupax.types import Metrics, Prompt
 
 CARD_NAME = "README.md"
 _PACKAGES = ("groupax", "jax", "transformers")
@@ -39,6 +39,7 @@ class Method:
         settings: Settings that the card lists.
         metrics: Metrics that the card lists.
         measured_on: What the metrics are of.
+        citation: BibTeX entry of the method; empty for none.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Method:
     settings: Sequence[str]
     metrics: Sequence[str]
     measured_on: str
+    citation: str = ""
 
 
 GRPO = Method(
@@ -70,6 +72,15 @@ GRPO = Method(
     ),
     ("reward", "pass@1", "completions/mean_length", "entropy", "kl"),
     "training samples of the last step",
+    """\
+@article{shao2024deepseekmath,
+  title = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning in Open Language Models},
+  author = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and Xu, Runxin and Song, Junxiao and Bi, Xiao and
+    Zhang, Haowei and Zhang, Mingchuan and Li, Y. K. and Wu, Y. and Guo, Daya},
+  journal = {arXiv preprint arXiv:2402.03300},
+  year = {2024}
+}
+""",
 )
 SFT = Method(
     "SFT run",
@@ -91,6 +102,13 @@ SFT = Method(
     "last step",
 )
 
+CITATION = """\
+@software{groupax,
+  title = {{groupax}: {GRPO} post-training of language models in {JAX}},
+  author = {{The groupax contributors}},
+  url = {https://pypi.org/project/groupax}
+}
+"""
 FULL_USAGE = """\
 ```python
 from transformers import pipeline
@@ -128,6 +146,8 @@ def run_card(
     of_episodes: Mapping[str, str] | None = None,
     method: Method = GRPO,
     of_run: str = "",
+    recipe: str | None = None,
+    prompt: Prompt | None = None,
 ) -> str:
     """Returns the card of a model that a run has trained.
 
@@ -139,16 +159,20 @@ def run_card(
         rewards: Names of the reward functions, if there are any.
         num_steps: Number of optimizer steps so far.
         metrics: Metrics of the last logged step.
-        is_chat: Whether the tokenizer has a chat template.
+        is_chat: Whether prompts are formatted with the tokenizer's chat template.
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
         method: How it was trained.
         of_run: Further sections in Markdown about the run.
+        recipe: Name of the recipe, if there is one.
+        prompt: A prompt of the training that may be published; None for none, since prompts may be private.
     """
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     settings = args.to_dict()
     rows = [(method.data, shown_name(dataset))]
-    rows += [("rewards", ", ".join(rewards))] if rewards else []
+    rows += [("recipe", recipe)] if recipe else []
+    weights = settings.get("reward_weights") or [1.0] * len(rewards)
+    rows += [("rewards", ", ".join(map(_weighted, rewards, weights)))] if rewards else []
     rows += [*(of_episodes or {}).items(), ("optimizer steps", str(num_steps))]
     rows += [(name, str(settings[name])) for name in method.settings]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
@@ -156,9 +180,10 @@ def run_card(
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
-        f"## Use\n\n{_usage(adapter is not None, is_chat)}",
+        f"## Use\n\n{_usage(adapter is not None, is_chat, prompt)}",
         f"## Training\n\n{_table(('', ''), rows)}",
         of_run,
+        f"## Citation\n\n```bibtex\n{method.citation}{CITATION}```",
     ]
     return card(method.title, "\n\n".join(filter(None, parts)), base, adapter is not None, license_id, method.tag)
 
@@ -233,16 +258,20 @@ def code(text: str) -> str:
     return f"`{one_line(text, _MAX_CHARS).replace('`', chr(39)).replace('|', '/').strip() or ' '}`"
 
 
-def _usage(is_adapter: bool, is_chat: bool) -> str:
-    question = "Why is the sky blue?"
-    if not is_chat:
-        prompt = json.dumps(question)
-    elif is_adapter:
-        messages = json.dumps([{"role": "user", "content": question}])
-        prompt = f"tokenizer.apply_chat_template({messages}, tokenize=False, add_generation_prompt=True)"
-    else:
-        prompt = json.dumps([{"role": "user", "content": question}])
-    return (ADAPTER_USAGE if is_adapter else FULL_USAGE).format(prompt=prompt)
+def _usage(is_adapter: bool, is_chat: bool, prompt: Prompt | None = None) -> str:
+    """Returns a program that runs the model on a prompt, by default on a placeholder for one."""
+    text = prompt if isinstance(prompt, str) else "..."
+    shown: Prompt = [{"role": "user", "content": text}] if is_chat else text
+    if isinstance(prompt, list) and all(isinstance(each.get("content"), str) for each in prompt):  # else with images
+        shown = prompt
+    given = json.dumps(shown).replace("`", "\\u0060")  # which would end the block of code
+    if is_chat and is_adapter:
+        given = f"tokenizer.apply_chat_template({given}, tokenize=False, add_generation_prompt=True)"
+    return (ADAPTER_USAGE if is_adapter else FULL_USAGE).format(prompt=given)
+
+
+def _weighted(name: str, weight: float) -> str:
+    return name if weight == 1 else f"{name} x {weight:g}"
 
 
 def _versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from groupax.config import GRPOConfig
 from groupax.data.examples import Examples, describe_source, load_examples
 from groupax.data.prompts import PromptSet
 from groupax.data.sources import EVAL_SPLITS
-from groupax.data.tokenizer import eos_token_ids
+from groupax.data.tokenizer import eos_token_ids, is_conversational
 from groupax.engine.plan import Demand
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
@@ -47,14 +47,14 @@ from groupax.runs.checkpoints.fingerprint import Identity, identity_of
 from groupax.runs.checkpoints.record import read_policies, read_rollout, with_scores
 from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, logp_limit, setup_diagnostics, step_diagnostics
-from groupax.runs.header import memory_facts, run_facts
+from groupax.runs.header import data_name, memory_facts, run_facts, time_facts
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
 from groupax.storage.buckets import is_remote
-from groupax.types import PromptImages
+from groupax.types import Prompt, PromptImages
 
 
 class RolloutRun(Run[GRPOConfig]):
@@ -114,7 +114,8 @@ class RolloutRun(Run[GRPOConfig]):
         self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         self._build_parts()
 
-        self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
+        self.dataset_name = data_name(train_dataset, len(train_examples))
+        self.public_prompt: Prompt | None = None  # for the model's card; prompts may be private
         self.estimates: dict[int, dict[str, Mapping[str, Estimate]]] = {}  # of evaluation sets, by the step before them
 
     # -- its parts -----------------------------------------------------------------------------------------------
@@ -263,15 +264,17 @@ class RolloutRun(Run[GRPOConfig]):
             [reward.name for reward in self.rewards],
             self.cursor.step,
             self.last_metrics,
-            bool(getattr(self.tokenizer, "chat_template", None)),
+            is_conversational(self.prompts.examples[0]["prompt"]),
             license_of(read_card(self._model.source)),
             self.rules.names,
             of_run=run_sections(self.run_folder.path, self.estimates),
+            recipe=(self.run_folder.command or {}).get("recipe"),
+            prompt=self.public_prompt,
         )
 
     @property
     def _facts(self) -> dict[str, str]:
-        data = self.prompts, self.eval_prompts, self.rewards
+        data = self.dataset_name, self.prompts, self.eval_prompts, self.rewards
         chosen = self.learner.execution.checkpointing
         counts, names = (self.num_steps, self.schedule.rows_per_step), self.rules.names
         if self.args.adapters:
@@ -279,6 +282,10 @@ class RolloutRun(Run[GRPOConfig]):
         facts = run_facts(self.args, self._model, *data, *counts, chosen, names)
         cache_bytes = 0 if self.args.rollout_servers else self.engine.planned_bytes()
         return facts | memory_facts(self.learner, self.schedule.rows_per_step, cache_bytes)
+
+    @property
+    def _expectations(self) -> dict[str, str]:
+        return time_facts(self.args, self.learner, self._model, self.prompts, self.schedule, self.rules.has_turns)
 
     def _report_setup(self, log: RunLog) -> None:
         sets = {"train_dataset": self.prompts} | {

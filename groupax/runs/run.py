@@ -35,11 +35,13 @@ from groupax.runs.checkpoints.fingerprint import Identity, process_of
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
 from groupax.runs.checkpoints.store import LocalStore
+from groupax.runs.commit import commit_of, program_folder
 from groupax.runs.diagnostics import Diagnose
-from groupax.runs.files import free_name
+from groupax.runs.files import complete_run, free_name
 from groupax.runs.folder import RunFolder
 from groupax.runs.guards import report_skipped_update
 from groupax.runs.log import Evaluation, RunLog
+from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
@@ -69,7 +71,7 @@ class Run(Generic[ConfigT]):
         num_steps: Number of optimizer steps of the run.
         cursor: Progress of the run.
         experience: The rollout that is not used up, if there are rollouts.
-        dataset_name: What the run trains on, for reports.
+        dataset_name: Source of what the run trains on (see `header.data_name`).
         last_metrics: Metrics of the last logged step.
         train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
             including that of earlier processes of the run.
@@ -96,6 +98,14 @@ class Run(Generic[ConfigT]):
         self.last_metrics: Metrics = {}
         self.train_seconds = 0.0
 
+    def __repr__(self) -> str:
+        """Returns the model, the progress and the folder in one line; fields that are not created yet are left out."""
+        own = vars(self)
+        parts = [shown_name(own["_model"].name)] if "_model" in own else []
+        parts += [f"step {self.cursor.step:,} of {self.num_steps:,}"] if "num_steps" in own else []
+        parts += [self.run_folder.uri] if "run_folder" in own else []
+        return f"<{type(self).__name__}: {', '.join(parts)}>"
+
     # -- what the trainers differ in -----------------------------------------------------------------------------
 
     @abstractmethod
@@ -118,6 +128,11 @@ class Run(Generic[ConfigT]):
     @abstractmethod
     def _facts(self) -> dict[str, str]:
         """Facts of the run by label."""
+
+    @property
+    def _expectations(self) -> dict[str, str]:
+        """Expectations of the run by label, which are shown at its start and not recorded."""
+        return {}
 
     @abstractmethod
     def _card(self) -> str:
@@ -145,7 +160,8 @@ class Run(Generic[ConfigT]):
     # -- its parts -----------------------------------------------------------------------------------------------
 
     def _open_folder(self, log_bytes: int | None = None) -> None:
-        check_trackers(self.args.report_to)
+        if processes.is_primary():
+            check_trackers(self.args.report_to)
         # other processes than the primary one write to a folder that nobody sees
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
         folder = self._unseen.name if self._unseen else self.args.output_dir
@@ -281,8 +297,9 @@ class Run(Generic[ConfigT]):
             self._restore(saved, log)
             self._report_complete_run()
         processes.run_on_primary(lambda: self._check_destination(model_folder))
-        facts = {**self._facts, "dataset": self.dataset_name}
-        self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
+        commit = commit_of(program_folder()) if processes.is_primary() else None
+        about = {**process_of(self._model.mesh), **({"commit": commit} if commit else {})}
+        self.run_folder.write_process({**about, "num_steps": self.num_steps, "run": self._facts})
         self.emit(RunStarted(self.cursor.step, self.num_steps))
         if self.run_folder.moved_aside:
             self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))
@@ -295,13 +312,7 @@ class Run(Generic[ConfigT]):
 
     def _report_complete_run(self) -> None:
         if self.cursor.step >= self.num_steps:
-            self.emit(
-                Message(
-                    f"the run in {self.run_folder.uri} is complete, with {self.num_steps} steps; to train on, set a "
-                    f"larger max_steps (groupax resume {self.run_folder.uri} --max_steps {2 * self.num_steps}); for "
-                    "a new run, set resume='never' or another output_dir"
-                )
-            )
+            self.emit(Message(complete_run(self.run_folder.uri, self.num_steps)))
 
     def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         """Saves the last checkpoint, the model and the trackers' files; waits as long as the disk is full."""
@@ -409,5 +420,5 @@ class Run(Generic[ConfigT]):
         """Emits the facts of the run once."""
         if not self._is_introduced:
             self._is_introduced = True
-            facts = self._facts | {"to watch it": f"groupax view {self.run_folder.uri}"}
+            facts = self._facts | self._expectations | {"to watch it": f"groupax view {self.run_folder.uri}"}
             self.emit(RunDescribed(self.num_steps, facts))

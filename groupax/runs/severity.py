@@ -8,6 +8,7 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: dict[str, Severity] = {
     "no_rewards": "error",
     "rewards_equal": "error",
+    "no_gradient": "error",
     "kl_runaway": "error",
     "entropy_collapse": "error",
     "reward_hacking": "error",

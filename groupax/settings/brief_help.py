@@ -4,8 +4,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -13,8 +13,10 @@ import tyro
 
 from groupax.settings.documentation import descriptions, first_sentence
 
+Topics = Mapping[str, Sequence[str]]  # names of options by topic
+
 # What most runs set, by topic; `--help all` and the reference in the documentation have the other settings.
-COMMON = {
+COMMON: Topics = {
     "Run": ("output_dir", "num_train_epochs", "max_steps"),
     "Rollouts": ("prompts_per_step", "num_generations", "max_completion_length", "temperature"),
     "Learning": ("batch_size", "max_length", "learning_rate", "beta", "lora_r"),
@@ -58,38 +60,69 @@ def common_options(command: Any) -> dict[str, list[Option]]:
     return {"Task": own} | {topic: found for topic, found in topics.items() if found}
 
 
-def brief_help(command: Any, name: str) -> str:
-    """Returns the help of a command whose field `args` has too many settings for one screen.
+def chosen_options(command: Any) -> dict[str, list[Option]]:
+    """Returns the options of a command that its `TOPICS` name, by topic; also those of the records that it has.
 
     Args:
-        command: The command with its defaults.
+        command: The command with the defaults to show, or its class.
+    """
+    found = {option.name: option for option in _all_options(command)}
+    return {topic: [found[name] for name in names] for topic, names in command.TOPICS.items()}
+
+
+def brief_help(command: Any, name: str) -> str:
+    """Returns the help of a command that has too many options for one screen.
+
+    It has `TOPICS`, or a field `args` with settings.
+
+    Args:
+        command: The command with its defaults, or its class.
         name: Name of the command, e.g. "train".
     """
+    kind = command if isinstance(command, type) else type(command)
     width = min(shutil.get_terminal_size().columns, 110)
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    lines = [
-        f"usage: groupax {name} [options]",
-        "",
-        *textwrap.wrap(" ".join((type(command).__doc__ or "").split()), width),
-    ]
-    for topic, found in common_options(command).items():
+    lines = [f"usage: groupax {name} [options]", "", *textwrap.wrap(" ".join((kind.__doc__ or "").split()), width)]
+    verb = name.partition(" ")[0]
+    if hasattr(kind, "TOPICS"):
+        topics = chosen_options(command)
+        more = f"groupax {verb} --help all describes all {len(list(_all_options(command)))} options."
+    else:
+        topics = common_options(command)
+        more = (
+            f"groupax {verb} --help all describes all {len(fields(command.args))} settings. Each is an option of the "
+            "command line and a key of a --config file."
+        )
+    for topic, found in topics.items():
         lines += ["", f"{bold}{topic}{plain}"]
         lines += [line for option in found for line in _lines(option, width)]
-    more = (
-        f"groupax {name.partition(' ')[0]} --help all describes all {len(fields(command.args))} settings. Each is an "
-        "option of the command line and a key of a --config file."
-    )
     lines += ["", *textwrap.wrap(more, width)]
     return "\n".join(lines) + "\n"
 
 
+def _all_options(command: Any) -> Iterator[Option]:
+    """Yields the options of a command and those of the records among them."""
+    for option in options(command):
+        if is_dataclass(option.kind):
+            yield from options(option.kind if option.value is None else option.value)
+        else:
+            yield option
+
+
 def options(record: Any) -> Iterator[Option]:
-    """Yields the fields of a dataclass, such as a command or a record of settings, as options."""
-    texts, hints = descriptions(type(record)), get_type_hints(type(record))
-    annotated = get_type_hints(type(record), include_extras=True)
+    """Yields the fields of a dataclass, such as a command or a record of settings, as options.
+
+    Args:
+        record: The record with its values, or its class with the defaults.
+    """
+    kind = record if isinstance(record, type) else type(record)
+    texts, hints = descriptions(kind), get_type_hints(kind)
+    annotated = get_type_hints(kind, include_extras=True)
     for each in fields(record):
         is_positional = tyro.conf.Positional in getattr(annotated[each.name], "__metadata__", ())
-        yield Option(each.name, hints[each.name], getattr(record, each.name), texts.get(each.name, ""), is_positional)
+        made = each.default_factory() if isinstance(record, type) and each.default_factory is not MISSING else None
+        value = getattr(record, each.name, made)
+        yield Option(each.name, hints[each.name], value, texts.get(each.name, ""), is_positional)
 
 
 def _lines(option: Option, width: int) -> Iterable[str]:
@@ -114,7 +147,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    if value is None or value == () or isinstance(value, bool):
+    if value in (None, (), {}) or isinstance(value, bool):
         return ""
     return (
         " ".join(map(str, value))

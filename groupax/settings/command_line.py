@@ -16,7 +16,8 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
     """Returns an instance of a dataclass whose fields are the options of a command; prints the help if asked to.
 
     The fields of a record that is composed of others by inheritance are flags too, grouped by these others in the help.
-    The help of a command with such a record lists what most runs set, and everything with `--help all`.
+    The help of a command with such a record lists what most runs set, that of a command with `TOPICS` what these name,
+    and both list everything with `--help all`.
 
     Args:
         kind: The dataclass.
@@ -29,8 +30,10 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
     """
     help_flag = next((index for index, each in enumerate(arguments) if each in ("-h", "--help")), None)
     composed = {name: hint for name, hint in get_type_hints(kind).items() if len(parts(hint)) > 1}
-    if composed and help_flag is not None and list(arguments[help_flag + 1 : help_flag + 2]) != ["all"]:
-        print(brief_help(kind() if default is None else default, name), end="")
+    wants_all = help_flag is not None and list(arguments[help_flag + 1 : help_flag + 2]) == ["all"]
+    if help_flag is not None and not wants_all and (composed or hasattr(kind, "TOPICS")):
+        made = kind() if composed and default is None else kind
+        print(brief_help(made if default is None else default, name), end="")
         raise SystemExit(0)
     grouped = _grouped(kind, composed) if composed else _described(kind)
     if default is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ SHOWN = {
 OF_SUPERVISED = ("loss",)  # not shown where there are rewards
 COMPILE_FRAC = 0.1  # a step that spends more of its time compiling is not representative of later ones
 ETA_STEPS = 30
+MIN_FACT_COLUMNS = 20  # of a fact that continues on another line
 
 
 class Progress:
@@ -129,6 +131,14 @@ def headline(metrics: Mapping[str, float]) -> str:
     return "reward" if "reward" in metrics else "loss"
 
 
+def headline_text(metrics: Mapping[str, float]) -> str:
+    """Returns the metric that a run is about with its value, and the number of the others."""
+    name = headline(metrics)
+    if name not in metrics:
+        return "no metrics"
+    return f"{name} {short_number(metrics[name])} and {len(metrics) - 1} further metrics"
+
+
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
     """Returns the labels of the metrics to show, by name."""
     hidden = () if headline(metrics) == "loss" else OF_SUPERVISED
@@ -162,10 +172,24 @@ def status_fields(step: int, num_steps: int, metrics: Mapping[str, float], time_
     return fields + shown[:1] + ([f"{short_number(step_s)} s/step"] if step_s else []) + shown[1:]
 
 
-def fact_lines(facts: Mapping[str, str]) -> str:
-    """Returns the facts as lines with aligned labels."""
-    width = max(map(len, facts), default=0)
-    return "\n".join(f"{label:{width}}  {fact}" for label, fact in facts.items())
+def fact_lines(facts: Mapping[str, str], columns: int | None = None) -> str:
+    """Returns the facts as lines with aligned labels.
+
+    Args:
+        facts: Texts by label.
+        columns: Width at which texts continue on an indented line; None for lines of any length. Commands and names,
+            which may be copied, stay whole.
+    """
+    indent = max(map(len, facts), default=0) + 2
+    lines = []
+    for label, fact in facts.items():
+        text = printable(fact)
+        if columns is not None and columns - indent >= MIN_FACT_COLUMNS and not fact.startswith("groupax "):
+            space = " " * indent
+            wrapped = textwrap.TextWrapper(columns, space, space, break_long_words=False, break_on_hyphens=False)
+            text = wrapped.fill(text).lstrip()
+        lines.append(f"{label:{indent}}{text}")
+    return "\n".join(lines)
 
 
 def short_number(value: float) -> str:

@@ -90,7 +90,7 @@ class Rich(Progress):
             self._print_line()
 
     def _describe(self, facts: Mapping[str, str]) -> None:
-        self._message(fact_lines(facts), warning=False)
+        self._message(fact_lines(facts, self.console.width if self.is_live else None), warning=False)
 
     def _phase(self, phase: PhaseStarted) -> None:
         self.current = Phase(phase.name, time.monotonic(), phase.total)
@@ -188,22 +188,29 @@ class Rich(Progress):
 def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> Any:
     """Returns a group's best, middle and worst completions with their rewards, as a rich table.
 
+    On a terminal that is too narrow for a column per reward function, the rewards are above each completion.
+
     Args:
         group: Scored completions of one prompt.
         limit: Maximum number of characters of a completion.
     """
-    from rich.table import Table
+    from rich.cells import cell_len
     from rich.text import Text
 
-    table = Table(title=Text(f"prompt: {one_line(last_text(group[0].prompt))}"), title_justify="left", expand=False)
-    table.add_column("advantage", justify="right")
-    for name in group[0].rewards:
-        table.add_column(Text(printable(name)), justify="right")
-    table.add_column("completion", overflow="fold")
+    from groupax.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, stacked
+
+    title, names = f"prompt: {one_line(last_text(group[0].prompt))}", [printable(name) for name in group[0].rewards]
+    table, entries = empty_table(title, expand=False), []
+    for header in ("advantage", *names):
+        table.add_column(Text(header), justify="right", min_width=cell_len(header))
+    table.add_column("completion", overflow="fold", min_width=SAMPLE_COLUMNS)
     for row in picked_rows(group):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
-        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(sample_text(row), limit)))
-    return table
+        cells, text = (f"{row.advantage:+.2f}", *rewards), one_line(sample_text(row), limit)
+        table.add_row(*cells, Text(text))
+        labelled = zip(("advantage", *names), cells, strict=True)
+        entries.append((", ".join(f"{label} {cell}" for label, cell in labelled), text))
+    return Fitting(table, stacked(title, entries, show_lines=True))
 
 
 def picked_rows(group: Sequence[Rollout]) -> list[Rollout]:

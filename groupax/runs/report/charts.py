@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 180, 58, 22, 10
+from groupax.terminal.printable import one_line
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 190, 74, 32, 10
 MOST_POINTS = 300
+MAX_TITLE = 28  # characters of the title of a vertical axis
 PALETTE = ("#2f6fde", "#d9632a", "#2a9d6f", "#a44bc4", "#c2a400", "#d13d6b")
 
 
@@ -16,7 +19,7 @@ def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[floa
     """Returns lines over steps; empty if no value is finite.
 
     Args:
-        title: Title for screen readers.
+        title: Title of the vertical axis, and for screen readers.
         steps: Steps, [N].
         series: Values by name, [N] each; NaN leaves a gap.
     """
@@ -34,14 +37,21 @@ def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[floa
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - low) / spread)
 
+    ticks = list(dict.fromkeys((low, (low + high) / 2, high)))
     parts = [
         f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(at):.1f}" y2="{y(at):.1f}" class="grid"/>'
-        f'<text x="{LEFT - 6}" y="{y(at) + 4:.1f}" text-anchor="end">{number(at)}</text>'
-        for at in dict.fromkeys((low, (low + high) / 2, high))
+        f'<text x="{LEFT - 6}" y="{y(at) + 4:.1f}" text-anchor="end">{label}</text>'
+        for at, label in zip(ticks, numbers(ticks), strict=True)
     ]
     parts += [
-        f'<text x="{x(at):.1f}" y="{HEIGHT - 5}" text-anchor="{anchor}">{at:,.0f}</text>'
+        f'<text x="{x(at):.1f}" y="{HEIGHT - 18}" text-anchor="{anchor}">{at:,.0f}</text>'
         for at, anchor in dict.fromkeys([(first, "start"), (last, "end")])
+    ]
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts += [
+        f'<text x="{(LEFT + WIDTH - 8) / 2}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>',
+        f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" text-anchor="middle">'
+        f"{html.escape(one_line(title, MAX_TITLE))}</text>",
     ]
     for index, row in enumerate(values):
         color = PALETTE[index % len(PALETTE)]
@@ -86,6 +96,16 @@ def number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def numbers(values: Sequence[float]) -> list[str]:
+    """Returns numbers that are compared with each other, with the same decimals where none of them becomes 0."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    largest = max(finite, default=0.0)
+    decimals = 2 - math.floor(math.log10(largest)) if 0 < largest < 1000 else 0
+    if not 0 < decimals <= 6 or any(0 < value < 0.5 * 10**-decimals for value in finite):
+        return [number(value) for value in values]
+    return [f"{value:.{decimals}f}" for value in values]
 
 
 def _pieces(steps: np.ndarray, values: np.ndarray) -> list[list[tuple[float, float]]]:

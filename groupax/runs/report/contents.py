@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
-from groupax.runs.report.charts import number
+from groupax.runs.report.charts import number, numbers
 from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.runs.severity import Severity, severity_of
@@ -66,6 +66,7 @@ class Contents:
         title: Title of the page.
         subject: Model, data, rewards and command, as a table.
         summary, settings, hardware, times, evaluations, changes, flipped: Tables whose first row is the head.
+        num_flipped: Number of items that flipped, and of those in the table if it is lower.
         verdicts: Sentences about evaluations.
         diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
         curves: Curves of metrics.
@@ -83,6 +84,7 @@ class Contents:
     evaluations: Rows
     changes: Rows
     flipped: Rows
+    num_flipped: str
     time_split: Mapping[str, float]
     times: Rows
     settings: Rows
@@ -107,6 +109,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         samples=run.samples,
         evaluations=_evaluations(run),
         flipped=_flipped(run),
+        num_flipped=_num_flipped(run),
         changes=[("held-out prompts that were answered", "better", "worse", "alike")]
         + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
         time_split=split,
@@ -138,7 +141,7 @@ def _subject(run: RunRecord) -> Rows:
         "model": model and shown_name(model),
         "parameters": facts.get("parameters"),
         "recipe": command.get("recipe"),
-        "dataset": command.get("dataset") or (None if command.get("recipe") else facts.get("dataset")),
+        "data": facts.get("data") or command.get("dataset"),
         "held-out prompts": ", ".join(command.get("eval_dataset") or []),
         "prompts": facts.get("prompts"),
         "examples": facts.get("examples"),
@@ -194,8 +197,8 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
     rows = [("", ""), ("optimizer steps", f"{run.num_steps:,}")]
     for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length", *OF_EPISODES):
         if name in last:
-            before = number(first.get(name, math.nan))
-            rows.append((name, f"{before} → {number(last[name])} (first and last logged step)"))
+            before, after = numbers([first.get(name, math.nan), last[name]])
+            rows.append((name, f"{before} → {after} (first and last logged step)"))
     rows += [
         ("sampled tokens" if "reward" in last else "tokens", f"{last.get('num_tokens', math.nan):,.0f}"),
         ("time in steps", _duration(seconds)),
@@ -220,27 +223,37 @@ def _evaluations(run: RunRecord) -> Rows:
         first, last = run.evaluations[0], run.evaluations[-1]
         rows = [("", f"step {first['step']:.0f}", f"step {last['step']:.0f}")]
         names = (name for name in last if any(_matches(name, pattern) for pattern in EVALUATED))
-        rows += [(name.removeprefix("eval_"), _logged(first, name), _logged(last, name)) for name in names]
+        rows += [(name.removeprefix("eval_"), *_logged((first, last), name)) for name in names]
     return rows if len(rows) > 1 else []
 
 
-def _logged(line: Mapping[str, Any], name: str) -> str:
-    """Returns a metric of an evaluation during training, with its interval if it has one."""
-    low, high = (line.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
-    shown = number(line.get(name, math.nan))
-    return shown if math.isnan(low + high) else f"{shown} [{low:.3f}, {high:.3f}]"
+def _logged(lines: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """Returns a metric of evaluations during training, with its intervals if it has them."""
+    cells = numbers([line.get(name, math.nan) for line in lines])
+    for index, line in enumerate(lines):
+        low, high = (line.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+        if not math.isnan(low + high):
+            cells[index] = f"{line[name]:.3f} [{low:.3f}, {high:.3f}]"
+    return cells
 
 
 def _flipped(run: RunRecord) -> Rows:
     """Returns held-out items that flipped: of each the rewards and the texts before and after."""
     rows: Rows = [("prompt", "reward", "before", "after")]
-    for pairs in run.flipped.values():
-        for pair in pairs:
-            rewards = [_cell(answer.reward) for answer in (pair.before, pair.after)]
+    for each in run.flipped.values():
+        for pair in each.shown:
+            rewards = numbers([math.nan if each.reward is None else each.reward for each in (pair.before, pair.after)])
             texts = (beginning(text, CELL_CHARACTERS) for text in (pair.prompt, pair.before.text, pair.after.text))
             prompt, before, after = texts
-            rows.append((prompt, " → ".join(rewards), before, after))
+            rows.append((prompt, " → ".join(rewards).replace("nan", "-"), before, after))
     return rows
+
+
+def _num_flipped(run: RunRecord) -> str:
+    """Returns how many items flipped, and how many of them are shown if not all are."""
+    total = sum(each.total for each in run.flipped.values())
+    num_shown = sum(len(each.shown) for each in run.flipped.values())
+    return f"{total:,}" if num_shown == total else f"{num_shown:,} of {total:,}"
 
 
 def _curves(run: RunRecord) -> list[Curve]:
@@ -285,7 +298,8 @@ def _hardware(run: RunRecord) -> Rows:
         mesh = ", ".join(f"{axis} {size}" for axis, size in (process.get("mesh") or {}).items() if size != 1)
         devices = f"{process.get('num_devices')} x {process.get('kind')}" + (f", mesh {mesh}" if mesh else "")
         processor = f"{process.get('processor')}, {process.get('cores')} cores"
-        software = f"Python {process.get('python')}, {versions}"
+        commit = f", program at commit {process['commit']}" if process.get("commit") else ""
+        software = f"Python {process.get('python')}, {versions}{commit}"
         rows.append((f"since {process.get('started_at')}", devices, processor, software))
     return rows
 
@@ -303,7 +317,7 @@ def _with_interval(estimates: Any, name: str, value: float | None) -> str:
     known = (estimates or {}).get(name) or {}
     low, high = known.get("low"), known.get("high")
     if value is None or low is None or high is None:
-        return _cell(value)
+        return "-" if value is None or math.isnan(value) else f"{value:.3f}"
     return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 

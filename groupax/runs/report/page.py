@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from groupax.runs.progress.rich import sparkline
-from groupax.runs.report.charts import bar, curve, legend, number
+from groupax.runs.report.charts import bar, curve, legend, number, numbers
 from groupax.runs.report.contents import Contents, Curve, Rows, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter
 
@@ -24,6 +24,7 @@ def html_page(report: Contents) -> str:
     """Returns the report as HTML."""
     environment = _environment(shown, autoescape=True)
     environment.globals |= {"curve": curve, "legend": legend, "bar": bar, "answers": _answers}
+    environment.filters["as_is"] = lambda url: Markup(html.escape(url))  # which is too long to be shown as text
     return environment.get_template("report.html.jinja").render(report=report)
 
 
@@ -76,7 +77,8 @@ def sparklines(curves: Sequence[Curve]) -> Rows:
     rows: Rows = [("", "first", "", "last")]
     for name, values in (item for each in curves for item in each.series.items()):
         known = [value for value in values if math.isfinite(value)]
-        rows.append((name, number(known[0]), sparkline(_thinned(values)), number(known[-1])))
+        first, last = numbers([known[0], known[-1]])
+        rows.append((name, first, sparkline(_thinned(values)), last))
     return rows
 
 

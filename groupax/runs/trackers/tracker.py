@@ -1,5 +1,6 @@
 """The interface of trackers and the built-in ones by name. Imports no jax."""
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,14 @@ class Tracker:
     It is created and called in a thread of its own, so it may be slow.
     """
 
+    @classmethod
+    def check(cls) -> None:
+        """Checks before the model is loaded that the service can be used.
+
+        Raises:
+            ValueError: It cannot; says what to do.
+        """
+
     def __init__(self, run: TrackedRun) -> None:
         """Starts to record the run, or resumes it."""
 
@@ -95,19 +104,35 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Checks that the trackers can be imported.
+    """Checks that the trackers can be imported and used.
 
     Raises:
-        ValueError: A package is not installed, or there is no such class.
+        ValueError: A package is not installed or cannot be imported, there is no such class, or its `check` fails.
     """
     for name in names:
-        if name not in BUILT_IN:
-            import_attribute("report_to", name)
-        elif not is_installed(name):
-            raise ValueError(
-                f"report_to has {name!r}, and the package {PACKAGES[name]} is not installed; "
-                f"pip install 'groupax[{name}]', or leave it out of report_to"
-            )
+        if name in BUILT_IN:
+            _check_package(name)
+        tracker = import_attribute("report_to", BUILT_IN.get(name, name))
+        if isinstance(tracker, type) and issubclass(tracker, Tracker):
+            tracker.check()
+
+
+def _check_package(name: str) -> None:
+    if name not in PACKAGES:
+        return
+    package, otherwise = PACKAGES[name], "or leave it out of report_to"
+    if not is_installed(name):
+        raise ValueError(
+            f"report_to has {name!r}, and the package {package} is not installed; pip install 'groupax[{name}]', "
+            f"{otherwise}"
+        )
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"report_to has {name!r}, and the package {package} cannot be imported ({error}); install it again, "
+            f"{otherwise}"
+        ) from error
 
 
 def is_installed(name: str) -> bool:

@@ -6,8 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from groupax.runs.severity import Severity, severity_of
 from groupax.runs.trackers.tracker import Sample, TrackedRun, Tracker
+from groupax.terminal.printable import printable
 from groupax.types import Metrics
+
+# Names of trackio's levels of alerts.
+LEVELS: dict[Severity, str] = {"error": "error", "warning": "warn", "note": "info"}
 
 
 class TrackioTracker(Tracker):
@@ -30,7 +35,11 @@ class TrackioTracker(Tracker):
         self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
-        self.run.log({f"diagnostics/{name}": text}, step=step)
+        if not hasattr(self.run, "alert"):  # before trackio had alerts
+            self.run.log({f"diagnostics/{name}": text}, step=step)
+            return
+        level = self.trackio.AlertLevel(LEVELS[severity_of(name)])
+        self.run.alert(printable(name), printable(text), level, step)  # it prints both
 
     def close(self) -> None:
         self.run.finish()

@@ -21,11 +21,19 @@ class WandbTracker(Tracker):
         ValueError: It would send data to a server, but has no key.
     """
 
+    @classmethod
+    def check(cls) -> None:
+        """Raises a ValueError without a key, for which wandb would prompt on the terminal and wait forever."""
+        wandb: Any = importlib.import_module("wandb")
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ValueError(
+                "report_to has 'wandb', and it has no key: run `wandb login` before, set WANDB_API_KEY, or "
+                "WANDB_MODE=offline"
+            )
+
     def __init__(self, run: TrackedRun) -> None:
+        self.check()
         self.wandb: Any = importlib.import_module("wandb")
-        # without a key it would prompt on the terminal and wait forever
-        if self.wandb.setup().settings.mode == "online" and not self.wandb.login(prompt=False, verify=False):
-            raise ValueError("it has no key: run `wandb login` before, set WANDB_API_KEY, or WANDB_MODE=offline")
         self.run: Any = self.wandb.init(
             project=run.project,
             name=run.name,

@@ -1,0 +1,84 @@
+"""What a run says of itself before its first step."""
+
+import json
+
+import pytest
+
+from groupax.cli.main import main
+from groupax.models.families import read_config
+from groupax.models.flops import forward_flops
+from groupax.parallel.accelerators import CHIPS
+from groupax.runs.header import data_name
+from groupax.runs.progress.display import fact_lines
+from groupax.runs.step_time import chip_of, seconds_at_peak
+
+from .conftest import TINY
+from .test_trainer import a_trainer, count_a
+
+
+def test_data_is_named_by_its_source(tmp_path):
+    assert data_name("openai/gsm8k", 7) == "openai/gsm8k"
+    assert data_name(tmp_path / "prompts.jsonl", 7) == str(tmp_path / "prompts.jsonl")
+    assert data_name([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], 7) == "a.jsonl, b.jsonl"
+    assert data_name([{"prompt": "a"}] * 7000, 7000) == "a dataset, 7,000 rows from Python"
+
+
+def test_a_run_records_its_data_and_number_of_steps(tmp_path):
+    trainer = a_trainer(tmp_path, count_a, max_steps=1)
+    assert repr(trainer).startswith("<GRPOTrainer: ")
+    assert repr(trainer).endswith(f", step 0 of 1, {tmp_path / 'run'}>")
+    trainer.train()
+    process = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][-1]
+    assert process["num_steps"] == 1
+    assert process["run"]["data"] == trainer.dataset_name
+    assert "from Python" in trainer.dataset_name
+    assert "time per step" not in process["run"]
+    assert trainer._expectations == {"time per step": "shown after the first steps"}
+
+
+def test_facts_continue_on_indented_lines_and_commands_stay_whole():
+    facts = {"memory": "one two three four five six", "watch": "groupax view runs/a-name-that-is-long"}
+    assert fact_lines(facts, 28).splitlines() == [
+        "memory  one two three four",
+        "        five six",
+        "watch   groupax view runs/a-name-that-is-long",
+    ]
+    assert len(fact_lines(facts).splitlines()) == len(fact_lines(facts, 20).splitlines()) == 2
+
+
+def test_devices_are_known_by_their_longest_prefix():
+    assert chip_of("NVIDIA A100-SXM4-40GB") is CHIPS["a100-40g"]
+    assert chip_of("NVIDIA A100-SXM4-80GB") is CHIPS["a100"]
+    assert chip_of("TPU v5 lite") is CHIPS["v5e"]
+    assert chip_of("TPU v5") is CHIPS["v5p"]
+    assert chip_of("cpu") is None
+
+
+def test_the_time_of_a_step_at_the_peaks_of_devices():
+    config, rows, chip = read_config(TINY), [(5, [10, 10])] * 3, CHIPS["h100"]
+    of_update = 3 * forward_flops(config, rows) / (2 * chip.flops)
+    assert seconds_at_peak(config, chip, 2, rows, 0.0, 1e9) == of_update
+    seconds = seconds_at_peak(config, chip, 2, rows, 10.0, 1e9)
+    assert seconds == pytest.approx(of_update + 1e10 / chip.memory_bytes_per_s)
+
+
+@pytest.mark.heavy
+def test_a_complete_run_is_reported_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    run = str(tmp_path / "run")
+    command = ["train", "--recipe", "arithmetic", "--max_steps", "1", "--prompts_per_step", "2", "--output_dir", run]
+    command += ["--max_completion_length", "4", "--num_generations", "2", "--eval_max_completion_length", "4"]
+    assert main([*command, "--progress_bar", "none"]) == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][-1]
+    assert record["run"]["data"] == "recipe arithmetic"
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "| `recipe` | `arithmetic` |" in card
+    assert "## Citation" in card
+    assert 'prompt = "..."' not in card
+    capsys.readouterr()
+    monkeypatch.setattr("groupax.trainer.GRPOTrainer.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    for more in ([], ["--max_steps", "1"], ["--logging_steps", "2"]):
+        assert main(["resume", run, "--progress_bar", "rich", *more]) == 0
+        assert "is complete, with 1 steps; to train on" in capsys.readouterr().out
+    (tmp_path / "run" / "result.json").unlink()  # the evaluation after training is left to do
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        main(["resume", run])
