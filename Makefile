@@ -47,9 +47,10 @@ parity: $(VENV)/.parity build/libtpu
 long: $(VENV)/.long
 	$(BIN)/python -m pytest -m long
 
-# The documentation as a site, in build/site; a warning or a link to nowhere is an error.
+# The documentation as a site, in build/site; a warning or a link to nowhere is an error (with --quiet, warnings would
+# not count either).
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py
@@ -87,6 +88,12 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/pip
 $(VENV)/.long: $(VENV)/.parity
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	touch $@
+
+# axe-core, which looks for barriers on the page of groupax view (AXE_CORE in tests/test_view_page.py); from npm.
+build/axe.min.js:
+	mkdir -p build && cd build && npm pack --silent axe-core@4.10.3 && tar -xzOf axe-core-4.10.3.tgz package/axe.min.js > axe.partial
+	echo "880970c081707360e64f34cea25ff91892f5bc95675b0776925b9709dd8a68bb  build/axe.partial" | sha256sum --check --quiet
+	rm build/axe-core-4.10.3.tgz && mv build/axe.partial $@
 
 # To compile for TPUs that are not there; in a folder of its own, because with it every jax process looks for a TPU.
 build/libtpu: | $(BIN)/pip

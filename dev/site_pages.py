@@ -11,13 +11,17 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
+from types import ModuleType
 from typing import Any, get_args
 
 import groupax
 from groupax.cli.main import COMMANDS, USAGE
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.runs import diagnostics
+from groupax.runs.checkpoints import saver
+from groupax.runs.severity import SEVERITIES as SEVERITY_BY_NAME
 from groupax.runs.severity import Severity, severity_of
+from groupax.runs.trackers import background
 from groupax.settings.documentation import descriptions, parts, title
 
 SETTINGS = "reference/settings.md"
@@ -109,41 +113,51 @@ def command_page() -> Iterator[str]:
 def diagnostics_list() -> Iterator[str]:
     """Yields a section per diagnostic, with its texts and with `...` for what depends on the run."""
     found: dict[str, list[str]] = {}
-    for name, text in _diagnosed(ast.parse(inspect.getsource(diagnostics))):
-        found.setdefault(name, []).append(text)
+    for module in (diagnostics, saver, background):
+        for name, text in _diagnosed(module):
+            found.setdefault(name, []).append(text)
     for name, texts in sorted(found.items(), key=lambda each: SEVERITIES.index(severity_of(each[0]))):
         yield from (f"### {name}", "", f"*{severity_of(name).capitalize()}*", "")
         for text in texts:
             yield from (f"> {_linked(text)}", "")
 
 
-def _diagnosed(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yields names and texts: of `found[name] = text` and of the entries of dicts that are returned."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            key = node.targets[0].slice
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                yield key.value, _template(node.value)
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant | ast.JoinedStr):
-                    yield str(key.value), _template(value)
+def _diagnosed(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of a module: of `found[name] = ...`, of trackers' `faults[kind] = ...`, and of dicts."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id="found"), slice=ast.Constant(value=name))]):
+                yield str(name), _template(node.value, module)
+            case ast.Assign(
+                targets=[ast.Subscript(value=ast.Attribute(attr="faults"), slice=ast.Constant(value=kind))]
+            ):
+                yield f"tracker_NAME_{kind}", _template(node.value, module)
+            case ast.Dict():
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value in SEVERITY_BY_NAME:
+                        yield str(key.value), _template(value, module)
+            case ast.DictComp(key=ast.JoinedStr()):
+                yield _template(node.key, module, "NAME"), _template(node.value, module)
+            case _:
+                pass
 
 
-def _template(node: ast.expr) -> str:
-    """Returns a text with the values of the module's constants, and `...` for other values."""
+def _template(node: ast.expr, module: ModuleType, unknown: str = "...") -> str:
+    """Returns a text with the values of the module's constants, and `...` or another text for other values."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     assert isinstance(node, ast.JoinedStr), ast.dump(node)
-    return "".join(_template(each) if isinstance(each, ast.Constant) else _value(each) for each in node.values)
+    return "".join(
+        str(each.value) if isinstance(each, ast.Constant) else _value(each, module, unknown) for each in node.values
+    )
 
 
-def _value(node: ast.expr) -> str:
+def _value(node: ast.expr, module: ModuleType, unknown: str) -> str:
     assert isinstance(node, ast.FormattedValue)
-    if not isinstance(node.value, ast.Name) or not hasattr(diagnostics, node.value.id):
-        return "..."
+    if not isinstance(node.value, ast.Name) or not hasattr(module, node.value.id):
+        return unknown
     spec = node.format_spec.values[0].value if isinstance(node.format_spec, ast.JoinedStr) else ""  # type: ignore
-    return format(getattr(diagnostics, node.value.id), spec)
+    return format(getattr(module, node.value.id), spec)
 
 
 def _linked(text: str, path: str = SETTINGS, known: Iterable[str] | None = None) -> str:

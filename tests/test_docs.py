@@ -1,17 +1,20 @@
 """The Python on pages that promise to run does run."""
 
+import contextlib
+import io
 import json
 import re
 import shlex
 import sys
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from groupax import init_model, save_model
-from groupax.cli.main import main
+from groupax import GRPOConfig, SFTConfig, init_model, save_model
+from groupax.cli.main import COMMANDS, main
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import TINY, rest_heavy
@@ -20,7 +23,8 @@ from .test_trainer import a_trainer, lines_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 PAGES = [
@@ -33,18 +37,36 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "page", rest_heavy([*PAGES, "engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md"], quick=len(PAGES))
-)
+HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md"]
+TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
+# Pages whose Python is run by other tests than `test_python_blocks_run`, and those whose Python cannot run here.
+RUN_ELSEWHERE = {
+    "README.md": "test_the_readme_s_example_trains",
+    "monitoring.md": "test_the_query_of_the_page_about_monitoring_finds_the_rollouts, and tests/test_trackers.py",
+    "serving.md": "test_the_clients_of_the_page_about_serving_are_answered",
+}
+NOT_RUN = {"launching.md": "ray starts actors on the hosts of a TPU slice; tests/test_ray.py has stand-ins for these"}
+
+
+@pytest.mark.parametrize("page", rest_heavy([*PAGES, *HEAVY_PAGES], quick=len(PAGES)))
 def test_python_blocks_run(page, tmp_path):
     tokenizer = chat_tokenizer() if page == "episodes.md" else a_tokenizer(eos_token="<eos>")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048 if page == "episodes.md" else 512}
     save_model(init_model({**TINY, **sizes}), tmp_path / "model", tokenizer)
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace = {"folder": tmp_path / "model"}
+    blocks = python_blocks(DOCS / page)
     for block in blocks:
         exec(compile(block, page, "exec"), namespace)
     assert blocks
+
+
+def python_blocks(page):
+    return [block for language, block in BLOCK.findall(page.read_text()) if language == "python"]
+
+
+def test_all_python_of_the_pages_is_run_or_has_a_reason():
+    with_python = [page.name for page in [ROOT / "README.md", *DOCS.glob("*.md")] if python_blocks(page)]
+    assert sorted(with_python) == sorted([*PAGES, *HEAVY_PAGES, *TUTORIALS, *RUN_ELSEWHERE, *NOT_RUN])
 
 
 def as_a_reader(page, namespace):
@@ -58,7 +80,7 @@ def as_a_reader(page, namespace):
     }.items():
         text = text.replace(full, small)
     commands: list[str] = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    for language, block in BLOCK.findall(text):
         file = re.match(r"# (\w+\.py)\n", block)
         if file:
             Path(file[1]).write_text(block)
@@ -81,7 +103,7 @@ def as_a_reader(page, namespace):
     return commands
 
 
-@pytest.mark.long
+@pytest.mark.heavy
 def test_a_reader_of_the_tutorials_gets_what_they_promise(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -99,26 +121,112 @@ def test_a_reader_of_the_tutorials_gets_what_they_promise(tmp_path, monkeypatch,
     assert "before and after" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
+def test_the_query_of_the_page_about_monitoring_finds_the_rollouts(tmp_path, monkeypatch):
+    pytest.importorskip("duckdb", reason="the parity extra has duckdb")
+
+    def right(completions):
+        return [float("a" in text) for text in completions]
+
+    [query] = [block for block in python_blocks(DOCS / "monitoring.md") if "duckdb" in block]
+    a_trainer(tmp_path / "runs" / "len", right, output_dir=str(tmp_path / "runs" / "len"), max_steps=2).train()
+    monkeypatch.chdir(tmp_path)
+    exec(query.replace("duckdb.sql(", "found = duckdb.sql("), namespace := {})
+    assert [step for step, _, _ in namespace["found"].fetchall()] == [1, 2]
+
+
+@pytest.mark.heavy
+def test_the_clients_of_the_page_about_serving_are_answered(tmp_path, monkeypatch):
+    from groupax import Engine, SamplingParams
+    from groupax.recipes import load_recipe
+    from groupax.recipes.shapes.scenes import draw, scenes
+    from groupax.serve.app import Limits, create_app
+    from groupax.serve.loop import EngineLoop
+
+    from .test_server import demo_model, listening
+
+    model, tokenizer = demo_model()
+    text, sees = Engine.of(model, tokenizer, kv_bytes=1 << 27), Engine.load(load_recipe("shapes").model)
+    draw(next(scenes(0))).save(tmp_path / "cat.png")
+    monkeypatch.chdir(tmp_path)
+    namespace = {
+        "model": model,
+        "newer_weights": model.params,
+        "prompts": text.encode(["2+2=", "7*8="]),
+        "params": SamplingParams(max_tokens=8),
+    }
+    loop = EngineLoop({"Qwen/Qwen3-0.6B": text, "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": sees}).start()
+    app = create_app(loop, Limits(api_keys=("SECRET",)), {"Qwen/Qwen3-0.6B": model})
+    with closing(loop), listening(app) as address:
+        chat, image, training = python_blocks(DOCS / "serving.md")
+        exec(chat.replace("http://127.0.0.1:8000", address), namespace)
+        exec(image.replace("client.chat", "answer = client.chat"), namespace)
+        exec(training.replace("http://one:8000", address), namespace)
+        namespace["client"].close()
+    assert len(namespace["response"].choices) == 2
+    assert namespace["answer"].choices[0].message.content
+    assert len(namespace["finished"]) == 2
+
+
 def test_the_readme_s_example_trains(tmp_path, monkeypatch):
     save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "cab"}\n')
-    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert block is not None
-    code = block[1].replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
+    [block] = python_blocks(ROOT / "README.md")
+    code = block.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
     exec(code.replace("GRPOConfig(", "GRPOConfig(max_steps=1, max_completion_length=8, "), {})
     assert (tmp_path / "runs/len/model/config.json").is_file()
 
 
+def anchors(page):
+    """The ids of a page's headings, as mkdocs and GitHub derive them."""
+    headings = re.findall(r"^#+ (.*)", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
-    links = [(page, target) for page in pages for target in LINK.findall(page.read_text())]
-    assert [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()] == []
+    links = [(page, *link) for page in pages for link in LINK.findall(page.read_text())]
+    assert [f"{page.name}: {path}" for page, path, _ in links if not (page.parent / path).exists()] == []
+    named = [(page, page.parent / path if path else page, anchor) for page, path, anchor in links if anchor]
+    assert len(named) > 20
+    assert [f"{page.name}: {to.name}#{anchor}" for page, to, anchor in named if anchor not in anchors(to)] == []
+
+
+TAKE_SETTINGS = ("train", "sft", "plan", "resume")
+COMMAND = re.compile(r"(?:\bgroupax|--) (launch (?:local|slurm|ray)|[a-z_]+)((?: +(?!-- |groupax |#)\S+)*)")
+
+
+def help_of(command):
+    """What `groupax COMMAND --help all` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*command.split(), "--help", "all"])
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+
+
+def test_the_options_of_commands_on_the_pages_exist():
+    settings = {f"--{field.name}" for config in (GRPOConfig, SFTConfig) for field in fields(config)}
+    known = {
+        name: {*re.findall(r"--\w+", help_of(name)), *(settings if name in TAKE_SETTINGS else ())}
+        for name in [*COMMANDS, *(f"launch {launcher}" for launcher in ("local", "slurm", "ray"))]
+    }
+    wrong, num_checked = [], 0
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        text = re.sub(r"\\\n", " ", page.read_text())
+        lines = [line for language, block in BLOCK.findall(text) if language != "python" for line in block.splitlines()]
+        for line in [*lines, *re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))]:
+            for command, words in COMMAND.findall(line):
+                options = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+                num_checked += len(options)
+                wrong += [f"{page.name}: {command} {option}" for option in options if option not in known[command]]
+    assert wrong == []
+    assert num_checked > 100
 
 
 def test_the_readme_and_the_index_link_every_page():
     for start in (ROOT / "README.md", DOCS / "index.md"):
-        linked = {(start.parent / target).resolve() for target in LINK.findall(start.read_text())}
+        linked = {(start.parent / path).resolve() for path, _ in LINK.findall(start.read_text())}
         assert [page.name for page in sorted(DOCS.glob("*.md")) if page not in {*linked, start}] == []
 
 

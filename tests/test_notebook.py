@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, SFTConfig, TrainResult
+from groupax import GRPOConfig, SFTConfig, TrainResult, init_model, save_model
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
 from groupax.metrics.estimates import Estimate
@@ -19,7 +19,8 @@ from groupax.sft import SFTResult
 from groupax.terminal.notebook import curve_html, in_notebook, table_html
 from groupax.types import Rollout
 
-from .conftest import SHARED
+from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
+from .conftest import TINY
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
@@ -129,13 +130,17 @@ def test_notebooks_are_kept_without_outputs(path):
 
 
 # What makes a notebook small: its texts, and what stands for them in a test.
-FILES = {split: f"{SHARED}/data/gsm8k/{split}.jsonl" for split in ("train", "test")}
+PROBLEMS = [
+    {"question": f"Ann has {n} apples and buys 4. How many are there?", "answer": f"{n}+4\n#### {n + 4}"}
+    for n in range(8)
+]
+FILES = {"train": "rows.jsonl", "test": "rows.jsonl"}
 SMALLER = {
     "first_reward": {"max_steps=60": "max_steps=1", "range(1000)": "range(24)", "800]": "16]", "rows[800:": "rows[16:"},
     "gsm8k_lora": {
         'load_dataset("openai/gsm8k", "main")': f"load_dataset('json', data_files={FILES})",
-        "Qwen/Qwen2.5-0.5B-Instruct": f"{SHARED}/models/stories260K",
-        "max_steps=100": "max_steps=1, chat_template='plain', prompt_overflow='truncate_left'",
+        "Qwen/Qwen2.5-0.5B-Instruct": "model",
+        "max_steps=100": "max_steps=1",
         "prompts_per_step=8": "prompts_per_step=2",
         "max_completion_length=256": "max_completion_length=16",
         "range(200)": "range(4)",
@@ -144,18 +149,15 @@ SMALLER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("first_reward", marks=pytest.mark.heavy),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("tools", "gsm8k_lora")),
-    ],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", SMALLER)
 def test_a_notebook_runs_and_changes_its_cell_in_place(name, tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="the parity extra has nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat")
-    if name == "gsm8k_lora" and not (SHARED / "data" / "gsm8k").is_dir():
-        pytest.skip(f"no {SHARED}/data/gsm8k")
+    if name == "gsm8k_lora":
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
+        sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
+        save_model(init_model({**TINY, **sizes}), tmp_path / "model", chat_tokenizer())
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
     for cell in notebook.cells:
         for text, smaller in SMALLER[name].items():

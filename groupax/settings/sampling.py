@@ -45,11 +45,10 @@ class SamplingSettings:
     """Stop strings: texts that end a completion and are its last part; responses of a server leave them out. One that
     is written like a special token is that token."""
     regex: str | None = None
-    """Regular expression in the syntax of Rust's regex crate that every completion matches as a whole: other tokens are
-    not sampled. None for any text. Needs pip install 'groupax[structured]'."""
+    """Regular expression in Python's syntax, with the classes of re.ASCII, that every completion matches as a whole:
+    other tokens are not sampled. None for any text."""
     json_schema: str | None = None
-    """JSON schema, as JSON, that every completion is valid for: other tokens are not sampled. None for any text. Needs
-    pip install 'groupax[structured]'."""
+    """JSON schema, as JSON, that every completion is valid for: other tokens are not sampled. None for any text."""
 
 
 @dataclass(frozen=True, kw_only=True)
