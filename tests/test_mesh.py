@@ -220,7 +220,7 @@ def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
     [
         ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) is not divisible by tp=4.*mesh_replicate kv_heads"),
         ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) is not divisible by fsdp=4"),
-        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, vocab, heads"),
+        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, latent, vocab, heads"),
         ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) is not divisible"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},

@@ -206,7 +206,8 @@ def test_a_resumed_run_keeps_its_choice(monkeypatch, tmp_path):
 )
 def test_the_choice_is_among_the_facts_of_a_run(choice, chosen, text):
     model = init_model(TINY, mesh=one_device_mesh())
-    facts = run_facts(GRPOConfig(gradient_checkpointing=choice), model, PromptSet([], []), {}, [], 3, 8, chosen, {})
+    args = GRPOConfig(gradient_checkpointing=choice)
+    facts = run_facts(args, model, "rows", PromptSet([], []), {}, [], 3, 8, chosen, {})
     assert facts.get("gradient checkpointing") == text
 
 
