@@ -84,7 +84,7 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
     split = reshard(model, make_mesh(shape), replicated)
     one, on_one = after_updates(reshard(model, one_device_mesh()), **settings)
     many, on_many = after_updates(split, **settings)
-    assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
+    assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=2e-5)
     for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
         np.testing.assert_allclose(a, b, atol=atol, rtol=0)
     return many
