@@ -84,7 +84,7 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
     split = reshard(model, make_mesh(shape), replicated)
     one, on_one = after_updates(reshard(model, one_device_mesh()), **settings)
     many, on_many = after_updates(split, **settings)
-    assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=2e-5)
+    assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
     for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
         np.testing.assert_allclose(a, b, atol=atol, rtol=0)
     return many
@@ -138,8 +138,9 @@ def test_adapters_of_latent_vectors():
 def check_adapter(hf_config, shape):
     lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
     model = add_adapter(init_model(hf_config, mesh=one_device_mesh()), lora)
-    ones = jax.tree.map(lambda x: x + 0.1, model.adapter.trained)
-    assert_same_update(replace(model, adapter=replace(model.adapter, trained=ones)), shape)
+    rng = np.random.default_rng(0)  # equal factors would cancel in gradients, up to float32's rounding
+    trained = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), model.adapter.trained)
+    assert_same_update(replace(model, adapter=replace(model.adapter, trained=trained)), shape)
 
 
 @pytest.mark.long
