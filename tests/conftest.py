@@ -88,6 +88,18 @@ TINY = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
+# Latent attention and experts of a DeepSeek V3 of these sizes.
+LATENTS = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 SHARED_RUNS = {"earlier", "logged", "run", "tracked", "whole"}  # fixtures of modules, each a run of the trainer

@@ -23,7 +23,7 @@ from groupax.training.batch import pack
 from groupax.training.step import LOGP_DIFF, all_reduce, micro_step, score, shard_batch, zero_grads
 from groupax.types import Row
 
-from .conftest import TINY, rest_heavy
+from .conftest import LATENTS, TINY, rest_heavy
 
 # The agreement is promised of the programs that users have.
 pytestmark = pytest.mark.optimized
@@ -138,23 +138,7 @@ FAMILIES = [
     ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.3}),
     ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None}),
     ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    (
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 6,
-            "n_group": 3,
-            "topk_group": 2,
-            "num_experts_per_tok": 3,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 20,
-            "kv_lora_rank": 12,
-            "q_lora_rank": 20,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-        },
-    ),
+    ("deepseek_v3", {**LATENTS, "n_routed_experts": 6, "n_group": 3, "topk_group": 2}),
     ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "swiglu_limit": 0.5}),
     (
         "llama4_text",

@@ -36,7 +36,7 @@ from groupax.training.state import cast_params
 from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
-from .conftest import one_device_mesh, rest_heavy
+from .conftest import LATENTS, one_device_mesh, rest_heavy
 
 BASE = {
     "vocab_size": 96,
@@ -156,19 +156,11 @@ CONFIGS = {
     ],
     "deepseek_v3": [
         {
+            **LATENTS,
             "num_hidden_layers": 3,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
             "n_routed_experts": 8,
             "n_group": 4,
             "topk_group": 2,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "kv_lora_rank": 12,
-            "q_lora_rank": 20,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         }
     ],

@@ -23,7 +23,7 @@ from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
 from groupax.types import Row
 
-from .conftest import TINY, one_device_mesh
+from .conftest import LATENTS, TINY, one_device_mesh
 from .test_agreement import DELTA, LFM2
 from .test_config_and_data import a_tokenizer
 
@@ -36,20 +36,7 @@ MIXTURE = {
 }
 
 
-LATENTS = {
-    "model_type": "deepseek_v3",
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "kv_lora_rank": 12,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
+DEEPSEEK = {**LATENTS, "model_type": "deepseek_v3", "n_routed_experts": 6, "n_group": 3, "topk_group": 2}
 COMMAND = (
     "train --model model --dataset prompts.jsonl --eval_dataset prompts.jsonl --reward_funcs letters_reward:letters "
     "--prompts_per_step 2 --num_generations 4 --max_completion_length 8 --eval_steps 1 --save_steps 1 --optimizer sgd "
@@ -100,8 +87,8 @@ CASES = {
     "convolutions": ({"model_type": "lfm2", **LFM2}, (1, 1, 1, 2, 2), {}),
     "delta-nets": ({"model_type": "qwen3_5_text", **DELTA}, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
     "delta-nets-sp": ({"model_type": "qwen3_5_text", **DELTA}, (1, 1, 1, 2, 2), {"scan_layers": True}),
-    "latent-vectors": (LATENTS, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
-    "latent-vectors-scanned": (LATENTS | {"first_k_dense_replace": 0}, (1, 2, 2, 1, 1), {"scan_layers": True}),
+    "latent-vectors": (DEEPSEEK, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
+    "latent-vectors-scanned": (DEEPSEEK | {"first_k_dense_replace": 0}, (1, 2, 2, 1, 1), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }
@@ -132,7 +119,7 @@ def test_adapters_too(shape):
 
 @pytest.mark.heavy
 def test_adapters_of_latent_vectors():
-    check_adapter(TINY | LATENTS, (1, 2, 1, 2, 1))
+    check_adapter(TINY | DEEPSEEK, (1, 2, 1, 2, 1))
 
 
 def check_adapter(hf_config, shape):
