@@ -7,10 +7,12 @@ import pytest
 from groupax.cli.main import main
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
-from groupax.parallel.accelerators import CHIPS
+from groupax.parallel.accelerators import CHIPS, chip_of
 from groupax.runs.header import data_name
 from groupax.runs.progress.display import fact_lines
-from groupax.runs.step_time import chip_of, seconds_at_peak
+from groupax.runs.step_time import seconds_at_peak
+from groupax.view.overview import overview
+from groupax.view.runs import Run
 
 from .conftest import TINY
 from .test_trainer import a_trainer, count_a
@@ -31,6 +33,7 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
     process = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][-1]
     assert process["num_steps"] == 1
     assert process["run"]["data"] == trainer.dataset_name
+    assert overview(Run(tmp_path / "run"))["facts"]["data"] == trainer.dataset_name
     assert "from Python" in trainer.dataset_name
     assert "time per step" not in process["run"]
     assert trainer._expectations == {"time per step": "shown after the first steps"}

@@ -30,7 +30,7 @@ from groupax.models.short_convolution import short_convolution
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
-from groupax.parallel.mesh import REPLICATED, Layout
+from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
@@ -227,7 +227,7 @@ def _with_checkpointing(layer: Callable[..., Any], execution: Execution, layout:
     """Wraps a layer so that the backward pass recomputes what it should; argument 3, the index, is static."""
     if execution.checkpointing != "none":
         layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[execution.checkpointing])
-    elif layout.axis("embed") is not None:
+    elif any(layout.axis(dim) is not None for dim in GATHERED):
         layer = jax.checkpoint(layer, static_argnums=3, policy=_all_except_gathered)
     return jax.jit(layer, static_argnums=3)
 

@@ -102,6 +102,12 @@ class Slice:
         return self.num_chips // self.chips_per_host
 
 
+def chip_of(device_kind: str) -> Chip | None:
+    """Returns the accelerator of jax's `device_kind`; None for a CPU and for those without stated peaks."""
+    by_kind = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if device_kind.startswith(kind)}
+    return by_kind[max(by_kind, key=len)] if by_kind else None
+
+
 def tpu_slice(name: str) -> Slice:
     """Returns the slice of this name: v4-64, v5p-128, v5e-32 (or v5litepod-32), v6e-16.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from groupax.parallel.accelerators import CHIPS
+from groupax.parallel.accelerators import chip_of
 from groupax.parallel.processes import all_gather_object
 from groupax.parallel.transfer import to_device
 
@@ -27,10 +27,9 @@ def peak_flops(mesh: Mesh, dtype: Any) -> float:
     matmuls on all devices at once. Numbers may also be computed in a wider dtype, so the faster of the dtype's matmuls
     and those of float32 count.
     """
-    kind = mesh.devices.flat[0].device_kind
-    stated = [chip.flops for chip in CHIPS.values() if kind.startswith(chip.kinds)]
-    if stated and dtype == jnp.bfloat16:
-        return stated[0] * mesh.devices.size
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is not None and dtype == jnp.bfloat16:
+        return chip.flops * mesh.devices.size
     return max(_measured_flops(mesh, each) for each in {jnp.dtype(dtype), jnp.dtype(jnp.float32)})
 
 

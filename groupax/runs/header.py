@@ -10,12 +10,13 @@ from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet
 from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params
+from groupax.parallel.accelerators import chip_of
 from groupax.parallel.memory import is_on_host
 from groupax.rewards.contract import Reward
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import short_number
-from groupax.runs.step_time import chip_of, seconds_at_peak
+from groupax.runs.step_time import seconds_at_peak
 from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.adapters import PolicyLearner
 

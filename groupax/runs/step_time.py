@@ -4,13 +4,7 @@ from collections.abc import Sequence
 
 from groupax.models.config import ModelConfig
 from groupax.models.flops import forward_flops
-from groupax.parallel.accelerators import CHIPS, Chip
-
-
-def chip_of(device_kind: str) -> Chip | None:
-    """Returns the accelerator of jax's `device_kind`; None for a CPU and for those without stated peaks."""
-    by_kind = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if device_kind.startswith(kind)}
-    return by_kind[max(by_kind, key=len)] if by_kind else None
+from groupax.parallel.accelerators import Chip
 
 
 def seconds_at_peak(

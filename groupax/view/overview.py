@@ -108,7 +108,7 @@ def _facts(
         "recipe": command.get("recipe"),
         "model": known.get("model") or command.get("model"),
         "parameters": known.get("parameters"),
-        "data": command.get("dataset") or known.get("dataset"),
+        "data": known.get("data") or command.get("dataset"),
         "prompts": known.get("prompts"),
         "examples": known.get("examples"),
         "rewards": _weighted(known.get("rewards"), config.get("reward_weights")),

@@ -35,9 +35,6 @@ class TrackioTracker(Tracker):
         self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
-        if not hasattr(self.run, "alert"):  # before trackio had alerts
-            self.run.log({f"diagnostics/{name}": text}, step=step)
-            return
         level = self.trackio.AlertLevel(LEVELS[severity_of(name)])
         self.run.alert(printable(name), printable(text), level, step)  # it prints both
 
