@@ -126,7 +126,7 @@ def _facts(
     return {label: str(text) for label, text in found.items() if text}
 
 
-SHOWN_FACTS = ("model", "parameters", "dataset", "prompts", "examples", "rewards", "steps", "devices")
+SHOWN_FACTS = ("model", "parameters", "data", "prompts", "examples", "rewards", "steps", "devices")
 
 
 def _command(command: Mapping[str, Any], config: Mapping[str, Any]) -> str:
