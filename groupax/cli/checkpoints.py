@@ -19,8 +19,7 @@ class Checkpoints:
     run_dir: tyro.conf.Positional[str]
     """Run folder or URL, or one of its checkpoints."""
     action: tyro.conf.Positional[Literal["list", "verify", "delete", "export"]] = "list"
-    """The action: `list` prints them with their metrics, `verify` compares their files with the recorded checksums,
-    `delete` removes one, and `export` writes one as a model."""
+    """The action is to list them with their metrics, verify the checksums of their files, delete one, or export one."""
     step: tyro.conf.Positional[int | None] = None
     """Step of the checkpoint to delete or export; the default for export is the newest."""
     to: Path | None = None
