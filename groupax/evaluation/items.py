@@ -165,16 +165,11 @@ def votes(item: Item) -> tuple[list[int], int | None, int]:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Computes means over items with their intervals: pass@k, maj@k, the reward and each reward function.
-
-    Rewards that are all 0 or 1 are fractions too, as are pass@k and maj@k: their interval stays within [0, 1].
-    """
+    """Computes means over items with their intervals: pass@k, maj@k, the reward and each reward function."""
     by_name = _by_name([item_values(item) for item in items])
     n = max((len(item.completions) for item in items), default=1)
     return {
-        name: mean_share(values, n)
-        if name.startswith(("pass@", "maj@")) or set(values) <= {0.0, 1.0}
-        else mean_value(values)
+        name: mean_share(values, n) if name.startswith(("pass@", "maj@")) else mean_value(values)
         for name, values in by_name.items()
     }
 

@@ -145,12 +145,12 @@ def _latent_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
         specs = {"q": Spec((q_rows, D), ("heads", "embed"), f"{name}.q_proj.weight")}
     else:
         specs = {
-            "q_down": Spec((rank, D), (None, "embed"), f"{name}.q_a_proj.weight"),
+            "q_down": Spec((rank, D), ("compressed", "embed"), f"{name}.q_a_proj.weight"),
             "q_latent_norm": _norm_spec(config, (rank,), f"{name}.q_a_layernorm"),
             "q_up": Spec((q_rows, rank), ("heads", "latent"), f"{name}.q_b_proj.weight"),
         }
     specs |= {
-        "kv_down": Spec((latent.cached_dims, D), (None, "embed"), f"{name}.kv_a_proj_with_mqa.weight"),
+        "kv_down": Spec((latent.cached_dims, D), ("compressed", "embed"), f"{name}.kv_a_proj_with_mqa.weight"),
         "kv_latent_norm": _norm_spec(config, (latent.rank,), f"{name}.kv_a_layernorm"),
         "kv_up": Spec((kv_rows, latent.rank), ("heads", "latent"), f"{name}.kv_b_proj.weight"),
         "o": Spec((D, N * latent.value_dims), ("embed", "heads"), f"{name}.o_proj.weight"),
