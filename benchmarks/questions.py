@@ -110,7 +110,7 @@ VIEW = (
     ),
     Way(
         "prompts ordered by their best reward ever",
-        [("main td.number", "^0$"), ("th", "Best ever")],
+        [("main td.number", "^0$"), ("th", "Best reward")],
         [tab("Prompts"), Act("choose", 'select[name="order"]', text="unsolved")],
     ),
     Way("shares of phases in all steps, and a timeline", [("td", r"\d+ %"), (".lane", "rollout")], [tab("Time")]),
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--only", help="one of the tools")
     args = parser.parse_args()
+    args.runs = args.runs.resolve()  # the older page has another working directory
     make_runs(args.runs)
     with ExitStack() as stack:
         older = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -15,17 +15,18 @@ from groupax.models.saving import save_model
 from groupax.models.specs import init_params
 from groupax.parallel.mesh import make_mesh
 
-from .vision_models import SIGLIP
+from .vision_models import DELTA, MIXTURE, SIGLIP
 
+QWENS = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 SPECIAL = {
     "smolvlm": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>", "<end_of_turn>"],
-    "qwen3_vl": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_end|>"],
+    **{qwen: ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_end|>"] for qwen in QWENS},
 }
 PLACE = {
     "smolvlm": "<image>",
     "gemma3": "<start_of_image>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
 }
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
@@ -51,8 +52,8 @@ QWEN = {
     "patch_size": 4,
     "out_hidden_size": 32,
     "num_position_embeddings": 25,
-    "deepstack_visual_indexes": [0],
 }
+QWEN_TEXT = {"qwen3_vl": {}, "qwen3_vl_moe": MIXTURE, "qwen3_5": {**DELTA, "layer_types": DELTA["layer_types"][:2]}}
 
 
 def a_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -95,7 +96,9 @@ def hf_config(family: str, tokenizer: Any) -> dict[str, Any]:
         own = {"text_config": text, "vision_config": {**SIGLIP, "vision_use_head": False}}
         return {"model_type": family, **own, "image_token_index": image, "mm_tokens_per_image": 4}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    own = {"text_config": {**TEXT, "rope_parameters": rope}, "vision_config": QWEN}
+    levels = {} if family == "qwen3_5" else {"deepstack_visual_indexes": [0]}
+    text = {**TEXT, "rope_parameters": rope, **QWEN_TEXT[family]}
+    own = {"text_config": text, "vision_config": {**QWEN, **levels}}
     return {"model_type": family, **own, "image_token_id": image, "video_token_id": video}
 
 

@@ -17,7 +17,7 @@ from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
 from groupax.models.families import FAMILIES, NEAREST, VISION_FAMILIES, read_config
-from groupax.models.families.text_part import text_config
+from groupax.models.families.text_part import TEXT_PARTS, text_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs
@@ -517,9 +517,23 @@ def test_a_routers_correction_stays_in_float32_and_is_not_trained():
     np.testing.assert_array_equal(slope(jnp.arange(6.0)), 0.0)
 
 
-@pytest.mark.parametrize(("model_type", "nearest"), NEAREST.items())
+OF_THE_SAME_MAKER = {
+    "deepseek_v2": "deepseek_v3",
+    "gemma4": "gemma3",
+    "glm4_moe_lite": "glm4_moe",
+    "qwen2_5_vl": "qwen3_vl",
+}
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "", "9b", 3, None])
+def test_a_family_without_a_near_one_is_refused_with_all_that_are_supported(model_type):
+    with pytest.raises(ValueError, match=r"model_type \S+ is not supported; supported are cohere, "):
+        read_config({**BASE, "model_type": model_type})
+
+
+@pytest.mark.parametrize(("model_type", "nearest"), (NEAREST | OF_THE_SAME_MAKER).items())
 def test_a_family_that_is_not_supported_is_refused_with_the_nearest(model_type, nearest):
-    assert nearest in FAMILIES | VISION_FAMILIES
+    assert nearest in {**FAMILIES, **VISION_FAMILIES, **TEXT_PARTS}
     with pytest.raises(ValueError, match=rf"'{model_type}' is not supported \(nearest is {nearest}\); supported are"):
         read_config({**BASE, "model_type": model_type})
 
@@ -536,7 +550,7 @@ def test_tensors_of_a_text_part_have_the_names_of_a_text_model(caplog):
     names = ["language_model.model.norm.weight", "model.language_model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
     file = TensorFile(Path("model.safetensors"))
     images = ["vision_tower.embeddings.weight", "model.multi_modal_projector.weight"]
-    found = own_tensors(hf, 2, dict.fromkeys([*names, *images, "other"], file), Path("folder"))
+    found = own_tensors(hf, own, dict.fromkeys([*names, *images, "other"], file), Path("folder"))
     assert list(found) == ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "other"]
     assert found["model.norm.weight"].stored_names == {"model.norm.weight": names[0]}
     assert "2 of its 6 tensors" in caplog.text
@@ -546,7 +560,8 @@ def test_layers_that_predict_tokens_ahead_are_left_out():
     names = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(4)]
     tensors = dict.fromkeys(names, TensorFile(Path("model.safetensors")))
     hf = {**BASE, "model_type": "glm4_moe", **CONFIGS["glm4_moe"][0], "num_nextn_predict_layers": 1}
-    assert list(own_tensors(hf, 2, tensors, Path("folder"))) == [names[0], names[1], names[3]]
+    config = read_config({**hf, "num_hidden_layers": 2})
+    assert list(own_tensors(hf, config, tensors, Path("folder"))) == [names[0], names[1], names[3]]
     assert text_config(hf)["num_nextn_predict_layers"] == 0
 
 

@@ -46,13 +46,13 @@ from .vision_models import IMAGE, config_of, random_prompts
 
 Image = pytest.importorskip("PIL.Image")
 
-from .image_runs import PLACE, an_image, model_folder
+from .image_runs import PLACE, QWENS, an_image, model_folder
 
-FAMILIES = ["smolvlm", "gemma3", "qwen3_vl"]
+FAMILIES = ["smolvlm", "gemma3", *QWENS]
 TARGETS = {
     "smolvlm": ["q_proj", "v_proj", "fc1", "proj"],
     "gemma3": ["q_proj", "v_proj", "fc2"],
-    "qwen3_vl": ["q_proj", "qkv", "linear_fc1", "linear_fc2"],
+    **{qwen: ["q_proj", "qkv", "linear_fc1", "linear_fc2"] for qwen in QWENS},
 }
 
 
@@ -229,8 +229,13 @@ def test_positions_continue_after_images():
 # -- engine and updates
 
 
+def two_layers(family):
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_5" else {}
+    return config_of(family, {"num_hidden_layers": 2, **kinds}, {}, {})
+
+
 def sampled_rows(family, freeze=True, n=2):
-    hf = config_of(family, {"num_hidden_layers": 2}, {}, {})
+    hf = two_layers(family)
     config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
     params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, init_params(config, jax.random.key(0), mesh))
     args = GRPOConfig(beta=0.0, freeze_vision_tower=freeze, optimizer="sgd")
@@ -289,7 +294,7 @@ def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(fam
     _, rows = sampled_rows(family)
     updated = {}
     for rate, tokens in ((0.5, 10_000), (0.5, 24), (0.0, 10_000)):
-        hf = config_of(family, {"num_hidden_layers": 2}, {}, {})
+        hf = two_layers(family)
         config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
         model = Model(config, init_params(config, jax.random.key(0), mesh), mesh, hf, {})
         adapted = add_adapter(model, LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))

@@ -1,15 +1,13 @@
 """Layers with a recurrent state: the delta rule, convolutions, and what the engine keeps of a sequence."""
 
-import json
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
+from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.engine.cache import plan_for, state_bytes, token_bytes
 from groupax.engine.plan import CacheShape
 from groupax.models.delta_rule import delta_rule, delta_rule_step, unit_triangular_inverse
@@ -226,32 +224,3 @@ def test_costs_count_memories_in_place_of_columns():
 def test_what_is_not_supported_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         read_config({**TINY, "model_type": "qwen3_5_text", **DELTA, **change})
-
-
-@pytest.mark.heavy
-def test_released_mixtures_have_stacked_experts_within_a_model_that_sees_images(tmp_path, caplog):
-    mixture = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    hf = {**TINY, "model_type": "qwen3_5_moe_text", **DELTA, **mixture, "shared_expert_intermediate_size": 20}
-    model = init_model(hf, seed=1, mesh=one_device_mesh())
-    tensors = load_file(save_model(model, tmp_path / "single") / "model.safetensors")
-    stacked = {"model.visual.blocks.0.norm1.weight": np.ones(3), "mtp.norm.weight": np.ones(3)}
-    for name, tensor in tensors.items():
-        if ".experts." not in name:
-            stacked[name.replace("model.", "model.language_model.", 1)] = tensor
-    for layer in range(3):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = (
-            np.stack([tensors[f"{prefix}.{expert}.{part}_proj.weight"] for expert in range(3)])
-            for part in ("gate", "up", "down")
-        )
-        prefix = prefix.replace("model.", "model.language_model.", 1)
-        stacked |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{prefix}.down_proj": down}
-    (tmp_path / "stacked").mkdir()
-    save_file(stacked, tmp_path / "stacked" / "model.safetensors")
-    whole = {"model_type": "qwen3_5_moe", "text_config": {**hf, "mtp_num_hidden_layers": 1}}
-    (tmp_path / "stacked" / "config.json").write_text(json.dumps(whole))
-    again = load_model(tmp_path / "stacked", mesh=one_device_mesh())
-    assert "2 of its" in caplog.text
-    assert again.hf_config["mtp_num_hidden_layers"] == 0
-    for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-        np.testing.assert_array_equal(a, b)

@@ -10,6 +10,7 @@ import numpy as np
 from groupax.models.attention import attend
 from groupax.models.decoder import ImageInputs, forward, head_weights
 from groupax.models.layers import vocabulary_logits
+from groupax.models.recurrence import empty_state
 from groupax.models.vision.batch import batch_images
 from groupax.models.vision.placement import image_blocks, make_image, place_images
 from groupax.models.vision.processing import cut_patches
@@ -38,6 +39,21 @@ SIGLIP = {
     "patch_size": 4,
 }
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {},
+    "qwen3_vl_moe": MIXTURE,
+    "qwen3_5": {**DELTA, "head_dim": 16},
+    "qwen3_5_moe": {**DELTA, "head_dim": 16, **MIXTURE, "shared_expert_intermediate_size": 20},
+}
 QWEN = {
     "depth": 3,
     "hidden_size": 24,
@@ -46,7 +62,6 @@ QWEN = {
     "patch_size": 4,
     "out_hidden_size": 32,
     "num_position_embeddings": 25,
-    "deepstack_visual_indexes": [0, 2],
 }
 
 
@@ -58,7 +73,9 @@ def config_of(family: str, text: dict[str, Any], vision: dict[str, Any], whole: 
     if family == "gemma3":
         own = {"text_config": {**TEXT, **text}, "vision_config": {**SIGLIP, "vision_use_head": False, **vision}}
         return {"model_type": family, **own, "image_token_index": IMAGE, "mm_tokens_per_image": 4, **whole}
-    own = {"text_config": {**TEXT, "rope_parameters": QWEN_ROPE, **text}, "vision_config": {**QWEN, **vision}}
+    levels = {"deepstack_visual_indexes": [0, 2]} if family.startswith("qwen3_vl") else {}
+    own_text = {**TEXT, "rope_parameters": {**QWEN_ROPE}, **QWEN_TEXT[family], **text}
+    own = {"text_config": own_text, "vision_config": {**QWEN, **levels, **vision}}
     return {"model_type": family, **own, "image_token_id": IMAGE, "video_token_id": VIDEO, **whole}
 
 
@@ -156,8 +173,13 @@ def _logits(config: Any, params: Any, tokens: Any, positions: Any, starts: Any, 
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
         return attend(q, k, v, starts, attn, blocks).reshape(B * T, *q.shape[2:]), cache
 
+    def recur(recurrence: Any, cache: None, inputs: Any) -> Any:
+        inputs = jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), inputs)
+        out, _ = recurrence.scan(empty_state(config, B), inputs, jnp.arange(T)[None] >= starts[:, None])
+        return out.reshape(B * T, *out.shape[2:]), cache
+
     flat = positions.reshape(*positions.shape[:-2], -1)
-    hidden = forward(config, params, tokens.reshape(-1), flat, attend_rows, images=images).hidden
+    hidden = forward(config, params, tokens.reshape(-1), flat, attend_rows, images=images, recur=recur).hidden
     return vocabulary_logits(hidden.reshape(B, T, -1), head_weights(params), config.logit_softcap)
 
 

@@ -129,7 +129,7 @@ def load_model(
         raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
     hf_config = without_mxfp4(bitsandbytes_format.without_nf4(hf_config))
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    found = own_tensors(whole_config, config.num_layers, dequantized_tensors(find_tensors(folder)), folder)
+    found = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
     stored, tensors, quantized = _find_weights(config, found, folder, is_nf4)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}

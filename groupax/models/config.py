@@ -251,6 +251,8 @@ class Experts:
         has_bias: Whether the router and the matrices of experts have biases.
         fused: Whether and how a checkpoint has `gate_name` and `up_name` in one tensor [E, D, 2 F], which both of these
             name, and the third matrix of all experts in another one, [E, F, D]; None for a tensor per matrix.
+        squares_are_kept: Whether only those of these tensors whose last two dims differ are so, and the others
+            [E, 2 F, D] and [E, D, F], as by readers that tell the order by the shape.
         has_shared_gate: Whether the output of that layer is multiplied by the sigmoid of a logit per token.
         sum_eps: Number that is added to the sum of sigmoids that the router's weights are divided by.
         router_name, gate_name, up_name, down_name: Names of a layer's weights in a checkpoint; `{expert}` is an index.
@@ -272,6 +274,7 @@ class Experts:
     weighs_inputs: bool = False
     has_bias: bool = False
     fused: FusedExperts | None = None
+    squares_are_kept: bool = False
     has_shared_gate: bool = False
     sum_eps: float = 1e-20
     router_name: str = "mlp.gate"

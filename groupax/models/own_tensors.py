@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from groupax.models.config import ModelConfig
 from groupax.models.families import VISION_FAMILIES
 from groupax.models.families.text_part import has_text_part
 from groupax.models.tensor_files import StackedRows, TensorFile, Tensors
@@ -33,12 +34,14 @@ _IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_p
 _AHEAD = re.compile(r"mtp\.")
 _WITH_AHEAD = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 # Experts that released models of these kinds have in stacks, and files of transformers one by one.
-_STACKS = re.compile(r"(model\.layers\.\d{1,4}\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_STACKS = re.compile(r"(model\.(?:language_model\.)?layers\.\d{1,4}\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _WITH_STACKS = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
+# Released models of these kinds have stacks whose last two dims are in the other order than in files of transformers.
+_WITH_EITHER_ORDER = frozenset({"qwen3_vl_moe"})
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 
-def own_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder: Path) -> Tensors:
+def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, folder: Path) -> Tensors:
     """Returns the tensors of a model by the names of its specs.
 
     Left out are layers that predict several tokens ahead, and the parts of a model that see images if only its text
@@ -46,7 +49,7 @@ def own_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder
 
     Args:
         hf: Parsed `config.json`, of the whole model.
-        num_layers: Number of layers of the text model.
+        config: Architecture of the model.
         tensors: All tensors of the folder.
         folder: Folder of the model, for the log.
     """
@@ -56,13 +59,15 @@ def own_tensors(hf: Mapping[str, Any], num_layers: int, tensors: Tensors, folder
     elif hf.get("model_type") in VISION_FAMILIES:
         found = _renamed(tensors, _OLDER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
-        ahead = range(num_layers, num_layers + num_ahead)
+        ahead = range(config.num_layers, config.num_layers + num_ahead)
         found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
     if hf.get("model_type") in _WITH_AHEAD:
         found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
     num_left = len(found)
     if hf.get("model_type") in _WITH_STACKS:
         found = _unstacked(found)
+    if hf.get("model_type") in _WITH_EITHER_ORDER:
+        found = _in_released_order(found, config.hidden_size)
     if num_left < len(tensors):
         logger.warning(
             "%s: %d of its %d tensors are of parts that groupax does not have, which see images or predict several "
@@ -97,6 +102,26 @@ def _unstacked(tensors: Tensors) -> Tensors:
         }
         file.close()
         found |= dict.fromkeys(rows, TensorFile(file.path, rows=rows))
+    return found
+
+
+def _in_released_order(tensors: Tensors, hidden_size: int) -> Tensors:
+    """Returns the tensors with stacks of experts in the order of released models, if their shape tells the order.
+
+    Released are [E, D, 2 F] for gates and [E, F, D] for the matrices after them.
+
+    Args:
+        tensors: Tensors by name.
+        hidden_size: D.
+    """
+    found = dict(tensors)
+    for name, file in tensors.items():
+        if match := _STACKS.fullmatch(name):
+            _, *sizes = file.get_slice(name).get_shape() or [0]
+            file.close()
+            is_gate = match[2] == "gate_up_proj"
+            if len(sizes) == 2 and sizes[0] != sizes[1] and sizes[is_gate] == hidden_size:
+                found[name] = TensorFile(file.path, {name: file.stored_names.get(name, name)}, transposed={name})
     return found
 
 

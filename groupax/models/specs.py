@@ -257,12 +257,17 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
 def _fused_expert_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:
     """Returns the specs of experts whose tensors are transposed, with gate and up in one of them."""
     rows = _fused_rows(experts)
-    fused = {
-        own: replace(specs[own], name=f"{prefix}.{name}", row_dim=1, is_transposed=True, **rows[own])
-        for own, name in (("expert_gate", experts.gate_name), ("expert_up", experts.up_name))
+
+    def fused(own: str, name: str, **others: Any) -> Spec:
+        spec = replace(specs[own], name=f"{prefix}.{name}", **others)
+        _, out_size, in_size = spec.fused_shape
+        return replace(spec, is_transposed=not (experts.squares_are_kept and out_size == in_size))
+
+    return {
+        "expert_gate": fused("expert_gate", experts.gate_name, row_dim=1, **rows["expert_gate"]),
+        "expert_up": fused("expert_up", experts.up_name, row_dim=1, **rows["expert_up"]),
+        "expert_down": fused("expert_down", experts.down_name),
     }
-    down = replace(specs["expert_down"], name=f"{prefix}.{experts.down_name}", is_transposed=True)
-    return {**fused, "expert_down": down}
 
 
 def _expert_bias_specs(experts: Experts, specs: dict[str, Spec], prefix: str) -> dict[str, Spec]:

@@ -1,7 +1,7 @@
 """Safetensors files of a folder: which tensors they contain, and reading them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class TensorFile:
         path: Path of the file.
         stored_names: Names of tensors in the file, by the names under which they are requested, if these differ.
         rows: Rows of stacks that are requested as tensors, by name.
+        transposed: Names of tensors that are requested with their last two dims in the other order.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class TensorFile:
         path: Path,
         stored_names: Mapping[str, str] | None = None,
         rows: Mapping[str, StackedRows] | None = None,
+        transposed: Collection[str] = (),
     ) -> None:
         self.path = path
         self.stored_names = stored_names or {}
         self.rows = rows or {}
+        self.transposed = transposed
         self._file: Any = None
 
     @property
@@ -78,7 +81,8 @@ class TensorFile:
         """Returns a tensor that can be read in slices."""
         if rows := self.rows.get(name):
             return _RowsSlice(self.file.get_slice(rows.name), rows)
-        return self.file.get_slice(self.stored_names.get(name, name))
+        stored = self.file.get_slice(self.stored_names.get(name, name))
+        return _TransposedSlice(stored) if name in self.transposed else stored
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Reads a tensor."""
@@ -108,6 +112,24 @@ class _RowsSlice:
         start = self.rows.part * num_rows
         matrix = slice(self.rows.matrix, self.rows.matrix + 1)
         return self.stack[(matrix, slice(start + first, start + end), *index[1:])][0]
+
+
+class _TransposedSlice:
+    """A tensor with its last two dims in the other order, with the interface of a slice of safetensors."""
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+
+    def get_shape(self) -> list[int]:
+        *others, rows, columns = self.stored.get_shape()
+        return [*others, columns, rows]
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        *others, rows, columns = index
+        return self.stored[(*others, columns, rows)].swapaxes(-1, -2)
 
 
 Tensors = dict[str, TensorFile]  # files by the names of their tensors

@@ -1,7 +1,9 @@
 """Readers of Hugging Face `config.json` files, one module per family of models. Imports no jax."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from groupax.models.config import ModelConfig
@@ -94,16 +96,29 @@ class VisionFamily:
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(("gemma3_text",), gemma3.read_text_part, gemma3_vision.read_vision, tied=True),
     "idefics3": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
+    "qwen3_5": VisionFamily(("qwen3_5_text",), qwen3_5.read_text, qwen3_5.read_vision),
+    "qwen3_5_moe": VisionFamily(("qwen3_5_moe_text",), qwen3_5.read_moe_text, qwen3_5.read_vision),
     "qwen3_vl": VisionFamily(("qwen3_vl_text",), qwen3_vl.read_text, qwen3_vl.read_vision),
+    "qwen3_vl_moe": VisionFamily(("qwen3_vl_moe_text",), qwen3_vl.read_moe_text, qwen3_vl.read_vision),
     "smolvlm": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
 }
 
-# The family that is most like one that is not supported: of the same makers, or else of the same kind.
+_MAKER = re.compile(r"\A[a-z]+")  # the letters that a family's name begins with
+# For families of makers without a supported one, the family that is most like them.
 NEAREST = {
-    "deepseek_v2": "deepseek_v3",
-    "glm4_moe_lite": "glm4_moe",
-    "nemotron_h": "qwen3_moe",
-    "qwen3_vl_moe": "qwen3_vl",
+    "ernie4_5": "llama",
+    "ernie4_5_moe": "qwen3_moe",
+    "hunyuan_v1_dense": "qwen3",
+    "hunyuan_v1_moe": "qwen3_moe",
+    "internvl": "qwen3_vl",
+    "kimi_k2": "deepseek_v3",
+    "kimi_vl": "qwen3_vl",
+    "llava": "idefics3",
+    "minimax_m2": "qwen3_moe",
+    "nemotron": "llama",
+    "nemotron_h": "qwen3_next",
+    "paligemma": "gemma3",
+    "pixtral": "mistral3",
 }
 
 
@@ -143,6 +158,14 @@ def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfi
 
 
 def _nearest(model_type: Any) -> str:
-    """Returns the supported family that is nearest to one that is not, for an error, or an empty text."""
-    found = NEAREST.get(model_type) if isinstance(model_type, str) else None
+    """Returns the supported family that is nearest to one that is not, for an error, or an empty text.
+
+    It is that of a table, or else the one of the same maker whose name is most alike.
+    """
+    if not isinstance(model_type, str):
+        return ""
+    newest_first = sorted([*FAMILIES, *VISION_FAMILIES, *TEXT_PARTS], reverse=True)
+    same = [each for each in newest_first if _MAKER.findall(each) == _MAKER.findall(model_type)]
+    likest = max(same, key=lambda each: SequenceMatcher(None, each, model_type[:64]).ratio(), default=None)
+    found = NEAREST.get(model_type, likest)
     return "" if found is None else f" (nearest is {found})"

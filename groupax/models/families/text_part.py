@@ -8,8 +8,6 @@ from groupax.terminal.printable import short_repr
 # The models of which only the text part is supported: its kinds, with the class that transformers loads alone.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "mistral3": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
-    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "llama4": {"llama4_text": "Llama4ForCausalLM"},
 }
 # Sizes that files of models that see images may leave out of the text part.
@@ -47,7 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 8,
-        "num_experts": 256,
+        "num_local_experts": 256,
     },
     "qwen3_5_text": {
         "vocab_size": 248320,
@@ -56,6 +54,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
+    },
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,
     },
     "qwen3_vl_text": {
         "vocab_size": 151936,
@@ -79,15 +89,20 @@ def has_text_part(hf: Mapping[str, Any]) -> bool:
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `config.json` of the text part alone, or that of a text model without its unused layers.
+    """Returns a `config.json` without what is neither read nor saved.
 
-    Layers that predict several tokens ahead are neither read nor saved.
+    That is layers that predict several tokens ahead, and the part that sees images if only the text part is supported.
 
     Raises:
         ValueError: The file has no text part, or one of an unsupported kind.
     """
     if has_text_part(hf):
         hf = _text_part(hf)
+    text = hf.get("text_config")
+    return _without_ahead({**hf, "text_config": _without_ahead(text)} if isinstance(text, Mapping) else hf)
+
+
+def _without_ahead(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**hf, **{key: 0 for key in _AHEAD if hf.get(key)}}
 
 
