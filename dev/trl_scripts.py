@@ -97,6 +97,7 @@ CASES = (
     Case("examples/scripts/async_grpo.py", "math"),
     Case("examples/notebooks/grpo_agent.ipynb", "sql"),
     Case("examples/notebooks/grpo_rnj_1_instruct.ipynb", "answers"),
+    Case("examples/notebooks/grpo_qwen3_vl.ipynb", "qwen3_vl"),
     Case("examples/notebooks/grpo_trl_lora_qlora.ipynb", "math"),
     Case("examples/notebooks/openenv_sudoku_grpo.ipynb", "sudoku"),
     Case("examples/notebooks/openenv_wordle_grpo.ipynb", "wordle"),
@@ -155,6 +156,8 @@ def run_case(case: Case, folder: Path, checkout: Path, library: str) -> dict[str
     source = trl_scripts.made_small(trl_scripts.with_import_changed(source, library))
     if case.turns == "images":
         source = trl_scripts.without_system_prompt(source)
+    change = trl_scripts.mended_for_qwen3_vl if case.turns == "qwen3_vl" else trl_scripts.without_parts
+    source = change(source)
     peft = " --use_peft" if "--use_peft" in case.arguments else ""
     name = re.sub(r"^examples/(scripts/)?", "", case.path) + peft
     return {f"`{name}`": trl_scripts.run_script(folder, source, case.arguments)}

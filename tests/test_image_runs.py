@@ -89,6 +89,16 @@ def test_images_of_a_column_take_the_places_of_the_messages():
     assert images_of(read) == images
 
 
+def test_images_of_a_column_that_the_messages_have_themselves_are_shown_once():
+    images = [an_image(0), an_image(1)]
+    prompt = user(*({"type": "image", "image": png(image)} for image in images), text("a"))
+    read = with_images({"prompt": prompt, "images": images}, "row 0")
+    assert len(images_of(read)) == 2
+    assert read["images"] == images
+    with pytest.raises(ValueError, match="row 0 has 2 images in its column and 0 parts"):
+        with_images({"prompt": prompt, "images": images[::-1]}, "row 0")
+
+
 def test_an_image_is_read_from_bytes_a_path_a_mapping_or_a_data_url(tmp_path):
     image = an_image(0)
     (tmp_path / "a.png").write_bytes(png(image))
@@ -135,6 +145,7 @@ def _frames():
         ("data:image/png;base64,????", "base64 is damaged"),
         ("data:image/png,abc", "is not a data: URL with base64"),
         (17, "must be a PIL image, bytes, a path"),
+        ({"decodermaxblock": 65536, "height": 8}, "must be .* datasets makes JSON of images in parts of messages"),
     ],
 )
 def test_bad_images_are_refused_by_their_row(value, fault):
@@ -333,10 +344,11 @@ def test_equal_images_of_a_micro_batch_are_encoded_once():
         {"prompt": "What?", "images": [an_image(0), an_image(1)]},
         {"prompt": [{"role": "user", "content": "What?"}], "image": an_image(0)},
         {"prompt": user({"type": "image", "image": an_image(1)}, {"type": "image"}), "images": [an_image(0)]},
+        {"prompt": user({"type": "image", "image": an_image(0)}, text("Same?")), "image": an_image(0)},
         {"prompt": user({"type": "image", "image": an_image(2).convert("P")}, text("And this?"))},
         {"prompt": [{"role": "system", "content": "Look."}, *user(text("No image"))]},
     ],
-    ids=["text", "texts", "column", "column and parts", "palette", "no image"],
+    ids=["text", "texts", "column", "column and parts", "same", "palette", "no image"],
 )
 def test_a_row_of_plain_data_has_the_same_images(row):
     row = with_images(row, "row")

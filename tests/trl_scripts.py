@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import trl_world
+from . import trl_images, trl_world
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "qwen"
@@ -27,6 +27,7 @@ MODELS = (
     "EssentialAI/rnj-1-instruct",
 )
 VISION_MODELS = ("HuggingFaceTB/SmolVLM2-2.2B-Instruct",)
+QWEN_VISION_MODELS = ("Qwen/Qwen3-VL-4B-Instruct",)
 SHAPES = ROOT / "groupax" / "recipes" / "shapes" / "model"
 # Amounts of the scripts, made small: what is sampled in a step, and the rows of datasets made in the script.
 SIZES = (
@@ -48,7 +49,6 @@ ABSENT = (
     (r"push_to_hub\s*=\s*True", "push_to_hub=False"),
     (r"^(\s*)\w*\.push_to_hub\(.*\).*$", r"\1pass"),
     (r"^!.*$", ""),
-    (r'\[\s*\{"type": "text", "text": (\w+)\},?\s*\]', r"\1"),  # Qwen's template takes no parts
 )
 ABSENT_CELLS = (
     "notebook_login",
@@ -90,9 +90,33 @@ def made_small(source: str) -> str:
     return source
 
 
+def without_parts(source: str) -> str:
+    """Returns a script whose system's message is a text, since Qwen's template takes no parts."""
+    return re.sub(r'\[\s*\{"type": "text", "text": (\w+)\},?\s*\]', r"\1", source)
+
+
 def without_system_prompt(source: str) -> str:
     """Returns a script whose prompts have no system's message, which the model of the shapes recipe has not learned."""
     return re.sub(r'\{"role": "system", "content": SYSTEM_PROMPT\},\s*', "", source)
+
+
+def mended_for_qwen3_vl(source: str) -> str:
+    """Returns TRL's notebook of Qwen 3 VL with changes that it needs for TRL too.
+
+    Its messages have places for images, which `datasets` 5 would store as JSON in parts with different keys; its
+    rewards read messages; and its processor is loaded without the part for videos, which needs torchvision.
+    """
+    for old, new in (
+        ('{"type": "image", "image": example["image"]}', '{"type": "image"}'),
+        ("(pattern, content, re.DOTALL", '(pattern, content[0]["content"], re.DOTALL'),
+        ("contents = completions", 'contents = [each[0]["content"] for each in completions]'),
+    ):
+        assert old in source, f"the notebook has no {old}"
+        source = source.replace(old, new)
+    load = (
+        "import functools, tests.trl_images\n_load = functools.partial(tests.trl_images.load_processor, 'qwen3_vl')\n"
+    )
+    return load + re.sub(r"AutoProcessor\.from_pretrained\((\w+)[^)]*\)", r"_load(\1)", source)
 
 
 def notebook_source(text: str) -> str:
@@ -106,7 +130,8 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
 
     Args:
         folder: The folder.
-        turns: Name of what the model writes; "images" for the model of the shapes recipe, which is not trained.
+        turns: Name of what the model writes; "images" for the model of the shapes recipe, which is not trained, and
+            "qwen3_vl" for one with random weights.
         steps: Optimizer steps of its training.
     """
     model = folder / "tiny"
@@ -115,6 +140,14 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
         os.symlink(SHAPES, model)
         trl_world.write_images(folder)
         trl_world.link(folder, SHAPES, VISION_MODELS)
+        return model
+    if turns == "qwen3_vl":
+        trl_world.write_images(folder)
+        trl_images.make_model(turns, model)
+        config = json.loads((model / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 1024
+        (model / "config.json").write_text(json.dumps(config))
+        trl_world.link(folder, model, QWEN_VISION_MODELS)
         return model
     trl_world.make_model(model, TOKENIZER, trl_world.TURNS[turns], steps)
     trl_world.write_datasets(folder)

@@ -221,10 +221,16 @@ def write_datasets(folder: Path) -> None:
 def write_images(folder: Path) -> None:
     """Writes a dataset of images under the name of the one of TRL's scripts, with what the shapes recipe draws."""
     rows = [
-        {"image": draw(scene), "problem": scene.question, "solution": f"${scene.answer}$"}
+        {
+            "image": draw(scene),
+            "problem": scene.question,
+            "solution": f"${scene.answer}$",
+            "original_question": scene.question,
+            "original_answer": str(scene.answer),
+        }
         for scene in itertools.islice(scenes(0), NUM_IMAGES)
     ]
-    features = Features({"image": Image(), "problem": Value("string"), "solution": Value("string")})
+    features = Features({name: Image() if name == "image" else Value("string") for name in rows[0]})
     path = folder / "lmms-lab" / "multimodal-open-r1-8k-verified" / "train.parquet"
     path.parent.mkdir(parents=True)
     Dataset.from_list(rows, features=features).to_parquet(path)

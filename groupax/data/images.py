@@ -45,7 +45,7 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns a row whose images are PIL images, in its columns and as parts of its prompt's messages.
 
     As in TRL, the images of a column take the places {"type": "image"} of the messages, in their order. If there are no
-    such places, they come before the text of the first message of the user.
+    such places, they come before the text of the first message of the user, unless the messages have the same images.
 
     Args:
         row: Row with images (see `has_images`).
@@ -60,6 +60,8 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(prompt, str):
         return row
     messages = [_read_parts(message, where) for message in _messages(prompt)]
+    if given and [*map(image_name, given)] == [*map(image_name, _images_in(messages))]:
+        given = []
     if given and not any(_is_place(part) for message in messages for part in _parts(message)):
         messages = _with_places(messages, len(given))
     num_places = sum(_is_place(part) for message in messages for part in _parts(message))
@@ -82,7 +84,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     if isinstance(row["prompt"], str):
         value = next((row[column] for column in COLUMNS if is_filled(row.get(column))), None)
         return [] if value is None else list(value) if isinstance(value, list) else [value]
-    return [part["image"] for message in row["prompt"] for part in _parts(message) if _is_image(part)]
+    return _images_in(row["prompt"])
 
 
 def without_images(prompt: Any, names: Sequence[str | None] = ()) -> Any:
@@ -260,6 +262,11 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     return [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list) else []
 
 
+def _images_in(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    parts = (part for message in messages for part in _parts(message) if _is_image(part))
+    return [part["image"] for part in parts if part.get("image") is not None]
+
+
 def _parts(message: Mapping[str, Any]) -> list[Any]:
     content = message.get("content")
     return content if isinstance(content, list) else []
@@ -340,9 +347,15 @@ def _data_of(value: Any, where: str) -> bytes:
         raise ValueError(f"{where} is the URL {short_repr(value)}, and nothing is fetched from a network; download it")
     if isinstance(value, (str, os.PathLike)):
         return _read_file(Path(value), where)
+    hint = ""
+    if isinstance(value, Mapping) and "decodermaxblock" in value:  # an attribute of a PIL image
+        hint = (
+            "; datasets makes JSON of images in parts of messages that have different keys: keep them in a column "
+            "'images', and leave {'type': 'image'} where they belong"
+        )
     raise ValueError(
         f"{where} must be a PIL image, bytes, a path, a mapping with bytes or a path, or a data: URL, got "
-        f"{type(value).__name__} {short_repr(value)}"
+        f"{type(value).__name__} {short_repr(value)}{hint}"
     )
 
 

@@ -31,17 +31,20 @@ def is_peft_model(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def wrap_with_peft(model: Any, peft_config: Any) -> Any:
+def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
     """Returns the PyTorch model with a new adapter, wrapped by PEFT.
 
     Args:
         model: Model of transformers.
         peft_config: A `LoraConfig` of PEFT, of `compat.hf` or of groupax.
+        seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
 
     Raises:
         ValueError: The config is none of these, or is not supported by groupax.
         ImportError: PEFT is not installed.
     """
+    import torch  # which the model is of
+
     lora = as_lora_config(peft_config)  # refuses what groupax does not support
     try:
         import peft
@@ -54,7 +57,9 @@ def wrap_with_peft(model: Any, peft_config: Any) -> Any:
         names = lora.target_modules
         settings["target_modules"] = names if isinstance(names, str) else list(names)
         peft_config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-    return peft.get_peft_model(model, peft_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return peft.get_peft_model(model, peft_config)
 
 
 def read_torch_model(model: Any) -> Model:

@@ -53,7 +53,7 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
     if hf.is_torch_model(model):
         _check_processes(model)
         if peft_config is not None and not hf.is_peft_model(model):
-            model, peft_config = hf.wrap_with_peft(model, peft_config), None
+            model, peft_config = hf.wrap_with_peft(model, peft_config, args.seed), None
     given = hf.as_model(model)
     adapter = getattr(given, "adapter", None)
     if adapter is not None and peft_config is not None:
