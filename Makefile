@@ -16,6 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
+	@echo "The command is $(BIN)/groupax, or groupax after: . $(BIN)/activate"
 
 test: $(VENV)/.test
 	CHECK_TYPES=0 $(QUICKLY) -m "not parity and not heavy and not long"
@@ -64,6 +65,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/pip
+	@echo "installing into $(VENV) (about 1.3 GB, about a minute)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plot,view]"
 	touch $@
 

@@ -32,7 +32,7 @@ from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
-from groupax.runs.progress.display import Progress, headline_text
+from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
@@ -85,6 +85,10 @@ class HeldOut:
     metrics: Metrics
     sets: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Returns the metrics in one line."""
+        return f"<HeldOut: {', '.join(f'{name} {short_number(value)}' for name, value in self.metrics.items())}>"
 
 
 class SFTTrainer(Run[SFTConfig]):
@@ -308,8 +312,11 @@ class SFTTrainer(Run[SFTConfig]):
             "examples": f"{examples.num_examples:,}{packed}{held_out}",
             "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
             **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),
-            **memory_facts(self.learner, args.batch_size),
         }
+
+    @property
+    def _plans(self) -> dict[str, str]:
+        return memory_facts(self.learner, self.args.batch_size)
 
     def _card(self) -> str:
         adapter = self._model.adapter

@@ -25,7 +25,7 @@ from groupax.evaluation.items import (
     votes,
     write_items,
 )
-from groupax.evaluation.paired import mcnemar, paired_difference
+from groupax.evaluation.paired import mcnemar, p_text, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
 from groupax.metrics.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
 from groupax.rewards.maths import last_boxed
@@ -236,6 +236,21 @@ def test_a_paired_difference_of_right_and_wrong():
         paired_difference([0.0, 1.0], [1.0])
 
 
+def test_a_difference_is_clear_only_if_the_interval_and_the_test_agree():
+    before, after = [1.0] * 9 + [0.0] * 51, [0.0] * 9 + [1.0] * 2 + [0.0] * 49
+    found = paired_difference(before, after)
+    assert found.difference.high < 0
+    assert found.p_value == pytest.approx(0.0654, abs=1e-4)
+    assert not found.is_clear
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.04449, "0.044"), (5e-54, "5e-54"), (1e-120, "< 1e-99"), (0.0, "< 1e-99"), (math.nan, "-")]
+)
+def test_p_values_have_two_digits(value, text):
+    assert p_text(value) == text
+
+
 @pytest.mark.parametrize(("gain", "lose", "N"), [(0.1, 0.05, 100), (0.02, 0.01, 500), (0.4, 0.1, 60)])
 def test_intervals_of_differences_cover_19_times_in_20(gain, lose, N):
     def draw(rng):
@@ -266,6 +281,20 @@ def test_items_are_compared_by_their_rows():
     assert found.differences["pass@1"].num_gained == 1
     with pytest.raises(ValueError, match=r"no item in common \(1 and 1 items\)"):
         compare(before[:1], after[2:])
+
+
+def test_totals_of_other_reward_functions_are_not_compared():
+    before = [an_item("a", [True]), an_item("b", [False])]
+    assert "reward" in compare(before, before).differences
+    after = [
+        replace(item, completions=[replace(each, rewards={**each.rewards, "more": 0.5}) for each in item.completions])
+        for item in before
+    ]
+    found = compare(before, after)
+    assert found.has_other_rewards
+    assert "reward" not in found.differences
+    assert "pass@1" in found.differences
+    assert found.metrics_after == ("rewards/more/mean",)
 
 
 # -- items and their files
@@ -336,24 +365,40 @@ def test_steps_without_any_reward_are_left_out_of_the_curve(tmp_path, capsys):
         assert clipped == (0.5 if first else 1.0), "they have completions all the same"
 
 
-def test_a_worse_model_whose_training_reward_rose_is_pointed_out(tmp_path):
+@pytest.mark.parametrize(
+    ("solved", "rewards", "start", "end"),
+    [
+        (
+            (40, 0),
+            (0.2, 0.8),
+            "worse: pass@1 went from 1.000 to 0.000",
+            "rose from 0.200 to 0.800, so the policy may have learned what these prompts do not reward: compare the "
+            "training prompts with these, and read the completions (docs/hacked_reward.md)",
+        ),
+        ((40, 0), (0.8, 0.2), "worse: ", "; the reward in training did not rise (from 0.800 to 0.200): see docs/trou"),
+        ((20, 21), (0.2, 0.8), "no significant difference: ", "sampled ones may improve first (eval_temperature)"),
+        ((20, 21), (0.8, 0.8), "no significant difference: ", "; the reward in training did not rise (from 0.800 to "),
+        ((40, 39), (0.2, 0.8), "no significant difference: ", "p = 1)"),
+        ((0, 40), (0.2, 0.8), "better: ", "p = 1.8e-12)"),
+    ],
+)
+def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards, start, end):
     metrics = dict.fromkeys(("prompts", "prompts_dropped", "prompts_truncated", "prompts_unscorable"), 1.0)
     metrics["completions/clipped_ratio"] = 0.0
     params = SamplingParams(temperature=0.0)
     before, after = (
         Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, params, "r", {})})
-        for items in ([an_item(str(index), [solved]) for index in range(40)] for solved in (True, False))
+        for items in ([an_item(str(index), [index < num]) for index in range(40)] for num in solved)
     )
     report = BeforeAfter(before, after, TrainResult(2, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0})
-    texts = []
-    for rewards in ((0.2, 0.8), (0.8, 0.2)):
-        lines = [{"step": float(step), "reward": reward} for step, reward in enumerate(rewards)]
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        write_report(report, tmp_path)
-        texts.append(json.loads((tmp_path / "result.json").read_text())["verdicts"]["eval"])
-    assert all(text.startswith("worse: pass@1 went from 1.000 to 0.000") for text in texts)
-    assert "the reward in training rose from 0.200 to 0.800" in texts[0]
-    assert "in training" not in texts[1]
+    lines = [{"step": float(step), "reward": reward} for step, reward in enumerate(rewards)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(report, tmp_path)
+    text = json.loads((tmp_path / "result.json").read_text())["verdicts"]["eval"]
+    assert text.startswith(start)
+    assert end in text
+    if end.startswith("p ="):
+        assert text.endswith(end)
 
 
 def test_rewards_that_may_mean_correct_are_found():

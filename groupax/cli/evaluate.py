@@ -39,7 +39,8 @@ DEFAULT_MAX_TOKENS = 512
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     """Evaluate a model on held-out prompts: pass@1 of greedy completions, with --n above 1 and a --temperature also
-    pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals."""
+    pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
+    becomes half of the model's positions if these are too few for it."""
 
     TOPICS: ClassVar[Topics] = {
         "Task": ("model", "recipe", "dataset", "reward_funcs", "tools", "environments", "limit", "output_dir"),
@@ -269,20 +270,24 @@ def _show(command: Eval, results: Results) -> None:
             title = f"{name}, {way}: {len(evaluation.items):,} prompts"
             console.print(estimate_table(title, evaluation.estimates))
             unscorable = counts["prompts_unscorable"]
+            longest = evaluation.params.max_tokens
+            fitted = "" if longest == command.sampling.max_tokens else " (half of the model's positions)"
             console.print(
                 f"prompts too long: {counts['prompts_dropped']:,.0f} dropped, {counts['prompts_truncated']:,.0f} cut; "
                 + (f"without a gold answer: {unscorable:,.0f}; " if unscorable else "")
-                + f"completions cut off at {evaluation.params.max_tokens} tokens: "
+                + f"completions cut off at {longest} tokens{fitted}: "
                 f"{100 * counts['completions/clipped_ratio']:.1f} %\n",
                 soft_wrap=True,
             )
-            if "pass@1" not in evaluation.estimates and (names := binary_rewards(evaluation.items)):
-                console.print(
-                    "pass@1 needs the name of a reward whose 1 means a correct completion: --correctness_reward "
-                    f"{' or '.join(names)}\n",
-                    soft_wrap=True,
-                    markup=False,
-                )
+    every = [evaluation for ways in results.values() for evaluation in ways.values()]
+    names = binary_rewards(item for evaluation in every for item in evaluation.items)
+    if names and not any("pass@1" in evaluation.estimates for evaluation in every):
+        console.print(
+            "pass@1 needs the name of a reward whose 1 means a correct completion: --correctness_reward "
+            f"{' or '.join(names)}\n",
+            soft_wrap=True,
+            markup=False,
+        )
     console.print(f"result: {command.output_dir / 'result.json'}, items: {command.output_dir}/*.jsonl", soft_wrap=True)
 
 

@@ -34,7 +34,7 @@ def launch(arguments: Sequence[str]) -> int | None:
         print(f"usage: {USAGE}\n       groupax launch local --help lists the options of that launcher")
         return 0 if arguments else 2
     if arguments[0] not in LAUNCHERS:
-        raise ValueError(f"there is no launcher {arguments[0]!r}{nearest(arguments[0], LAUNCHERS)}; {USAGE}")
+        raise ValueError(f"there is no launcher {arguments[0]!r}; {USAGE}{nearest(arguments[0], LAUNCHERS)}")
     own, argv = split_argv(arguments[1:], USAGE)
     return LAUNCHERS[arguments[0]](own, argv)
 

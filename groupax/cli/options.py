@@ -28,7 +28,7 @@ def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTCon
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name in NAMES_ELSEWHERE:
-            raise ValueError(f"there is no option {flag}{hint_for(name, (), config)}")
+            raise ValueError(f"there is no flag {flag}{hint_for(name, (), config)}")
         given = value if equals else after
         if flag.startswith("--") and name in switches and given.lower() in ("true", "false", "yes", "no", "1", "0"):
             raise ValueError(f"--{name} takes no value: write --{name} to switch it on, --no_{name} to switch it off")

@@ -67,6 +67,8 @@ def compare(arguments: Sequence[str]) -> None:
         for side, names in ((command.before, comparison.metrics_before), (command.after, comparison.metrics_after)):
             if names:
                 console.print(f"only in {side}: {', '.join(names)}", soft_wrap=True, markup=False)
+        if comparison.has_other_rewards:
+            console.print("their rewards are of different functions, so the totals are not compared", soft_wrap=True)
         console.print(f"{_methods(comparison)}\n", soft_wrap=True, markup=False)
         written[name] = plain_differences(comparison)
     if command.to is not None:

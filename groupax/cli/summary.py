@@ -14,6 +14,7 @@ from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference
 from groupax.metrics.estimates import Estimate
+from groupax.settings.sampling import SamplingParams
 from groupax.sft import SFTResult
 from groupax.terminal.printable import one_line, printable
 from groupax.trainer import TrainResult
@@ -22,6 +23,8 @@ from groupax.types import Metrics, Prompt
 NUM_SAMPLES = 2
 TREND_STEPS = 10  # of the start and of the end, whose mean rewards are compared
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
+MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
+SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +112,7 @@ def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison)
     """Returns a sentence that claims only what two evaluations show."""
     name = _judged(comparison)
     if name not in comparison.differences:
-        return "no prompt has a reward, so the models cannot be compared"
+        return "no prompt has a reward of both models by the same functions, so they cannot be compared"
     difference = comparison.differences[name]
     solved = after.estimates.get("pass@1")
     cannot = (
@@ -142,8 +145,7 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
 
     rows = []
     for name, pair in comparison.differences.items():
-        p_value = "-" if np.isnan(pair.p_value) else f"{pair.p_value:.2g}"
-        rows.append((name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_value))
+        rows.append((name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", pair.p_text))
     for name in ("completions/mean_length", "completions/clipped_ratio"):
         if name in before and name in after:
             rows.append((name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", ""))
@@ -214,7 +216,7 @@ def _summary(
     sets, verdicts = {}, {}
     for name, comparison in comparisons.items():
         before, after = report.before.sets[name], report.after.sets[name]
-        verdicts[name] = verdict(before, after, comparison) + _pointer(comparison, logged)
+        verdicts[name] = verdict(before, after, comparison) + _pointer(comparison, logged, before.params)
         sets[name] = {
             "prompts": {kind: int(after.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},
             "completions_truncated": {
@@ -252,20 +254,27 @@ def _judged(comparison: Comparison) -> str:
     return "pass@1" if "pass@1" in comparison.differences else "reward"
 
 
-def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]]) -> str:
-    """Returns where to look if held-out prompts became worse while the reward in training rose, else nothing."""
-    pair = comparison.differences.get(_judged(comparison))
+def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]], params: SamplingParams) -> str:
+    """Returns what to look at if held-out prompts are not answered better, given the reward in training."""
+    name = _judged(comparison)
+    pair = comparison.differences.get(name)
     rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]
-    if pair is None or not pair.is_clear or pair.difference.value > 0 or len(rewards) < 2:
+    if pair is None or len(rewards) < 2 or (pair.is_clear and pair.difference.value > 0):
+        return ""
+    if name == "pass@1" and pair.before > SOLVED_ABOVE and not pair.is_clear:
         return ""
     part = max(1, min(TREND_STEPS, len(rewards) // 2))
     first, last = (float(np.mean(values)) for values in (rewards[:part], rewards[-part:]))
+    trend = f"from {first:.3f} to {last:.3f}"
+    greedy = "; answers here are greedy, and sampled ones may improve first (eval_temperature)"
     if last <= first:
-        return ""
-    return (
-        f"; the reward in training rose from {first:.3f} to {last:.3f}, so the policy has learned what these prompts "
-        "do not reward: compare the training prompts with these, and read the completions (docs/hacked_reward.md)"
-    )
+        return f"; the reward in training did not rise ({trend}): see docs/troubleshooting.md"
+    if pair.is_clear:
+        return (
+            f"; the reward in training rose {trend}, so the policy may have learned what these prompts do not reward: "
+            "compare the training prompts with these, and read the completions (docs/hacked_reward.md)"
+        )
+    return f"; the reward in training rose {trend}: more steps may show it here" + greedy * (params.temperature == 0)
 
 
 def _mean_of(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -286,6 +295,8 @@ def _omissions(summary: Mapping[str, Any]) -> str:
     without_signal = summary["train_groups_without_signal"]
     if without_signal is not None:
         lines[0] += f"; groups without signal, whose completions all got one reward: {_percent(without_signal)}"
+        if without_signal > MANY_WITHOUT_SIGNAL:
+            lines[0] += " (filter_zero_variance samples other prompts in their place)"
     return "\n".join(lines)
 
 
@@ -300,7 +311,8 @@ def _percent(share: float) -> str:
 
 def _difference(pair: PairedDifference) -> str:
     each = pair.difference
-    return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, p = {pair.p_value:.2g}"
+    p = f"p = {pair.p_text}".replace("= <", "<")
+    return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, {p}"
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

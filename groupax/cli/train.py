@@ -12,6 +12,7 @@ from groupax.cli.agents import Agents, chosen_agents
 from groupax.cli.options import check_flags, flag_value, option_value, overlaid, read_yaml, recorded
 from groupax.cli.plan import plan
 from groupax.config import GRPOConfig
+from groupax.errors import RewardError
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import before_training
@@ -176,6 +177,11 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
 
     with before_training():
         before = trainer.evaluate()
+    for name in before.broken_rewards:
+        raise RewardError(
+            f"the reward function {name!r} failed for every completion of the evaluation before training:\n"
+            f"{before.errors[name]}"
+        )
     for text in reward_diagnostics(before.errors).values():
         trainer.emit(Message(text, warning=True))
     result = trainer.train()

@@ -175,8 +175,8 @@ class CallbackListener:
         name = f"eval_{name.removeprefix('eval_')}"
         if name not in metrics:
             raise ValueError(
-                f"metric_for_best_model is {name!r}, which evaluations do not have{nearest(name, metrics)}; they have "
-                f"{', '.join(metrics)}"
+                f"metric_for_best_model is {name!r}, which evaluations do not have; they have "
+                f"{', '.join(metrics)}{nearest(name, metrics)}"
             )
         value = metrics[name]
         best = self.state.best_metric

@@ -115,7 +115,7 @@ def unknown_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) 
     own = {*RESERVED, *tokenizer.special_tokens_map}
     known = [name for name in _variables(template) if name not in own]
     return {
-        name: f"the chat template reads no {name!r}{nearest(name, known)}; it reads {', '.join(known) or 'none'}"
+        name: f"the chat template reads no {name!r}; it reads {', '.join(known) or 'none'}{nearest(name, known)}"
         for name in template_kwargs
         if name not in known
     }

@@ -60,7 +60,8 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(prompt, str):
         return row
     messages = [_read_parts(message, where) for message in _messages(prompt)]
-    if given and [*map(image_name, given)] == [*map(image_name, _images_in(messages))]:
+    own = _images_in(messages)
+    if len(own) == len(given) and [*map(image_name, own)] == [*map(image_name, given)]:
         given = []
     if given and not any(_is_place(part) for message in messages for part in _parts(message)):
         messages = _with_places(messages, len(given))

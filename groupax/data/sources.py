@@ -50,10 +50,24 @@ def read_rows(
             return _read_pattern(path, name)
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read: {error}") from error
-    if file_kind(path) is not None:
+    check_file(source, name)
+    return _read_hub(str(source), name, splits, subset)
+
+
+def check_file(source: str | os.PathLike[str], name: str) -> None:
+    """Refuses a source that is named like a file of rows, but does not exist.
+
+    Args:
+        source: A source as `read_rows` takes it.
+        name: Name of the source in an error.
+
+    Raises:
+        ValueError: There is no such file; names the nearest one.
+    """
+    path = Path(source).expanduser()
+    if file_kind(path) is not None and not path.exists() and not glob.has_magic(str(source)):
         near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
         raise ValueError(f"{name}: there is no file {path}{near}")
-    return _read_hub(str(source), name, splits, subset)
 
 
 def _read_pattern(pattern: Path, name: str) -> list[dict[str, Any]]:

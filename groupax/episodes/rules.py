@@ -124,8 +124,8 @@ class Rules:
         name = str(example.get("environment"))
         if name not in self.kinds:
             raise ValueError(
-                f"the dataset's column environment has {name!r}, which is no environment of the run"
-                f"{nearest(name, self.kinds)}; it has {', '.join(self.kinds)}"
+                f"the dataset's column environment has {name!r}, which is no environment of the run; it has "
+                f"{', '.join(self.kinds)}{nearest(name, self.kinds)}"
             )
         return self.kinds[name]
 
@@ -140,8 +140,8 @@ class Rules:
         name = example.get("adapter")
         if name not in self.adapters:
             raise ValueError(
-                f"the dataset's column adapter has {short_repr(name)}, which is no adapter of the run"
-                f"{nearest(str(name), self.adapters)}; it trains {', '.join(self.adapters)}"
+                f"the dataset's column adapter has {short_repr(name)}, which is no adapter of the run; it trains "
+                f"{', '.join(self.adapters)}{nearest(str(name), self.adapters)}"
             )
         return name
 

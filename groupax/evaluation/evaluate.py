@@ -1,7 +1,7 @@
 """Evaluation of a model on held-out prompts: sampling, scoring and estimates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,21 @@ class SetEvaluation:
         groups: Scored completions of each prompt, with their tokens.
     """
 
-    items: Sequence[Item] = field(repr=False)
+    items: Sequence[Item]
     estimates: Mapping[str, Estimate]
     metrics: Metrics
     params: SamplingParams
     correctness_reward: str | None
     errors: Mapping[str, str]
-    groups: Sequence[Sequence[Rollout]] = field(default=(), repr=False)
+    groups: Sequence[Sequence[Rollout]] = ()
+
+    def text(self) -> str:
+        """Returns the number of prompts and the estimates with their intervals in one line."""
+        shown = ", ".join(f"{name} {each}" for name, each in self.estimates.items())
+        return f"{len(self.items):,} prompts: {shown or 'no reward applies'}"
+
+    def __repr__(self) -> str:
+        return f"<SetEvaluation: {self.text()}>"
 
     def html(self, name: str) -> str:
         """Returns the estimates as a table with the name of the set as its title, for notebooks."""
@@ -71,6 +79,12 @@ class Evaluation:
 
     sets: Mapping[str, SetEvaluation]
 
+    def __repr__(self) -> str:
+        """Returns the estimates of each set in one line."""
+        start = f"<{type(self).__name__}: "
+        lines = (f"{name}, {each.text()}" for name, each in self.sets.items())
+        return start + f"\n{' ' * len(start)}".join(lines) + ">"
+
     def _repr_html_(self) -> str:
         """Returns the estimates of each set as a table, for notebooks."""
         return "".join(each.html(name) for name, each in self.sets.items())
@@ -86,6 +100,13 @@ class Evaluation:
     def errors(self) -> Mapping[str, str]:
         """An error of each reward that failed in one of the sets."""
         return {name: error for each in self.sets.values() for name, error in each.errors.items()}
+
+    @property
+    def broken_rewards(self) -> list[str]:
+        """The names of rewards that failed and that no completion of any set has."""
+        items = [item for each in self.sets.values() for item in each.items]
+        rewards = [completion.rewards for item in items for completion in item.completions]
+        return [name for name in self.errors if all(own.get(name) is None for own in rewards)]
 
 
 def evaluate(
@@ -158,7 +179,7 @@ def find_correctness_reward(name: str | None, rewards: Sequence[Reward]) -> str 
     names = [reward.name for reward in rewards]
     if name is not None and name not in names:
         raise ValueError(
-            f"correctness_reward is {name!r}, which is not a reward function of the run{nearest(name, names)}; choose "
-            f"one of {', '.join(names)}"
+            f"correctness_reward is {name!r}, which is not a reward function of the run; choose one of "
+            f"{', '.join(names)}{nearest(name, names)}"
         )
     return name or next((each for each in names if each in ACCURACY_REWARDS), None)

@@ -185,6 +185,7 @@ class Comparison:
         num_only_after: Number of items in the second evaluation only.
         metrics_before: Names that only the first evaluation has.
         metrics_after: Names that only the second evaluation has.
+        has_other_rewards: Whether they have different reward functions, so that their totals are not compared.
     """
 
     differences: Mapping[str, PairedDifference]
@@ -193,6 +194,7 @@ class Comparison:
     num_only_after: int
     metrics_before: tuple[str, ...] = ()
     metrics_after: tuple[str, ...] = ()
+    has_other_rewards: bool = False
 
 
 def compare(before: Iterable[Item], after: Iterable[Item]) -> Comparison:
@@ -215,8 +217,12 @@ def compare(before: Iterable[Item], after: Iterable[Item]) -> Comparison:
         pairs = [(a[name], b[name]) for a, b in values if name in a and name in b]
         differences[name] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
     sides = [dict.fromkeys(name for pair in values for name in pair[side]) for side in (0, 1)]
-    alone = (tuple(name for name in sides[side] if name not in differences) for side in (0, 1))
-    return Comparison(differences, len(common), len(first) - len(common), len(second) - len(common), *alone)
+    alone = [tuple(name for name in side if name not in differences) for side in sides]
+    has_other_rewards = any(name.startswith("rewards/") for names in alone for name in names)
+    if has_other_rewards:
+        differences.pop("reward", None)
+    num_alone = len(first) - len(common), len(second) - len(common)
+    return Comparison(differences, len(common), *num_alone, alone[0], alone[1], has_other_rewards)
 
 
 def binary_rewards(items: Iterable[Item]) -> list[str]:

@@ -10,6 +10,8 @@ from groupax.metrics.estimates import STUDENT, Estimate, Z, mean_value
 
 BONETT_PRICE = "bonett-price"  # see `paired_difference`
 MCNEMAR = "mcnemar, exact"
+LEVEL = 0.05  # of tests
+SMALLEST_P = 1e-99  # that is shown
 METHODS = {STUDENT: "Student's t", BONETT_PRICE: "Bonett and Price", MCNEMAR: "McNemar's exact test"}  # in words
 
 
@@ -37,8 +39,13 @@ class PairedDifference:
 
     @property
     def is_clear(self) -> bool:
-        """Returns whether the interval excludes 0."""
-        return self.difference.low > 0 or self.difference.high < 0
+        """Returns whether both the interval and the test tell it from 0, which near 5 % they may do differently."""
+        return (self.difference.low > 0 or self.difference.high < 0) and self.p_value < LEVEL
+
+    @property
+    def p_text(self) -> str:
+        """The p-value in two digits, or a dash."""
+        return p_text(self.p_value)
 
 
 def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[float] | np.ndarray) -> PairedDifference:
@@ -69,6 +76,13 @@ def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[floa
     else:
         difference, p_value, test = mean_value(differences.tolist()), _student(differences), STUDENT
     return PairedDifference(*means, difference, p_value, test, gained, lost)
+
+
+def p_text(p_value: float | None) -> str:
+    """Returns a p-value in two digits, or a dash if there is none."""
+    if p_value is None or math.isnan(p_value):
+        return "-"
+    return f"< {SMALLEST_P:.0e}" if p_value < SMALLEST_P else f"{p_value:.2g}"
 
 
 def mcnemar(num_gained: int, num_lost: int) -> float:

@@ -38,7 +38,8 @@ class Estimate:
     num_items: int
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        interval = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f}{interval}"
 
 
 def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Estimate:

@@ -240,8 +240,8 @@ def _match_modules(names: str | Iterable[str], modules: Mapping[str, Spec], sett
         if not own:
             endings = sorted({name.rpartition(".")[2] for name in modules})
             raise ValueError(
-                f"{setting} names {each!r}, which is not a module of the model{nearest(each, endings)}; the modules "
-                f"are {_endings(modules)}"
+                f"{setting} names {each!r}, which is not a module of the model; the modules are "
+                f"{_endings(modules)}{nearest(each, endings)}"
             )
         found |= own
     return found

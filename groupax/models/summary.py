@@ -15,7 +15,7 @@ from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
 from groupax.models.nf4 import nf4_bytes
 from groupax.models.spec import Spec
 from groupax.models.specs import model_specs, num_params
-from groupax.storage.folders import check_links, read_json
+from groupax.storage.folders import check_links, read_json, whereabouts
 from groupax.storage.model_json import validate_config
 
 # Float32 masters and two moments of AdamW.
@@ -42,7 +42,10 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
             raise ValueError(f"{path} is not a model folder: it has no config.json")
         check_links(path)
     elif path.exists() or name_or_path.count("/") != 1:
-        raise ValueError(f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'")
+        raise ValueError(
+            f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'"
+            f"{whereabouts(path)}"
+        )
     else:
         file = _downloaded(name_or_path)
     if file.name != peft_format.CONFIG_NAME:

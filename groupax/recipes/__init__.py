@@ -65,7 +65,7 @@ def load_recipe(name: str) -> Recipe:
         ValueError: There is none.
     """
     if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}{nearest(name, RECIPES)}; the recipes are {', '.join(RECIPES)}")
+        raise ValueError(f"there is no recipe {name!r}; the recipes are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
     return importlib.import_module(RECIPES[name]).RECIPE
 
 

@@ -131,13 +131,13 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
     if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
         raise ValueError(
             f"reward function {name!r} returned {_shown(returned)}; it must return a list with one number (or None) "
-            f"for each of the {len(rollouts)} completions"
+            f"for each completion, here {len(rollouts)}"
         )
     values = list(returned)
     if len(values) != len(rollouts):
         raise ValueError(
-            f"reward function {name!r} returned {len(values)} values for {len(rollouts)} completions; it must return "
-            "one per completion, in their order"
+            f"reward function {name!r} returned {_counted(len(values), 'value')} for "
+            f"{_counted(len(rollouts), 'completion')}; it must return one per completion, in their order"
         )
     rewards = np.full(len(values), np.nan)
     by_turn: list[tuple[float, ...] | None] = [None] * len(values)
@@ -149,8 +149,8 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
         where = f"completion {index} ({rollout.text[:80]!r})"
         if _is_list(value) and len(numbers) != num_turns:
             faults.append(
-                f"reward function {name!r} returned a list of {len(numbers)} for {where}, which has {num_turns} turns; "
-                "return one number for each turn, or one number for the whole"
+                f"reward function {name!r} returned a list of {len(numbers)} for {where}, which has "
+                f"{_counted(num_turns, 'turn')}; return one number for each turn, or one number for the whole"
             )
         elif not math.isfinite(sum(numbers)):
             faults.append(
@@ -160,6 +160,10 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
         else:
             rewards[index], by_turn[index] = sum(numbers), numbers if _is_list(value) else None
     return Scores(rewards, by_turn, len(faults), "\n".join(faults[:1]))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _is_list(value: Any) -> bool:

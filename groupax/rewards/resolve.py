@@ -187,7 +187,7 @@ def _checked_arguments(
         if column not in columns:
             raise ValueError(
                 f"reward function {name!r} takes {argument!r} from the column {column!r}, which the dataset does not "
-                f"have{nearest(column, columns)}; it has {', '.join(sorted(columns)) or 'no column but the prompt'}"
+                f"have; it has {', '.join(sorted(columns)) or 'no column but the prompt'}{nearest(column, columns)}"
             )
     reserved = {*(SINGLE_ARGS if per_completion else BATCH_ARGS), *EXTRA_ARGS}
     if taken := sorted(reserved & set(renamed)):
@@ -203,9 +203,9 @@ def _checked_arguments(
         )
         if parameter.kind is parameter.POSITIONAL_ONLY or (required and parameter.name not in supplied):
             raise ValueError(
-                f"reward function {name!r} needs an argument {parameter.name!r}{nearest(parameter.name, supplied)}; "
-                f"it can receive {', '.join(sorted(supplied))} by keyword, or a column under another name with "
-                f"with_columns(function, {parameter.name}='column')"
+                f"reward function {name!r} needs an argument {parameter.name!r}; it can receive "
+                f"{', '.join(sorted(supplied))} by keyword, or a column under another name with "
+                f"with_columns(function, {parameter.name}='column'){nearest(parameter.name, supplied)}"
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None if not _bound_options(function) else frozenset(supplied - _bound_options(function))

@@ -279,9 +279,12 @@ class RolloutRun(Run[GRPOConfig]):
         counts, names = (self.num_steps, self.schedule.rows_per_step), self.rules.names
         if self.args.adapters:
             names = {"adapters": ", ".join(self.args.adapters), **names}
-        facts = run_facts(self.args, self._model, *data, *counts, chosen, names)
+        return run_facts(self.args, self._model, *data, *counts, chosen, names)
+
+    @property
+    def _plans(self) -> dict[str, str]:
         cache_bytes = 0 if self.args.rollout_servers else self.engine.planned_bytes()
-        return facts | memory_facts(self.learner, self.schedule.rows_per_step, cache_bytes)
+        return memory_facts(self.learner, self.schedule.rows_per_step, cache_bytes)
 
     @property
     def _expectations(self) -> dict[str, str]:

@@ -30,8 +30,8 @@ from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.adapters import adapter_models, result_folders, save_adapters
 from groupax.runs.build import check_adapter, model_for
-from groupax.runs.checkpoints.choose import Saved
-from groupax.runs.checkpoints.fingerprint import Identity, process_of
+from groupax.runs.checkpoints.choose import Saved, newest_state
+from groupax.runs.checkpoints.fingerprint import Identity, differences, process_of
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
 from groupax.runs.checkpoints.store import LocalStore
@@ -90,7 +90,7 @@ class Run(Generic[ConfigT]):
         self.progress.is_compiling = lambda: compilation().is_under_way
         self.listeners, self.events = listeners, EventStream(self.progress)
         self.emit = self.events.emit
-        self._is_introduced = False
+        self._is_introduced = self._is_reported_complete = False
         self._identity: Identity | None = None
         self.cursor = Cursor()
         self.experience: Experience | None = None
@@ -128,6 +128,11 @@ class Run(Generic[ConfigT]):
     @abstractmethod
     def _facts(self) -> dict[str, str]:
         """Facts of the run by label."""
+
+    @property
+    @abstractmethod
+    def _plans(self) -> dict[str, str]:
+        """The memory that the run plans to use, by label."""
 
     @property
     def _expectations(self) -> dict[str, str]:
@@ -282,11 +287,7 @@ class Run(Generic[ConfigT]):
 
     def _begin(self, log: RunLog) -> RunSaver:
         """Resumes from the checkpoint that `resume` names, or starts."""
-        if self._identity is None:
-            self._identity = self._describe()
-            if self._model.adapter is None:  # the learner has its own copies
-                self._model = replace(self._model, params=self.learner.untrained)
-        parts = self._identity, self._model, self.run_folder, self.learner, log, self._policies
+        parts = self._own_identity(), self._model, self.run_folder, self.learner, log, self._policies
         saver = RunSaver(self.args, *parts, self.checkpoints_in, self.checkpoint_files)
         model_folder = self.run_folder.path / "model"
         metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
@@ -295,11 +296,12 @@ class Run(Generic[ConfigT]):
         self.run_folder.write_tokenizer(self.tokenizer, self._model.processor_folder)
         if saved is not None:
             self._restore(saved, log)
-            self._report_complete_run()
+            if self.cursor.step >= self.num_steps:
+                self._report_complete_run()
         processes.run_on_primary(lambda: self._check_destination(model_folder))
         commit = commit_of(program_folder()) if processes.is_primary() else None
         about = {**process_of(self._model.mesh), **({"commit": commit} if commit else {})}
-        self.run_folder.write_process({**about, "num_steps": self.num_steps, "run": self._facts})
+        self.run_folder.write_process({**about, "num_steps": self.num_steps, "run": self._facts | self._plans})
         self.emit(RunStarted(self.cursor.step, self.num_steps))
         if self.run_folder.moved_aside:
             self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))
@@ -310,8 +312,30 @@ class Run(Generic[ConfigT]):
         for each in result_folders(folder, self._adapter_names):
             check_destination(each, source_folders(self._model))
 
+    def _own_identity(self) -> Identity:
+        """Returns the identity of the run; the weights of before are only kept until it is known."""
+        if self._identity is None:
+            self._identity = self._describe()
+            if self._model.adapter is None:  # the learner has its own copies
+                self._model = replace(self._model, params=self.learner.untrained)
+        return self._identity
+
+    def _will_resume_complete(self) -> bool:
+        """Returns whether the run folder has this run with all its steps. A bucket is not searched for it."""
+
+        def identity_if_all_steps() -> Identity | None:
+            if self.args.resume != "auto" or self.run_folder.remote is not None:
+                return None
+            state = newest_state(self.checkpoints_in(self.run_folder.path))
+            return state["identity"] if state and state["cursor"]["step"] >= self.num_steps else None
+
+        found = processes.run_on_primary(identity_if_all_steps)
+        return found is not None and not differences(found, self._own_identity())
+
     def _report_complete_run(self) -> None:
-        if self.cursor.step >= self.num_steps:
+        """Reports once that the run is complete."""
+        if not self._is_reported_complete:
+            self._is_reported_complete = True
             self.emit(Message(complete_run(self.run_folder.uri, self.num_steps)))
 
     def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
@@ -417,8 +441,13 @@ class Run(Generic[ConfigT]):
         print(trainable_params_line(*count_params(self._model.config, adapter and adapter.config)))
 
     def _introduce(self) -> None:
-        """Emits the facts of the run once."""
-        if not self._is_introduced:
-            self._is_introduced = True
-            facts = self._facts | self._expectations | {"to watch it": f"groupax view {self.run_folder.uri}"}
-            self.emit(RunDescribed(self.num_steps, facts))
+        """Emits the facts of the run once; of a complete run first that it is, and then no plans."""
+        if self._is_introduced:
+            return
+        self._is_introduced = True
+        facts = self._facts
+        if self._will_resume_complete():
+            self._report_complete_run()
+        else:
+            facts |= self._plans | self._expectations
+        self.emit(RunDescribed(self.num_steps, facts | {"to watch it": f"groupax view {self.run_folder.uri}"}))

@@ -66,7 +66,7 @@ def chosen_options(command: Any) -> dict[str, list[Option]]:
     Args:
         command: The command with the defaults to show, or its class.
     """
-    found = {option.name: option for option in _all_options(command)}
+    found = {option.name: option for option in all_options(command)}
     return {topic: [found[name] for name in names] for topic, names in command.TOPICS.items()}
 
 
@@ -86,7 +86,7 @@ def brief_help(command: Any, name: str) -> str:
     verb = name.partition(" ")[0]
     if hasattr(kind, "TOPICS"):
         topics = chosen_options(command)
-        more = f"groupax {verb} --help all describes all {len(list(_all_options(command)))} options."
+        more = f"groupax {verb} --help all describes all {len(list(all_options(command)))} options."
     else:
         topics = common_options(command)
         more = (
@@ -100,7 +100,7 @@ def brief_help(command: Any, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _all_options(command: Any) -> Iterator[Option]:
+def all_options(command: Any) -> Iterator[Option]:
     """Yields the options of a command and those of the records among them."""
     for option in options(command):
         if is_dataclass(option.kind):

@@ -1,14 +1,17 @@
 """Parses the arguments of a command into its options."""
 
 import functools
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from groupax.settings.brief_help import brief_help
+from groupax.settings.brief_help import all_options, brief_help
 from groupax.settings.documentation import descriptions, parts, title
+from groupax.settings.fields import nearest
 from groupax.settings.json_flags import JSON_FLAGS
 
 
@@ -26,7 +29,8 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
         default: An instance with the default values of the options; None takes the defaults of the fields.
 
     Raises:
-        SystemExit: The help, or an explanation of wrong arguments, was printed.
+        ValueError: There is no such flag; names the nearest one.
+        SystemExit: The help, or an explanation of wrong values, was printed.
     """
     help_flag = next((index for index, each in enumerate(arguments) if each in ("-h", "--help")), None)
     composed = {name: hint for name, hint in get_type_hints(kind).items() if len(parts(hint)) > 1}
@@ -35,11 +39,14 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
         made = kind() if composed and default is None else kind
         print(brief_help(made if default is None else default, name), end="")
         raise SystemExit(0)
+    listed = f"(groupax {name.removesuffix(' RUN_DIR')} --help all lists them)"
+    if help_flag is None:
+        _check_names(kind, arguments, listed)
     grouped = _grouped(kind, composed) if composed else _described(kind)
     if default is not None:
         own = {each.name: getattr(default, each.name) for each in fields(kind)}
         default = grouped(**own | {name: _split(own[name], hint) for name, hint in composed.items()})
-    command = tyro.cli(
+    command, surplus = tyro.cli(
         grouped,
         prog=f"groupax {name}",
         args=list(arguments) if help_flag is None else ["--help"],
@@ -47,11 +54,29 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
         use_underscores=True,
         registry=JSON_FLAGS,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.OmitArgPrefixes),
+        return_unknown_args=True,
     )
+    if surplus:
+        raise ValueError(f"unexpected arguments: {shlex.join(surplus)} {listed}")
     if not composed:
         return command
     own = {each.name: getattr(command, each.name) for each in fields(kind)}
     return kind(**own | {name: _united(own[name], hint) for name, hint in composed.items()})
+
+
+def _check_names(kind: Any, arguments: Sequence[str], listed: str) -> None:
+    """Refuses flags that a command does not have; `listed` says where there is a list of those that it has."""
+    found = [(option.name.rstrip("_"), option.kind) for option in all_options(kind) if not option.is_positional]
+    known = {name for name, _ in found} | {f"no_{name}" for name, value in found if value is bool}
+    given = [each.partition("=")[0] for each in arguments if re.match(r"--[A-Za-z]", each)]
+    names = {flag: flag[2:].replace("-", "_") for flag in given}
+    wrong = [
+        f"there is no flag {flag}{nearest(name, known, '--') or ';'}"
+        for flag, name in names.items()
+        if name not in known and not name.startswith("tyro_")  # tyro's own flags, which write completions for shells
+    ]
+    if wrong:
+        raise ValueError(f"{' '.join(wrong).removesuffix(';')} {listed}")
 
 
 @functools.cache

@@ -11,7 +11,8 @@ class EvaluationSchedule:
     """Schedule of evaluations."""
 
     eval_steps: int = ranged(0, 10**9, resume="free")
-    """Evaluate on eval_dataset every this many steps; 0 never does."""
+    """Evaluate on eval_dataset every this many steps during training; 0 never does. Before and after training, groupax
+    train evaluates in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)

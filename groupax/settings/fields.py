@@ -114,10 +114,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean ...?" with the known names nearest to an unknown one, or an empty text."""
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns "; did you mean ...?" with the known names nearest to an unknown one, or an empty text.
+
+    Args:
+        name: The unknown name.
+        known: Names that there are.
+        prefix: What is written before each of them.
+    """
     matches = difflib.get_close_matches(name, list(known), n=2)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    return f"; did you mean {' or '.join(prefix + match for match in matches)}?" if matches else ""
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:

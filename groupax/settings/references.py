@@ -81,8 +81,8 @@ def bind(setting: str, function: Any, options: Mapping[str, Any]) -> Any:
     for option in options:
         if option not in known and not takes_any:
             raise ValueError(
-                f"{setting} {reference_to(function)!r} has no option {option!r}{nearest(option, known)}; it takes "
-                f"{inspect.signature(function)}"
+                f"{setting} {reference_to(function)!r} has no option {option!r}; it takes "
+                f"{inspect.signature(function)}{nearest(option, known)}"
             )
     return Bound(function, tuple((name, _hashable(value)) for name, value in options.items()))
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from groupax.settings.fields import nearest
+
+PACKAGE = Path(__file__).parents[1]  # has the recipes' models
 ADAPTER_NAME = "adapter_config.json"  # marks a folder as an adapter's
 RECORDS = "groupax"  # folder with a run's records in a folder that other programs write to
 # Files to download from a hub repository: models, adapters and tokenizers, but not a second copy of the weights in
@@ -51,6 +54,26 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: There is no such model folder and the hub has no such model, or a link leads out of the folder.
     """
+    folder = local_folder(name_or_path)
+    if folder is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        name, revision = split_revision(str(name_or_path))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FETCHED, ignore_patterns=LEFT_OUT))
+    except (OSError, ValueError) as error:  # the hub client's errors for network, name and permissions
+        raise ValueError(
+            f"there is no folder {name_or_path}, and it cannot be downloaded from the hub: {error}"
+        ) from error
+
+
+def local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """Returns the folder of a model on this machine; None for a hub id, which is not looked up.
+
+    Raises:
+        ValueError: The name is neither a hub id nor that of a model folder, or a link leads out of the folder.
+    """
     if "\0" in str(name_or_path):
         raise ValueError(f"{str(name_or_path)!r} is neither a model folder nor a hub id: it has a null character")
     path = Path(name_or_path).expanduser().absolute()
@@ -66,16 +89,22 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
         check_links(path)
         return path
     if path.exists() or not _HUB_ID.fullmatch(str(name_or_path)):
-        raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'")
-    from huggingface_hub import snapshot_download
+        where = whereabouts(Path(name_or_path).expanduser())
+        raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'{where}")
+    return None
 
-    try:
-        name, revision = split_revision(str(name_or_path))
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FETCHED, ignore_patterns=LEFT_OUT))
-    except (OSError, ValueError) as error:  # the hub client's errors for network, name and permissions
-        raise ValueError(
-            f"there is no folder {name_or_path}, and it cannot be downloaded from the hub: {error}"
-        ) from error
+
+def whereabouts(path: Path) -> str:
+    """Returns the end of an error about a path that is no folder: where it was looked for, and which one is near."""
+    if path.exists():
+        return "; it is a file"
+    packaged = PACKAGE.parent / path
+    if path.parts[:1] == (PACKAGE.name,) and packaged.is_dir():
+        near = f"; did you mean {packaged}?"
+    else:
+        near = nearest(path.name, [each.name for each in path.parent.glob("*/")], str(path)[: -len(path.name)])
+    where = "" if path.is_absolute() else f" in the working directory, {Path.cwd()}"
+    return f"; there is no such folder{where}{near}"
 
 
 def list_names(names: Iterable[str]) -> str:

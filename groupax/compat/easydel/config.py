@@ -116,7 +116,7 @@ class GRPOConfig(ForeignConfig):
         for name in given:
             if name not in OPTIMIZER_KWARGS:
                 raise ValueError(
-                    f"extra_optimizer_kwargs has {name!r}{nearest(name, OPTIMIZER_KWARGS)}; groupax knows "
-                    f"{', '.join(OPTIMIZER_KWARGS)}"
+                    f"extra_optimizer_kwargs has {name!r}; groupax knows {', '.join(OPTIMIZER_KWARGS)}"
+                    f"{nearest(name, OPTIMIZER_KWARGS)}"
                 )
         return {OPTIMIZER_KWARGS[name]: value for name, value in given.items()}

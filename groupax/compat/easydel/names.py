@@ -75,6 +75,6 @@ def named(value: Any, known: Any, setting: str) -> str:
     text = str(getattr(value, "value", "none" if value is None else value)).lower()
     if text not in names:
         raise ValueError(
-            f"{setting} {text!r} is not supported{nearest(text, names)}; choose from {', '.join(filter(None, names))}"
+            f"{setting} {text!r} is not supported; choose from {', '.join(filter(None, names))}{nearest(text, names)}"
         )
     return text

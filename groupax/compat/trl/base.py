@@ -149,7 +149,7 @@ class BaseTrainer(Reports):
     def _eval_set(self, name: str) -> Any:
         if not isinstance(self.eval_dataset, Mapping) or name not in self.eval_dataset:
             known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
-            raise ValueError(f"there is no evaluation set {name!r}{nearest(name, known)}; give a dataset, or its name")
+            raise ValueError(f"there is no evaluation set {name!r}; give a dataset, or its name{nearest(name, known)}")
         return self.eval_dataset[name]
 
 

@@ -31,8 +31,8 @@ def generation_settings(config: GRPOFields) -> dict[str, Any]:
     unknown = [name for name in given if name not in GENERATION]
     if unknown:
         raise ValueError(
-            f"generation_kwargs has {unknown[0]!r}{nearest(unknown[0], GENERATION)}; choose from "
-            f"{', '.join(GENERATION)} and do_sample"
+            f"generation_kwargs has {unknown[0]!r}; choose from {', '.join(GENERATION)} and do_sample"
+            f"{nearest(unknown[0], GENERATION)}"
         )
     if "stop" in given and "stop_strings" in given:
         raise ValueError("generation_kwargs has stop and stop_strings, which mean the same; leave one of them out")

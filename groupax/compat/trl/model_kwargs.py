@@ -86,7 +86,7 @@ def _check(name: str, value: Any) -> None:
     inert = _INERT | hf.INERT
     if name not in inert:
         raise ValueError(
-            f"model_init_kwargs has {name!r}{nearest(name, inert)}; groupax cannot tell what it would change in the "
-            "model, so load the model with transformers and pass the object"
+            f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the model "
+            f"with transformers and pass the object{nearest(name, inert)}"
         )
     warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {inert[name]}")

@@ -22,15 +22,15 @@ def optimizer_settings(config: TrainingArguments) -> dict[str, Any]:
     known = [own for own in OPTIMIZERS if name == own or name.startswith(f"{own}_")]
     if not known:
         raise ValueError(
-            f"optim {name!r} is not supported{nearest(name, OPTIMIZERS)}; choose from {', '.join(OPTIMIZERS)}"
+            f"optim {name!r} is not supported; choose from {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}"
         )
     if "8bit" in name or "4bit" in name or "paged" in name:
         warn(f"optim {name!r}: groupax keeps the optimizer state in float32 on the devices")
     scheduler = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
     if scheduler not in SCHEDULERS:
         raise ValueError(
-            f"lr_scheduler_type {scheduler!r} is not supported{nearest(scheduler, SCHEDULERS)}; choose from "
-            f"{', '.join(SCHEDULERS)}"
+            f"lr_scheduler_type {scheduler!r} is not supported; choose from {', '.join(SCHEDULERS)}"
+            f"{nearest(scheduler, SCHEDULERS)}"
         )
     settings: dict[str, Any] = {
         "optimizer": OPTIMIZERS[known[-1]],

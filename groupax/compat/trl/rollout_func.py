@@ -130,7 +130,7 @@ def _overridden(params: SamplingParams, given: Mapping[str, Any]) -> SamplingPar
     unknown = next((name for name in given if name not in (*names, "n")), None)
     if unknown is not None:
         raise ValueError(
-            f"generation_overrides has {unknown!r}{nearest(unknown, names)}; choose from {', '.join(names)}"
+            f"generation_overrides has {unknown!r}; choose from {', '.join(names)}{nearest(unknown, names)}"
         )
     if given.get("n", 1) != 1:
         raise ValueError(f"generation_overrides has n={given['n']}; give a prompt several times instead")

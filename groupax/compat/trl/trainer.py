@@ -184,7 +184,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         name, known = self._unknown_environments[0], self._agents.names
         return (
             f"the dataset's column environment has {name!r:.80}, which is not among the environments of "
-            f"environment_factory{nearest(name, known)}; it has {', '.join(known)}"
+            f"environment_factory; it has {', '.join(known)}{nearest(name, known)}"
         )
 
     def evaluate(

@@ -89,6 +89,15 @@ def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Sav
             yield saved
 
 
+def newest_state(store: Store) -> Mapping[str, Any] | None:
+    """Returns the state of the newest checkpoint, whose other files are not checked; None without a readable one."""
+    steps = store.steps()
+    if not steps:
+        return None
+    saved = Saved(steps[-1], store.where(steps[-1]), store.local(steps[-1]), store.state(steps[-1]))
+    return None if _unreadable(saved) else saved.state
+
+
 def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, emit: Emit) -> Saved | None:
     """Returns the checkpoint that a run continues; None if it starts from the beginning.
 

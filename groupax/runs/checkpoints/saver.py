@@ -299,7 +299,7 @@ class RunSaver:
                 step,
                 {
                     "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
-                    f"{nearest(name, metrics)}; no checkpoint is the best one"
+                    f"; no checkpoint is the best one{nearest(name, metrics)}"
                 },
             )
 

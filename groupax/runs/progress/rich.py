@@ -56,9 +56,9 @@ class Rich(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        from rich.console import Console
+        from groupax.terminal.console import output_console
 
-        self.console = Console(highlight=False)
+        self.console = output_console()
         self.is_live = self.console.is_interactive and sys.stdout.isatty()
         self.opened_s = time.monotonic()
         self.current: Phase | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from groupax.runs.model_card import shown_name
 from groupax.runs.report.contents import Contents, contents_of, repeating_command
-from groupax.runs.report.page import sparklines, table
+from groupax.runs.report.page import code, sparklines, table
 from groupax.runs.report.record import NoStepsError, RunRecord, read_run
 from groupax.terminal.printable import one_line
 
@@ -66,8 +66,7 @@ def _command(run: RunRecord) -> str:
         return ""
     command = {name: _without_paths(value) for name, value in run.command.items()}
     settings = {name: (_without_paths(value), default) for name, (value, default) in run.settings.items()}
-    text = one_line(repeating_command(command, settings), MAX_COMMAND).replace("`", "'")
-    return f"```\n{text}\n```"
+    return code(one_line(repeating_command(command, settings), MAX_COMMAND))
 
 
 def _without_paths(value: Any) -> Any:

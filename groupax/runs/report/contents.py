@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from groupax.evaluation.paired import p_text
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number, numbers
@@ -15,6 +16,7 @@ from groupax.runs.rollout_log import beginning
 from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
 
+TREND_STEPS = 10  # of the start and of the end, whose means are shown
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.
 CURVES = {
@@ -64,7 +66,8 @@ class Contents:
 
     Attributes:
         title: Title of the page.
-        subject: Model, data, rewards and command, as a table.
+        subject: Model, data and rewards, as a table.
+        command: Command line that repeats the run; empty for a run that was started from Python.
         summary, settings, hardware, times, evaluations, changes, flipped: Tables whose first row is the head.
         num_flipped: Number of items that flipped, and of those in the table if it is lower.
         verdicts: Sentences about evaluations.
@@ -76,6 +79,7 @@ class Contents:
 
     title: str
     subject: Rows
+    command: str
     summary: Rows
     verdicts: Sequence[str]
     diagnostics: Sequence[Mapping[str, Any]]
@@ -102,6 +106,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
     return Contents(
         title=f"groupax run {run.name}",
         subject=_subject(run),
+        command=repeating_command(run.command, run.settings) if run.command else "",
         summary=_summary(run, price_per_hour),
         verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
         diagnostics=_by_severity(run.diagnostics),
@@ -131,7 +136,7 @@ def _by_severity(diagnostics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _subject(run: RunRecord) -> Rows:
-    """Returns what was trained on what, and the command that repeats it."""
+    """Returns what was trained on what."""
     facts = run.processes[-1].get("run", {}) if run.processes else {}
     command = run.command or {}
     recipe = _recipe(command)
@@ -147,7 +152,7 @@ def _subject(run: RunRecord) -> Rows:
         "examples": facts.get("examples"),
         "reward functions": weighted(facts.get("rewards") or ", ".join(rewards), run.settings.get("reward_weights")),
         "steps": facts.get("steps"),
-        "command": repeating_command(command, run.settings) if command else "none: the run was started from Python",
+        "command": None if command else "none: the run was started from Python",
     }
     return [("", ""), *((label, str(value)) for label, value in named.items() if value)]
 
@@ -186,19 +191,19 @@ def _option(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no_{name}"
     values = value if isinstance(value, list) else [value]
-    return " ".join([f"--{name}", *(shlex.quote(str(each)) for each in values)])
+    texts = (json.dumps(each) if isinstance(each, dict) else str(each) for each in values)
+    return " ".join([f"--{name}", *map(shlex.quote, texts)])
 
 
 def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
-    first, last = run.metrics[0], run.metrics[-1]
+    last = run.metrics[-1]
     seconds = run.total("step_time")
     count, kind = run.num_paid
     hours = count * seconds / 3600
     rows = [("", ""), ("optimizer steps", f"{run.num_steps:,}")]
     for name in (headline(last), "pass@1", "kl", "entropy", "completions/mean_length", *OF_EPISODES):
-        if name in last:
-            before, after = numbers([first.get(name, math.nan), last[name]])
-            rows.append((name, f"{before} → {after} (first and last logged step)"))
+        if values := [value for each in run.metrics if (value := each.get(name)) is not None]:
+            rows.append((name, _trend(values)))
     rows += [
         ("sampled tokens" if "reward" in last else "tokens", f"{last.get('num_tokens', math.nan):,.0f}"),
         ("time in steps", _duration(seconds)),
@@ -207,6 +212,14 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
     if price_per_hour is not None:
         rows.append(("cost", f"{hours * price_per_hour:,.2f} at {price_per_hour:g} per {kind} hour"))
     return [*rows, ("diagnostics", str(len(run.diagnostics)))]
+
+
+def _trend(values: Sequence[float]) -> str:
+    """Returns the means of the first and of the last logged values, of at most half of them each."""
+    num = max(1, min(TREND_STEPS, len(values) // 2))
+    before, after = numbers([sum(part) / num for part in (values[:num], values[-num:])])
+    where = "first and last logged step" if num == 1 else f"means of the first and last {num} logged steps"
+    return f"{before} → {after} ({where})"
 
 
 def _evaluations(run: RunRecord) -> Rows:
@@ -218,7 +231,7 @@ def _evaluations(run: RunRecord) -> Rows:
             value, low, high = (_signed(change.get(key)) for key in ("value", "low", "high"))
             interval = f"{value} [{low}, {high}]"
             both = [_with_interval(each.get(when), estimate, pair[when]) for when in ("before", "after")]
-            rows.append((name, estimate, *both, interval, _cell(pair["p_value"])))
+            rows.append((name, estimate, *both, interval, p_text(pair["p_value"])))
     if len(rows) == 1 and run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         rows = [("", f"step {first['step']:.0f}", f"step {last['step']:.0f}")]

@@ -5,6 +5,7 @@ Prompts and completions may hold anything: all text is escaped, and the page all
 
 import html
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from groupax.runs.progress.rich import sparkline
 from groupax.runs.report.charts import bar, curve, legend, number, numbers
 from groupax.runs.report.contents import Contents, Curve, Rows, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter
+from groupax.terminal.printable import printable
 
 NUM_SPARKS = 40  # characters of a curve in Markdown
 
@@ -31,7 +33,7 @@ def html_page(report: Contents) -> str:
 def markdown(report: Contents) -> str:
     """Returns the report as Markdown, with curves as lines of characters."""
     environment = _environment(_inline, autoescape=False)
-    environment.globals |= {"table": table, "sparklines": sparklines, "texts": _texts}
+    environment.globals |= {"table": table, "code": code, "sparklines": sparklines, "texts": _texts}
     environment.filters["escaped"] = lambda text: Markup(html.escape(shown(text)))
     return environment.get_template("report.md.jinja").render(report=report)
 
@@ -70,6 +72,13 @@ def table(rows: Rows) -> Markup:
     """Returns a Markdown table whose first row is the head; "None." without others."""
     lines = [f"| {' | '.join(map(_inline, row))} |" for row in rows]
     return Markup("\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if len(rows) > 1 else "None.")
+
+
+def code(text: str) -> Markup:
+    """Returns a Markdown block of code with the text unchanged, between fences that are longer than any in it."""
+    visible = printable(text)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", visible)), default=0))
+    return Markup(f"{fence}\n{visible}\n{fence}")
 
 
 def sparklines(curves: Sequence[Curve]) -> Rows:

@@ -168,4 +168,4 @@ def _read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 def _check_known(owner: str, given: Mapping[str, Any], known: Any) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{owner} has no {name!r}{nearest(name, known)}; it has {', '.join(known) or 'nothing'}")
+            raise ValueError(f"{owner} has no {name!r}; it has {', '.join(known) or 'nothing'}{nearest(name, known)}")

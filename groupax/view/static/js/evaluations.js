@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { diffText } from "./diff.js";
 import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Chat, endBadge } from "./episode.js";
+import { directionOf } from "./overview.js";
 import { RunChoice } from "./runs.js";
 import { go, oneRun } from "./state.js";
 
@@ -230,9 +231,8 @@ function differencesTable(differences, titles) {
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Differences" }, el("table", { class: "data estimates" },
     el("thead", {}, el("tr", {}, ["Common items", ...titles, "Difference, 95 % interval", "p"].map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, Object.entries(differences).map(([name, { before, after, difference, p_value: p }]) => {
-      const isClear = difference.low > 0 || difference.high < 0;
       return el("tr", {}, el("th", { scope: "row", title: name }, visible(name.replace(/^rewards\/(.+)\/mean$/, "$1"))), el("td", { class: "number" }, fixed(before)), el("td", { class: "number" }, fixed(after)),
-        el("td", { class: "number" }, el("b", { class: isClear ? (difference.value > 0 ? "up" : "down") : "" }, `${difference.value > 0 ? "+" : ""}${fixed(difference.value)}`), el("small", {}, ` ${interval(difference)}`)),
+        el("td", { class: "number" }, el("b", { class: directionOf(difference, p) }, `${difference.value > 0 ? "+" : ""}${fixed(difference.value)}`), el("small", {}, ` ${interval(difference)}`)),
         el("td", { class: "number" }, p === null ? "–" : p < 1e-4 ? "< 0.0001" : p.toFixed(4)));
     }))));
 }

@@ -182,13 +182,19 @@ function shortModel(model) {
   return model.startsWith("/") ? model.split("/").filter(Boolean).slice(-2).join("/") : model;
 }
 
+/** Returns the class of a difference: up or down if its interval and its test tell it from 0, else nothing. */
+export function directionOf({ value, low, high }, p) {
+  const isClear = low !== null && (low > 0 || high < 0) && (p === null || p === undefined || p < 0.05);
+  return isClear ? (value > 0 ? "up" : "down") : "";
+}
+
 function change(each) {
   const { before, after, difference, when, set, name } = each;
-  const isClear = difference.low !== null && (difference.low > 0 || difference.high < 0);
+  const direction = directionOf(difference, each.p_value);
   return el("li", {},
     el("h3", { title: name }, visible(name.replace(/^rewards\/(.+)\/mean$/, "$1")), set && el("small", {}, visible(set))),
     el("p", { class: "from-to" }, el("span", {}, fixed(before.value)), el("i", { "aria-label": "to" }, "→"), el("b", {}, fixed(after.value))),
-    difference.low !== null && el("p", { class: "facts" }, el("span", { class: isClear ? (difference.value > 0 ? "up" : "down") : "" }, `${signed(difference.value)} `), `[${signed(difference.low)}, ${signed(difference.high)}]`),
+    difference.low !== null && el("p", { class: "facts" }, el("span", { class: direction }, `${signed(difference.value)} `), `[${signed(difference.low)}, ${signed(difference.high)}]`),
     difference.low === null && after.low !== null && el("p", { class: "facts" }, `95 % [${fixed(after.low)}, ${fixed(after.high)}]`),
     el("p", { class: "facts" }, `${visible(when[0])} → ${visible(when[1])}`));
 }

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { colourRuns, plain, settingsOf } from "./coloring.js";
 import { debounced, drawn, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
-import { compact, duration } from "./overview.js";
+import { compact, directionOf, duration } from "./overview.js";
 import { address, app, chooseRuns, runColour, shortName, shownRuns, store, stored, toggleRun, unread } from "./state.js";
 
 const MAX_SETTINGS = 12; // columns of settings
@@ -194,7 +194,7 @@ function heldOut(change) {
 function changeCell(change) {
   const value = change?.difference.value;
   if (value === null || value === undefined) return "–";
-  const { low, high } = change.difference;
-  const isClear = low === null || low > 0 || high < 0;
-  return el("span", { class: isClear && value !== 0 ? (value > 0 ? "up" : "down") : "" }, `${value > 0 ? "+" : ""}${shown(value, 3)}`);
+  const isEstimated = change.difference.low !== null;
+  const direction = isEstimated ? directionOf(change.difference, change.p_value) : value > 0 ? "up" : value < 0 ? "down" : "";
+  return el("span", { class: direction }, `${value > 0 ? "+" : ""}${shown(value, 3)}`);
 }
