@@ -140,6 +140,12 @@ def test_folders_have_splits(tmp_path):
     assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
     with pytest.raises(MissingSplitError, match="has no split test or validation, it has train; name the file itself"):
         load_examples(tmp_path / "c", "eval_dataset", ("test", "validation"))
+    for number in range(20):
+        write_jsonl(tmp_path / "many" / f"part{number:02d}.jsonl", [{"prompt": "p"}])
+    with pytest.raises(MissingSplitError, match=r"it has part00, .*, part07; name the file itself"):
+        load_examples(tmp_path / "many")
+    with pytest.raises(ValueError, match="x is an empty text; name a file, a folder or a hub id, or leave it out"):
+        read_rows("", "x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingSplitError, match=r"it has no \.jsonl, \.json, \.csv, \.tsv or \.parquet file"):
         read_rows(tmp_path / "empty", "x")

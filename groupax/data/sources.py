@@ -9,6 +9,7 @@ from typing import Any
 
 from groupax.data.files import KINDS, file_kind, read_file
 from groupax.settings.fields import nearest
+from groupax.storage.folders import list_names
 from groupax.terminal.printable import error_line
 
 TRAIN_SPLITS = ("train",)
@@ -38,6 +39,8 @@ def read_rows(
         MissingSplitError: None of the splits exists.
         ValueError: The source cannot be read.
     """
+    if not str(source).strip():
+        raise ValueError(f"{name} is an empty text; name a file, a folder or a hub id, or leave it out")
     path = Path(source).expanduser()
     try:
         if path.is_dir():
@@ -107,7 +110,7 @@ def _pick(by_split: Mapping[str, Any], splits: Sequence[str], where: str) -> Any
     for split in splits:
         if split in by_split:
             return by_split[split]
-    found = ", ".join(by_split) or f"no {KINDS} file"
+    found = list_names(by_split) or f"no {KINDS} file"
     raise MissingSplitError(f"{where} has no split {' or '.join(splits)}, it has {found}; name the file itself")
 
 
