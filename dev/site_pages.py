@@ -25,7 +25,10 @@ from groupax.runs.trackers import background
 from groupax.settings.documentation import descriptions, parts, title
 
 SETTINGS = "reference/settings.md"
-DIAGNOSTICS_MARK = "<!-- the list of diagnostics -->"
+# What a reader of the file in the repository sees in the list's place.
+DIAGNOSTICS_MARK = (
+    "*The list is generated: it is on the site that `make docs` builds, in `build/site/troubleshooting/index.html`.*"
+)
 OTHER_MODULES = ("groupax.events", "groupax.runs.trackers.tracker")  # public, but not at the top of the package
 SEVERITIES = get_args(Severity)
 RESUMES = {
