@@ -52,7 +52,7 @@ def test_troubleshooting_has_every_diagnostic():
     text = "\n".join(diagnostics_list())
     of_names = {"reward NAME", *(f"tracker_NAME_{kind}" for kind in ("failed", "slow", "late"))}
     assert set(re.findall(r"^### ([\w ]+)$", text, re.MULTILINE)) == {*SEVERITIES, *of_names}
-    assert "is ..., which is not among the metrics so far...; no checkpoint is the best one" in text
+    assert "is ..., which is not among the metrics so far; no checkpoint is the best one..." in text
     assert text.index("### rewards_equal") < text.index("### all_truncated") < text.index("### padding_waste")
     assert "for 5 steps the KL to the reference was above 1 nats per token (now ...)" in text
     assert on_page_markdown(f"a\n{DIAGNOSTICS_MARK}\n") == f"a\n{text}\n"
