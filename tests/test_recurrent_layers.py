@@ -1,5 +1,6 @@
 """Layers with a recurrent state: the delta rule, convolutions, and what the engine keeps of a sequence."""
 
+import json
 from dataclasses import replace
 
 import jax

@@ -299,7 +299,7 @@ def test_solved_groups_are_reported(tmp_path):
     assert line["groups/all_wrong_frac"] == 0
     assert 0 < line["mfu"] < 2
     assert line["memory/peak_bytes"] > 1e6
-    with pytest.raises(ValueError, match="'rigth', which is not a reward function of the run; did you mean right"):
+    with pytest.raises(ValueError, match=r"'rigth', which is not a reward function of the run; .*; did you mean right"):
         a_trainer(tmp_path, right, correctness_reward="rigth")
 
 

@@ -29,6 +29,7 @@ CASES = json.loads((trl.GOLDEN / "trl_images.json").read_text())
 ARRAYS = np.load(trl.GOLDEN / "trl_images.npz")
 # TRL's log-probs of Qwen 3.5 are themselves this far from those in float64: states of delta nets add up the errors.
 CLOSE = {"qwen3_5": 4e-5}
+RELATIVE = {"qwen3_5": 1e-5}  # of gradients, some of which are near 10 there
 
 
 @pytest.fixture(scope="module", params=list(trl.FAMILIES))
@@ -113,4 +114,5 @@ def test_loss_log_probs_and_gradients_are_those_of_trls_step(case):
     norm = np.sqrt(sum(float(np.square(grad.astype(np.float64)).sum()) for grad in gradients.values()))
     np.testing.assert_allclose(norm, recorded["grad_norm"], rtol=close)
     for name in recorded["gradients"]:
-        np.testing.assert_allclose(gradients[name], ARRAYS[f"{family}/grad/{name}"], atol=close, err_msg=name)
+        expected = ARRAYS[f"{family}/grad/{name}"]
+        np.testing.assert_allclose(gradients[name], expected, atol=close, rtol=RELATIVE.get(family, 1e-7), err_msg=name)

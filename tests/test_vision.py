@@ -339,7 +339,7 @@ ADAPTERS = [
     ("qwen3_vl", r".*(visual.*(qkv|linear_fc2|attn\.proj)|v_proj)"),
     ("qwen3_vl", "all-linear"),
     ("qwen3_vl_moe", r".*(visual.*(qkv|linear_fc1)|o_proj)"),
-    ("qwen3_5", r".*(visual.*qkv|in_proj_qkv|out_proj|q_proj)"),
+    ("qwen3_5", r".*(visual.*qkv|in_proj_z|out_proj|v_proj)"),
 ]
 
 
