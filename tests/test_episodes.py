@@ -575,5 +575,5 @@ def test_what_an_environment_starts_with_is_added_to_the_last_message():
         with_observation("go", [{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match="must return a text, a list of messages, or None"):
         with_observation(PROMPT, b"bytes")
-    with pytest.raises(ValueError, match=r"which is no environment of the run.*ech.*it has echo, other"):
+    with pytest.raises(ValueError, match=r"which is no environment of the run; it has echo, other; did you mean echo"):
         make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).kind_of({"environment": "ech"})
