@@ -5,7 +5,7 @@ import json
 import pytest
 
 from groupax.cli.main import main
-from groupax.events import RunDescribed
+from groupax.events import RunDescribed, RunStarted
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.parallel.accelerators import CHIPS, chip_of
@@ -61,6 +61,20 @@ def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_f
     complete, _, facts = described(max_steps=1, learning_rate=0.5)  # another run, which moves that one aside
     assert complete == []
     assert "planned memory" in facts
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_said_to_be_complete(tmp_path):
+    a_trainer(tmp_path, count_a, max_steps=2, save_steps=1).train()
+    newest = tmp_path / "run" / "checkpoints" / "step_000002"
+    damaged = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes() + b"x")
+    trainer, told = a_trainer(tmp_path, count_a, max_steps=2, save_steps=1), []
+    trainer.events.sinks.append(told.append)
+    trainer.train()
+    assert not [each for each in told if "is complete, with" in getattr(each, "text", "")]
+    [facts] = [each.facts for each in told if isinstance(each, RunDescribed)]
+    assert "planned memory" in facts
+    assert [each.step for each in told if isinstance(each, RunStarted)] == [1]
 
 
 def test_facts_continue_on_indented_lines_and_commands_stay_whole():

@@ -12,8 +12,9 @@ import numpy as np
 from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, Item, compare, write_items
-from groupax.evaluation.paired import PairedDifference
+from groupax.evaluation.paired import PairedDifference, p_text
 from groupax.metrics.estimates import Estimate
+from groupax.metrics.trend import first_and_last
 from groupax.settings.sampling import SamplingParams
 from groupax.sft import SFTResult
 from groupax.terminal.printable import one_line, printable
@@ -21,7 +22,6 @@ from groupax.trainer import TrainResult
 from groupax.types import Metrics, Prompt
 
 NUM_SAMPLES = 2
-TREND_STEPS = 10  # of the start and of the end, whose mean rewards are compared
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
 SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
@@ -145,7 +145,7 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
 
     rows = []
     for name, pair in comparison.differences.items():
-        rows.append((name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", pair.p_text))
+        rows.append((name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_text(pair.p_value)))
     for name in ("completions/mean_length", "completions/clipped_ratio"):
         if name in before and name in after:
             rows.append((name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", ""))
@@ -263,10 +263,8 @@ def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]], params
         return ""
     if name == "pass@1" and pair.before > SOLVED_ABOVE and not pair.is_clear:
         return ""
-    part = max(1, min(TREND_STEPS, len(rewards) // 2))
-    first, last = (float(np.mean(values)) for values in (rewards[:part], rewards[-part:]))
+    first, last, _ = first_and_last(rewards)
     trend = f"from {first:.3f} to {last:.3f}"
-    greedy = "; answers here are greedy, and sampled ones may improve first (eval_temperature)"
     if last <= first:
         return f"; the reward in training did not rise ({trend}): see docs/troubleshooting.md"
     if pair.is_clear:
@@ -274,7 +272,9 @@ def _pointer(comparison: Comparison, logged: Sequence[Mapping[str, Any]], params
             f"; the reward in training rose {trend}, so the policy may have learned what these prompts do not reward: "
             "compare the training prompts with these, and read the completions (docs/hacked_reward.md)"
         )
-    return f"; the reward in training rose {trend}: more steps may show it here" + greedy * (params.temperature == 0)
+    is_greedy = params.temperature == 0
+    greedy = "; answers here are greedy, and sampled ones may improve first (eval_temperature)" if is_greedy else ""
+    return f"; the reward in training rose {trend}: more steps may show it here{greedy}"
 
 
 def _mean_of(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -311,8 +311,9 @@ def _percent(share: float) -> str:
 
 def _difference(pair: PairedDifference) -> str:
     each = pair.difference
-    p = f"p = {pair.p_text}".replace("= <", "<")
-    return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, {p}"
+    p = p_text(pair.p_value)
+    relation = "p" if p.startswith("<") else "p ="
+    return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, {relation} {p}"
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

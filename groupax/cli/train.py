@@ -177,10 +177,10 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
 
     with before_training():
         before = trainer.evaluate()
-    for name in before.broken_rewards:
+    if broken := before.broken_rewards:
         raise RewardError(
-            f"the reward function {name!r} failed for every completion of the evaluation before training:\n"
-            f"{before.errors[name]}"
+            f"the reward function {broken[0]!r} failed for every completion of the evaluation before training:\n"
+            f"{before.errors[broken[0]]}"
         )
     for text in reward_diagnostics(before.errors).values():
         trainer.emit(Message(text, warning=True))

@@ -42,11 +42,6 @@ class PairedDifference:
         """Returns whether both the interval and the test tell it from 0, which near 5 % they may do differently."""
         return (self.difference.low > 0 or self.difference.high < 0) and self.p_value < LEVEL
 
-    @property
-    def p_text(self) -> str:
-        """The p-value in two digits, or a dash."""
-        return p_text(self.p_value)
-
 
 def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[float] | np.ndarray) -> PairedDifference:
     """Estimates the mean difference over items, with an interval and a p-value.

@@ -251,8 +251,8 @@ class Experts:
         has_bias: Whether the router and the matrices of experts have biases.
         fused: Whether and how a checkpoint has `gate_name` and `up_name` in one tensor [E, D, 2 F], which both of these
             name, and the third matrix of all experts in another one, [E, F, D]; None for a tensor per matrix.
-        squares_are_kept: Whether only those of these tensors whose last two dims differ are so, and the others
-            [E, 2 F, D] and [E, D, F], as by readers that tell the order by the shape.
+        squares_are_kept: Whether such a tensor has its last two dims in the other order, [E, 2 F, D] or [E, D, F], if
+            they are equal, as its other readers assume, who tell the order by the shape.
         has_shared_gate: Whether the output of that layer is multiplied by the sigmoid of a logit per token.
         sum_eps: Number that is added to the sum of sigmoids that the router's weights are divided by.
         router_name, gate_name, up_name, down_name: Names of a layer's weights in a checkpoint; `{expert}` is an index.

@@ -30,7 +30,7 @@ from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.adapters import adapter_models, result_folders, save_adapters
 from groupax.runs.build import check_adapter, model_for
-from groupax.runs.checkpoints.choose import Saved, newest_state
+from groupax.runs.checkpoints.choose import Saved, complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences, process_of
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
@@ -322,14 +322,10 @@ class Run(Generic[ConfigT]):
 
     def _will_resume_complete(self) -> bool:
         """Returns whether the run folder has this run with all its steps. A bucket is not searched for it."""
-
-        def identity_if_all_steps() -> Identity | None:
-            if self.args.resume != "auto" or self.run_folder.remote is not None:
-                return None
-            state = newest_state(self.checkpoints_in(self.run_folder.path))
-            return state["identity"] if state and state["cursor"]["step"] >= self.num_steps else None
-
-        found = processes.run_on_primary(identity_if_all_steps)
+        if self.args.resume != "auto" or self.run_folder.remote is not None:
+            return False
+        store = self.checkpoints_in(self.run_folder.path)
+        found = processes.run_on_primary(lambda: complete_identity(store, self.num_steps))
         return found is not None and not differences(found, self._own_identity())
 
     def _report_complete_run(self) -> None:

@@ -89,13 +89,12 @@ def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Sav
             yield saved
 
 
-def newest_state(store: Store) -> Mapping[str, Any] | None:
-    """Returns the state of the newest checkpoint, whose other files are not checked; None without a readable one."""
-    steps = store.steps()
-    if not steps:
+def complete_identity(store: Store, num_steps: int) -> Identity | None:
+    """Returns the identity of the run whose newest readable checkpoint has all steps; None if it lacks some."""
+    if max(store.steps(), default=-1) < num_steps:  # so that only complete runs are checked for damage
         return None
-    saved = Saved(steps[-1], store.where(steps[-1]), store.local(steps[-1]), store.state(steps[-1]))
-    return None if _unreadable(saved) else saved.state
+    saved = next(readable_checkpoints(store, {}), None)
+    return saved.state["identity"] if saved is not None and saved.step >= num_steps else None
 
 
 def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, emit: Emit) -> Saved | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from groupax.evaluation.paired import p_text
+from groupax.metrics.trend import first_and_last
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number, numbers
@@ -16,7 +17,6 @@ from groupax.runs.rollout_log import beginning
 from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
 
-TREND_STEPS = 10  # of the start and of the end, whose means are shown
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
 # Metrics to draw together, by title; a star stands for any name.
 CURVES = {
@@ -215,9 +215,9 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
 
 
 def _trend(values: Sequence[float]) -> str:
-    """Returns the means of the first and of the last logged values, of at most half of them each."""
-    num = max(1, min(TREND_STEPS, len(values) // 2))
-    before, after = numbers([sum(part) / num for part in (values[:num], values[-num:])])
+    """Returns the means of the first and of the last logged values."""
+    first, last, num = first_and_last(values)
+    before, after = numbers([first, last])
     where = "first and last logged step" if num == 1 else f"means of the first and last {num} logged steps"
     return f"{before} → {after} ({where})"
 
