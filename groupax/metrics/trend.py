@@ -1,4 +1,4 @@
-"""How a logged value changed over a run."""
+"""The change of a logged value over a run."""
 
 from collections.abc import Sequence
 
