@@ -21,11 +21,11 @@ import numpy as np
 
 from groupax import GRPOTrainer
 from groupax.cli.options import recorded
-from groupax.cli.replay import maker, trained_command
+from groupax.cli.replay import maker
 from groupax.cli.train import Train, inputs_of, train_defaults
 from groupax.parallel.compilation import compilation
 from groupax.replay.recorded import recorded_run
-from groupax.replay.session import replay_target
+from groupax.replay.session import replay_target, settings_of
 from groupax.replay.trainer import Target
 from groupax.settings.command_line import parsed
 
@@ -65,7 +65,7 @@ def trained(kind: str, folder: Path, model: str, max_steps: int | None) -> Path:
 
 def replayed(run: Path, steps: list[int]) -> list[tuple[bool, float, float]]:
     """Replays steps; returns of each whether it is equal, and its seconds after loading and in all."""
-    run_record, command = recorded_run(run), trained_command(str(run))
+    run_record = recorded_run(run)
     found = []
     for step in steps:
         begun_s, loaded_s = time.perf_counter(), []
@@ -74,7 +74,7 @@ def replayed(run: Path, steps: list[int]) -> list[tuple[bool, float, float]]:
             del trainer
             seen += [time.perf_counter(), compilation().seconds]
 
-        outcome = replay_target(Target(run_record, step), maker(command, "none"), command.args, loaded)
+        outcome = replay_target(Target(run_record, step), maker(run_record, "none"), settings_of(run_record), loaded)
         ended_s = time.perf_counter()
         compiled_s = compilation().seconds - loaded_s[1]
         found.append((outcome.is_equal, ended_s - loaded_s[0] - compiled_s, ended_s - begun_s))

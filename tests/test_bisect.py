@@ -12,6 +12,7 @@ from groupax.replay.bisect import bisected
 from groupax.replay.causes import halved
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
+from groupax.replay.session import settings_of
 from groupax.replay.show import comparison
 from groupax.replay.show_cause import cause_lines
 from groupax.replay.trainer import ReplayTrainer
@@ -75,7 +76,8 @@ def makes(reward=letters, data=PROMPTS, spoil=None):
 
 def found(folder, trainer, until, make, window=4):
     condition = parsed_condition(until)
-    found = bisected(recorded_run(folder / "run"), condition, make, trainer.args, window)
+    run = recorded_run(folder / "run")
+    found = bisected(run, condition, make, settings_of(run), window)
     lines = [] if found.parted is None else [*comparison(found.parted)]
     lines += [] if found.cause is None else [*cause_lines(found.cause, condition.metrics, until)]
     return found, "\n".join(lines)

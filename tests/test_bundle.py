@@ -198,7 +198,9 @@ def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tm
 def test_a_bundle_can_be_changed(archive, tmp_path):
     bundle = open_bundle(archive, tmp_path / "bundle")
     target = Target(bundle.run, 3, "update")
-    outcome = replay_changed(target, bundle.make, bundle.make, bundle.args, {"learning_rate": 0.1}, other_weights=False)
+    outcome = replay_changed(
+        target, bundle.make, bundle.make, bundle.settings, {"learning_rate": 0.1}, other_weights=False
+    )
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
     assert "learning_rate 0.01 in the run, 0.1 now" in outcome.stages[-1].text
 

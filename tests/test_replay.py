@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from groupax import GRPOConfig, init_model, replay_step
+from groupax import init_model, replay_step
 from groupax.cli.main import main
 from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
 from groupax.replay.bisect import first_line
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
-from groupax.replay.session import replay_changed, stage_of
+from groupax.replay.session import replay_changed, settings_of, stage_of
 from groupax.replay.show import changes, comparison
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.step_record import STAGES, parsed_records
@@ -148,9 +148,61 @@ def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypa
 
 
 @pytest.mark.heavy
+def test_a_run_that_was_continued_with_other_settings(tmp_path):
+    run = a_run(tmp_path, max_steps=4, save_steps=2, lr_scheduler_type="linear")
+    shutil.rmtree(run / "model")
+    again_with = {"resume": str(run), "max_steps": 8, "lr_scheduler_type": "linear", "num_iterations": 1}
+    a_run(tmp_path, **again_with, learning_rate=3e-3, beta=0.0, epsilon=0.3)
+    recorded = recorded_run(run)
+    assert [*recorded.changes] == [4]
+    assert recorded.changes[4]["learning_rate"] == (1e-2, 3e-3)
+    assert recorded.settings(4)["max_steps"] == 4
+    for step in (2, 4, 5, 8):
+        assert again(run, step).is_equal, step
+    shutil.rmtree(run / "checkpoints")
+    outcome = again(run, 7)
+    assert outcome.is_equal
+    assert outcome.first_step == 4  # steps before it are repeated with their own settings, in another run
+    changed = replay_changed(Target(recorded, 7, "update"), *makers(letters, letters), settings_of(recorded), {}, False)
+    assert changed.is_equal
+
+
+@pytest.mark.heavy
+def test_settings_that_change_within_a_rollout(tmp_path):
+    run = a_run(tmp_path, max_steps=8, save_steps=3, save_total_limit=0, updates_per_rollout=4, prompts_per_step=1)
+    a_run(
+        tmp_path,
+        resume=str(run / "checkpoints" / "step_000006"),
+        max_steps=8,
+        updates_per_rollout=4,
+        prompts_per_step=1,
+        learning_rate=1e-3,
+    )
+    assert [*recorded_run(run).changes] == [6]
+    for step in (5, 6, 7, 8):
+        assert again(run, step).is_equal, step
+    shutil.rmtree(run / "checkpoints")
+    assert again(run, 8).is_equal
+
+
+@pytest.mark.heavy
+def test_a_run_that_starts_from_another_run(tmp_path):
+    origin = a_run(tmp_path / "a", max_steps=4, save_steps=2)
+    (tmp_path / "b").mkdir()
+    run = a_run(tmp_path / "b", resume=str(origin / "checkpoints" / "step_000002"), max_steps=6, learning_rate=1e-3)
+    assert min(recorded_run(run).records) == 3
+    assert again(run, 6).is_equal
+    shutil.rmtree(run / "checkpoints")
+    assert again(run, 6).is_equal
+    shutil.rmtree(origin)
+    with pytest.raises(ValueError, match="which is not there"):
+        again(run, 6)
+
+
+@pytest.mark.heavy
 def test_a_change_is_compared_with_the_run(run):
     own, other = makers(letters, letters)
-    settings = GRPOConfig.from_mapping(recorded_run(run).config)
+    settings = settings_of(recorded_run(run))
     target = Target(recorded_run(run), 2, "update")
     outcome = replay_changed(target, own, other, settings, {"learning_rate": 1e-3}, other_weights=False)
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
@@ -163,7 +215,7 @@ def test_a_change_is_compared_with_the_run(run):
 
 @pytest.mark.heavy
 def test_tokens_whose_log_prob_changes_are_shown_with_their_text(run):
-    settings = GRPOConfig.from_mapping(recorded_run(run).config)
+    settings = settings_of(recorded_run(run))
     target = Target(recorded_run(run), 3, "update")
     outcome = replay_changed(target, *makers(letters, letters), settings, {"temperature": 2.0}, other_weights=False)
     then = target.run.table(3)
@@ -176,7 +228,7 @@ def test_tokens_whose_log_prob_changes_are_shown_with_their_text(run):
 
 @pytest.mark.heavy
 def test_rewards_and_weights_may_differ_too(run):
-    settings = GRPOConfig.from_mapping(recorded_run(run).config)
+    settings = settings_of(recorded_run(run))
     target = Target(recorded_run(run), 3, "reward")
     outcome = replay_changed(target, *makers(letters, flipped), settings, {}, other_weights=False)
     assert outcome.stages[1].is_equal

@@ -35,6 +35,7 @@ def bisect(arguments: Sequence[str]) -> None:
     from groupax.replay.bisect import bisected, first_line
     from groupax.replay.expression import parsed_condition
     from groupax.replay.recorded import recorded_run
+    from groupax.replay.session import settings_of
     from groupax.replay.show import comparison
     from groupax.replay.show_cause import cause_lines
 
@@ -44,8 +45,8 @@ def bisect(arguments: Sequence[str]) -> None:
     step, before = first_line(run.metrics, condition)
     earlier = f"; it does not in the line of metrics before it, that of step {before}" if before else ""
     _print(f"{command.until} first holds in step {step}{earlier}")
-    trained = trained_command(str(run.folder))
-    found = bisected(run, condition, maker(trained, "none"), trained.args, command.window)
+    trained_command(run, step)
+    found = bisected(run, condition, maker(run, "none"), settings_of(run), command.window)
     steps = [outcome.step for outcome in found.outcomes if outcome.is_equal]
     if steps:
         which = f"steps {steps[0]} to {steps[-1]} are" if len(steps) > 1 else f"step {steps[0]} is"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from groupax.cli.resume import resumed_command
+from groupax.cli.resume import command_of
 from groupax.cli.train import Train, inputs_of
 from groupax.config import GRPOConfig
 from groupax.runs.progress.named import progress_named
@@ -20,8 +20,8 @@ from groupax.terminal.printable import printable
 if TYPE_CHECKING:
     from groupax.replay.bundled import Bundle
     from groupax.replay.recorded import RecordedRun
-    from groupax.replay.session import Make, Outcome
-    from groupax.replay.trainer import ReplayTrainer, Target
+    from groupax.replay.session import Outcome
+    from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
     from groupax.runs.step_record import Stage
 
 
@@ -77,19 +77,14 @@ def replay(arguments: Sequence[str]) -> int:
         raise ValueError("--step is missing: the optimizer step to compute again")
 
     from groupax.replay.recorded import recorded_run
+    from groupax.replay.session import settings_of
 
     run = recorded_run(command.run.rstrip("/"))
-    trained = trained_command(str(run.folder))
-    makers = maker(trained, command.progress_bar), _other_maker(command, trained)
+    trained_command(run, command.step)
+    makers = maker(run, command.progress_bar), maker(run, command.progress_bar, command.model, command.reward)
     if command.bundle is not None:
-        return _make_bundle(command, run, command.step, makers[0], trained.args)
-    return _replayed(command, run, command.step, makers, trained.args, command.stage or "rollout")
-
-
-def _other_maker(command: Replay, trained: Train) -> "Make":
-    """Returns what makes a trainer with the command's other model and rewards."""
-    other = replace(trained, model=command.model or trained.model)
-    return maker(replace(other, reward_funcs=command.reward or trained.reward_funcs), command.progress_bar)
+        return _make_bundle(command, run, command.step, makers[0], settings_of(run))
+    return _replayed(command, run, command.step, makers, settings_of(run), command.stage or "rollout")
 
 
 def _replayed(
@@ -97,7 +92,7 @@ def _replayed(
     run: "RecordedRun",
     step: int,
     makers: "tuple[Make, Make]",
-    args: GRPOConfig,
+    settings: "SettingsAt",
     first: str,
     weights_text: "Callable[[ReplayTrainer], str] | None" = None,
 ) -> int:
@@ -107,11 +102,11 @@ def _replayed(
     from groupax.replay.trainer import Target
 
     target = Target(run, step, "data" if first == "rollout" else first)  # pyright: ignore[reportArgumentType]
-    settings = changed_settings(command.with_, args)
-    if not (settings or command.reward or command.model):
+    changed = changed_settings(command.with_, settings(step))
+    if not (changed or command.reward or command.model):
         why = Why()
         use = why.observe if command.why else None
-        outcome = replay_target(target, makers[0], args, use, weights_text)
+        outcome = replay_target(target, makers[0], settings, use, weights_text)
         status = _report(comparison(outcome), outcome)
         if command.why:
             _print(*why.lines())
@@ -122,7 +117,7 @@ def _replayed(
         raise ValueError("--why is about the step as it was; leave out --with, --reward and --model")
     begin: "Stage" = "rollout" if command.model else "reward" if command.reward else "update"
     target = replace(target, stage=begin)
-    outcome = replay_changed(target, *makers, args, settings, other_weights=command.model is not None)
+    outcome = replay_changed(target, *makers, settings, changed, other_weights=command.model is not None)
     logged = next((line for line in run.metrics if line["step"] == step and "loss" in line), {})
     differing: list[Stage] = [stage.stage for stage in outcome.stages if not stage.is_equal]
     stage = differing[0] if differing else begin
@@ -177,13 +172,13 @@ class Why:
         return path
 
 
-def _make_bundle(command: Replay, run: "RecordedRun", step: int, make: "Make", args: GRPOConfig) -> int:
+def _make_bundle(command: Replay, run: "RecordedRun", step: int, make: "Make", settings: "SettingsAt") -> int:
     """Writes a bundle, replays it, and returns the exit status."""
     from groupax.replay.make_bundle import make_bundle
     from groupax.replay.show import comparison
 
     assert command.bundle is not None, "a bundle is asked for"
-    made = make_bundle(run, step, make, args, command.bundle, command.include)
+    made = make_bundle(run, step, make, settings, command.bundle, command.include)
     status = _report(comparison(made.outcome), made.outcome)
     _print(*made.lines())
     return status
@@ -201,11 +196,11 @@ def _replay_bundle(command: Replay, path: Path) -> int:
         step = bundle.manifest.step
         if command.step not in (None, step):
             raise ValueError(f"{path} has step {step}, not {command.step}")
-        bundle = replace(bundle, args=replace(bundle.args, progress_bar=command.progress_bar))
+        bundle = replace(bundle, progress_bar=command.progress_bar)
         makers, first = bundle_makers(command, bundle)
         for line in bundle.about(with_code=command.allow_code):
             _print(line)
-        return _replayed(command, bundle.run, step, makers, bundle.args, first, bundle.weights_text)
+        return _replayed(command, bundle.run, step, makers, bundle.settings, first, bundle.weights_text)
 
 
 def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make], str]":
@@ -213,8 +208,7 @@ def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make]
     own: "Make" = bundle.make
     first = command.stage or bundle.stage
     if command.allow_code:
-        trained = trained_command(str(bundle.run.folder))
-        inputs = inputs_of(trained)
+        inputs = inputs_of(trained_command(bundle.run, bundle.manifest.step))
 
         def with_code(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
             tools, environments = inputs.agents.load()
@@ -236,32 +230,41 @@ def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make]
     return (own, with_rewards if command.reward or command.model else own), "rollout" if first == "data" else first
 
 
-def trained_command(run: str) -> Train:
-    """Returns the command that started a run.
+def trained_command(run: "RecordedRun", step: int) -> Train:
+    """Returns the command of the process that took a step.
 
     Raises:
         ValueError: The run was not started by `groupax train`.
     """
-    try:
-        command = resumed_command(run)
-    except ValueError as error:
-        if "started from Python" not in str(error):
-            raise
+    folder, recorded = str(run.folder), run.command(step)
+    if recorded is None:
         raise ValueError(
-            f"the run in {run} was started from Python; replay it there: groupax.replay_step({run!r}, step, ...) "
-            "with the arguments of its GRPOTrainer"
-        ) from error
+            f"the run in {folder} was started from Python; replay it there: groupax.replay_step({folder!r}, {step}, "
+            "...) with the arguments of its GRPOTrainer"
+        )
+    command = command_of(recorded, run.settings(step), folder)
     if not isinstance(command, Train):
-        raise ValueError(f"the run in {run} is one of groupax sft, whose steps are not recorded")
+        raise ValueError(f"the run in {folder} is one of groupax sft, whose steps are not recorded")
     return command
 
 
-def maker(command: Train, progress_bar: str) -> "Make":
-    """Returns what makes a trainer of the command for a target."""
+def maker(
+    run: "RecordedRun", progress_bar: str, model: str | None = None, rewards: Sequence[str] | None = None
+) -> "Make":
+    """Returns what makes a trainer for a target.
+
+    Args:
+        run: The recorded run, whose commands it follows.
+        progress_bar: Display of its progress.
+        model: Another model.
+        rewards: Other reward functions.
+    """
 
     def make(target: "Target", args: GRPOConfig) -> "ReplayTrainer":
         from groupax.replay.trainer import ReplayTrainer
 
+        command = trained_command(run, target.step)
+        command = replace(command, model=model or command.model, reward_funcs=rewards or command.reward_funcs)
         inputs = inputs_of(command)
         tools, environments = inputs.agents.load()
         dataset = inputs.dataset(command)

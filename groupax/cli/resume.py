@@ -1,7 +1,7 @@
 """`groupax resume`: the command that started a run, with which it continues."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,19 @@ def resumed_command(run: str) -> Train | SFT:
         raise ValueError(
             f"the run in {run} was started from Python; start that program again, which resumes it (resume='auto')"
         )
-    kind = config_class(config)
-    args: Any = kind.from_mapping({**config, "output_dir": run, "resume": run})
+    return command_of(command, config, run)
+
+
+def command_of(command: Mapping[str, Any], settings: Mapping[str, Any], run: str) -> Train | SFT:
+    """Returns a recorded command, changed to resume the run.
+
+    Args:
+        command: Content of `command.json`.
+        settings: Content of `config.json`.
+        run: The run folder.
+    """
+    kind = config_class(settings)
+    args: Any = kind.from_mapping({**settings, "output_dir": run, "resume": run})
     lists = {name: tuple(command[name]) for name in LISTS if command.get(name) is not None}
     return (SFT if kind is SFTConfig else Train)(**{**command, **lists}, args=args)
 

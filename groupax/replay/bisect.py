@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupax.config import GRPOConfig
 from groupax.replay.causes import Cause, NoCauseError, Search
 from groupax.replay.expression import Condition
 from groupax.replay.moments import Moment
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import Make, Outcome, replay_steps
-from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.replay.session import Outcome, replay_steps
+from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
 
@@ -61,7 +60,7 @@ def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tupl
     raise ValueError(f"the condition holds in no step up to {before}")
 
 
-def bisected(run: RecordedRun, condition: Condition, make: Make, args: GRPOConfig, window: int) -> Bisection:
+def bisected(run: RecordedRun, condition: Condition, make: Make, settings: SettingsAt, window: int) -> Bisection:
     """Finds the step and the rows that made a metric of a run fulfil a condition.
 
     The last steps up to it are computed again, as `replay_step` does. If they are the recorded ones, or if only what is
@@ -71,7 +70,7 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, args: GRPOConfi
         run: The recorded run.
         condition: The condition.
         make: Makes the trainer of the run.
-        args: Settings of the run.
+        settings: Returns the settings of the run at a step.
         window: Least number of steps to compute again.
 
     Raises:
@@ -79,13 +78,14 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, args: GRPOConfi
     """
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
-    outcomes, cause, why_not = _replayed(Target(run, step, "data", first), make, args, condition, before)
+    first = max([first, *(change + 1 for change in run.changes if change < step)])
+    outcomes, cause, why_not = _replayed(Target(run, step, "data", first), make, settings, condition, before)
     number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
     if cause is None and not why_not:
         stage: Stage = next(each.stage for each in outcomes[number].stages if not each.is_equal)
         why_not = f"step {outcomes[number].step} computes another {stage} than it did, with the same rows"
         if stage in OF_INPUTS:
-            again, cause, why_not = _replayed(Target(run, step, "loss", first), make, args, condition, before)
+            again, cause, why_not = _replayed(Target(run, step, "loss", first), make, settings, condition, before)
             if cause is None and not why_not:
                 differing = (each for each in again if _updated(each.record) != _updated(run.records[each.step]))
                 parted = next(differing).step
@@ -102,7 +102,7 @@ def _whole(record: StepRecord) -> StepRecord:
 
 
 def _replayed(
-    target: Target, make: Make, args: GRPOConfig, condition: Condition, before: int
+    target: Target, make: Make, settings: SettingsAt, condition: Condition, before: int
 ) -> tuple[list[Outcome], Cause | None, str]:
     """Returns a target's steps, computed again, and if they are the recorded ones, the cause or why there is none."""
     moments: dict[int, Moment] = {}
@@ -127,5 +127,5 @@ def _replayed(
 
         trainer.observe, trainer.finish = moments.__setitem__, finish
 
-    outcomes = replay_steps(target, make, args, use)
+    outcomes = replay_steps(target, make, settings, use)
     return outcomes, next(iter(causes), None), next(iter(faults), "")

@@ -20,12 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from groupax.config import GRPOConfig
 from groupax.data.images import as_urls, has_images, with_images
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import Make
-from groupax.replay.trainer import ReplayTrainer, Target, first_of_rollout, replay_settings
+from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, first_of_rollout, prepared
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE, seal
 from groupax.runs.checkpoints.fingerprint import Identity, versions
@@ -107,7 +105,7 @@ def _position(text: str) -> int:
 
 
 def collect_bundle(
-    run: RecordedRun, step: int, make: Make, args: GRPOConfig, folder: Path, include: Sequence[Part] | None = None
+    run: RecordedRun, step: int, make: Make, settings: SettingsAt, folder: Path, include: Sequence[Part] | None = None
 ) -> Manifest:
     """Writes the files of a bundle into a new folder.
 
@@ -117,7 +115,7 @@ def collect_bundle(
         run: The recorded run.
         step: The step.
         make: Makes the trainer of the run.
-        args: Settings of the run.
+        settings: Returns the settings of the run at a step.
         folder: The folder.
         include: Parts to include; None for the state if it is small.
 
@@ -126,12 +124,12 @@ def collect_bundle(
     """
     target = Target(run, step)
     target.check()
-    start = first_of_rollout(step, args)
+    start = first_of_rollout(step, settings(step))
     folder.mkdir(parents=True)
     if start:
         target = Target(run, start, "update", saves=True)
-    with replay_settings(target, args) as settings:
-        trainer = make(target, settings)
+    with prepared(target, make, settings) as (ready, args):
+        trainer = make(ready, args)
         identity = trainer.description
         num_bytes = 3 * sum(leaf.nbytes for leaf in _leaves(trainer.learner.state.params))
         includes = ["state"] * (num_bytes <= SMALL_STATE_BYTES) if include is None else [*dict.fromkeys(include)]

@@ -44,14 +44,19 @@ class Bundle:
         manifest: What it is.
         run: What it has of the run.
         base: Folder or hub id of the model that the run started from.
-        args: Settings of the run.
+        progress_bar: Display of the replay's progress.
     """
 
     folder: Path
     manifest: Manifest
     run: RecordedRun
     base: str
-    args: GRPOConfig
+    progress_bar: str = "none"
+
+    def settings(self, step: int) -> GRPOConfig:
+        """Returns the settings of the run at a step."""
+        of_replay = {"output_dir": str(self.folder / "replay"), "resume": "never", "progress_bar": self.progress_bar}
+        return GRPOConfig.from_mapping({**self.run.settings(step), **of_replay})
 
     @property
     def stage(self) -> Stage:
@@ -103,7 +108,8 @@ class Bundle:
             rewards: Reward functions.
             parts: Further arguments of the trainer by name.
         """
-        args = replace(args, max_steps=self.manifest.num_steps, chat_template=None)
+        num_steps = self.run.process(target.step).get("num_steps", self.manifest.num_steps)
+        args = replace(args, max_steps=num_steps, chat_template=None)
         adapter = self.manifest.identity.get("adapter")
         lora = LoRAConfig(**_tuples(adapter)) if adapter and not args.lora_r else None
         rows = _rows(self.folder / "rows.jsonl")
@@ -144,9 +150,10 @@ def open_bundle(
 def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> Bundle:
     """Returns the bundle in a folder (see `open_bundle`)."""
     configure_jax()  # before its arrays are read, which fixes the number of devices
-    manifest, run = read_manifest(folder), recorded_run(folder / "run")
-    settings = {name: run.config.get(name) for name in FUNCTIONS}
-    named = {name: value for name, value in settings.items() if REFERENCE.fullmatch(str(value))}
+    manifest, run = read_manifest(folder), replace(recorded_run(folder / "run"), is_foreign=True)
+    settings = [run.config, *(each.get("settings", {}) for each in run.processes)]
+    values = [(name, each.get(name)) for each in settings for name in FUNCTIONS]
+    named = {name: value for name, value in values if REFERENCE.fullmatch(str(value))}
     if named and not code:
         listed = ", ".join(f"{name} {value!r:.80}" for name, value in named.items())
         raise ValueError(
@@ -163,9 +170,7 @@ def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> 
         )
     if manifest.start:
         _place_state(folder, manifest, state)
-    of_replay = {"output_dir": str(folder / "replay"), "resume": "never", "progress_bar": "none"}
-    args = GRPOConfig.from_mapping({**run.config, **of_replay})
-    return Bundle(folder, manifest, run, str(base or own), args)
+    return Bundle(folder, manifest, run, str(base or own))
 
 
 def _place_state(folder: Path, manifest: Manifest, state: str | None) -> None:

@@ -11,8 +11,8 @@ from groupax.replay.archive import pack
 from groupax.replay.bundle import Manifest, Part, collect_bundle, write_after
 from groupax.replay.bundled import Bundle, bundle_in, open_bundle
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.session import Make, Outcome, replay_target, settings_of
-from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.replay.session import Outcome, replay_target, settings_of
+from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage
 
 
@@ -47,7 +47,7 @@ class Made:
 
 
 def make_bundle(
-    run: RecordedRun, step: int, make: Make, args: GRPOConfig, path: Path, include: Sequence[Part] | None = None
+    run: RecordedRun, step: int, make: Make, settings: SettingsAt, path: Path, include: Sequence[Part] | None = None
 ) -> Made:
     """Writes a bundle of a step, and replays it.
 
@@ -55,7 +55,7 @@ def make_bundle(
         run: The recorded run.
         step: The step.
         make: Makes the trainer of the run.
-        args: Settings of the run.
+        settings: Returns the settings of the run at a step.
         path: The file to write.
         include: Parts to include; None for the state if it is small.
 
@@ -66,7 +66,7 @@ def make_bundle(
         raise ValueError(f"{path} exists already; remove it, or name another file")
     with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as scratch:
         folder = Path(scratch) / "bundle"
-        manifest = collect_bundle(run, step, make, args, folder, include)
+        manifest = collect_bundle(run, step, make, settings, folder, include)
         model = None if "model" in manifest.includes else manifest.model
         bundle = bundle_in(folder, model, None if "state" in manifest.includes else str(run.folder), code=True)
         weights: list[Any] = []
@@ -75,7 +75,7 @@ def make_bundle(
             if "state" in manifest.includes:
                 trainer.finish = lambda: weights.append(write_after(trainer, folder))
 
-        outcome = replay_target(Target(bundle.run, step, bundle.stage), bundle.make, bundle.args, use)
+        outcome = replay_target(Target(bundle.run, step, bundle.stage), bundle.make, bundle.settings, use)
         return Made(path, pack(folder, path), manifest, outcome)
 
 
@@ -130,4 +130,4 @@ def replay_bundle(
     with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as scratch:
         bundle: Bundle = open_bundle(Path(path), Path(scratch) / "bundle", base, state)
         target = Target(bundle.run, bundle.manifest.step, stage or bundle.stage)
-        return replay_target(target, bundle.make, bundle.args, None, bundle.weights_text)
+        return replay_target(target, bundle.make, bundle.settings, None, bundle.weights_text)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from groupax.episodes.as_json import branches_from_json, messages_from_json, turns_from_json
-from groupax.runs.checkpoints.choose import Saved, readable_checkpoints
+from groupax.runs.checkpoints.choose import Saved, readable_checkpoints, split_path, store_of
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
@@ -18,7 +18,27 @@ from groupax.storage.buckets import is_remote
 from groupax.types import Rollout
 
 FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
-MACHINE = ("platform", "num_devices", "mesh", "processor", "versions")  # of a process, all that rounding depends on
+# Settings of what a replay neither does nor shows.
+QUIET: dict[str, Any] = {
+    "eval_steps": 0,
+    "report_to": (),
+    "save_steps": 0,
+    "save_interval_minutes": 0.0,
+    "do_last_save": False,
+    "metric_for_best_model": None,
+    "profile": 0,
+    "logging_steps": 1,
+    "log_completions": True,
+    "log_completions_steps": 1,
+    "rollout_log_gb": None,
+    "replay_state_gb": 0.0,
+    "rollout_servers": (),
+    "rollout_folder": None,
+}
+# Of a process, all that rounding depends on.
+MACHINE = ("platform", "num_devices", "mesh", "processor", "instruction_set", "versions")
+# Settings that no step depends on.
+UNSEEN = frozenset({"output_dir", "resume", "progress_bar", "run_name", "project", "track_memory", *QUIET})
 ARRAYS = {
     "prompt_ids": np.int32,
     "completion_ids": np.int32,
@@ -34,13 +54,15 @@ class RecordedRun:
 
     Attributes:
         folder: The run folder.
+        is_foreign: Whether somebody else made it, so that no path that it names is looked up.
     """
 
     folder: Path
+    is_foreign: bool = False
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The settings of the run."""
+        """The settings of the run's last process."""
         return json.loads((self.folder / "config.json").read_bytes())
 
     @cached_property
@@ -55,21 +77,69 @@ class RecordedRun:
         lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
         return [json.loads(line) for line in lines]
 
-    def machine_changes(self, now: Mapping[str, Any]) -> list[str]:
-        """Returns how the machine and the libraries of the run's last process differ from those of this one."""
+    @cached_property
+    def processes(self) -> list[Mapping[str, Any]]:
+        """What is recorded of the processes that worked on the run, in their order."""
         path = self.folder / "run.json"
-        processes = json.loads(path.read_bytes()).get("processes", []) if path.is_file() else []
-        then = processes[-1] if processes else {}
+        return json.loads(path.read_bytes()).get("processes", []) if path.is_file() else []
+
+    def process(self, step: int) -> Mapping[str, Any]:
+        """Returns what is recorded of the process that took a step; later ones may have repeated those of others."""
+        return next((each for each in reversed(self.processes) if each.get("step", 0) < step), {})
+
+    def settings(self, step: int) -> Mapping[str, Any]:
+        """Returns the settings of the process that took a step."""
+        return self.process(step).get("settings", self.config)
+
+    def command(self, step: int) -> Mapping[str, Any] | None:
+        """Returns the command of the process that took a step; None if the run was started from Python."""
+        path = self.folder / "command.json"
+        return self.process(step).get("command") or (json.loads(path.read_bytes()) if path.is_file() else None)
+
+    @cached_property
+    def changes(self) -> Mapping[int, Mapping[str, tuple[Any, Any]]]:
+        """Settings and options before and after each step after which a process continued the run with other ones."""
+        found = {}
+        for step in sorted({each.get("step", 0) for each in self.processes} - {0}):
+            before, after = ({**(self.command(each) or {}), **self.settings(each)} for each in (step, step + 1))
+            names = (name for name in after if name not in UNSEEN and before.get(name) != after[name])
+            if changed := {name: (before.get(name), after[name]) for name in names}:
+                found[step] = changed
+        return found
+
+    def machine_changes(self, step: int, now: Mapping[str, Any]) -> list[str]:
+        """Returns how the machine and the libraries with which a step was taken differ from those of this process."""
+        then = self.process(step)
         changed = (name for name in MACHINE if then.get(name, now[name]) != now[name])
         return [f"{name} {then[name]} in the run, {now[name]} now" for name in changed]
 
     def checkpoint(self, step: int) -> Saved | None:
-        """Returns the newest intact checkpoint at this step or before it; None if there is none."""
+        """Returns the newest intact checkpoint at this step or before it; None if the run's own start is nearer.
+
+        Raises:
+            ValueError: There is none, and the run did not start from the beginning.
+        """
         found: list[Saved] = []
         for name in ("checkpoints", "states"):
             each = (saved for saved in readable_checkpoints(LocalStore(self.folder / name), {}) if saved.step <= step)
             found += [saved for saved in (next(each, None),) if saved is not None]
-        return max(found, key=lambda saved: saved.step, default=None)
+        newest = max(found, key=lambda saved: saved.step, default=None)
+        return self._origin() if newest is None else newest
+
+    def _origin(self) -> Saved | None:
+        """Returns the checkpoint of another run that this one started from; None if it started from the beginning."""
+        first = self.processes[0] if self.processes else {}
+        if self.is_foreign or not first.get("step"):
+            return None
+        run, step = split_path(first["checkpoint"])
+        found = () if is_remote(run) else readable_checkpoints(store_of(run, Path(run)), {})
+        origin = next((saved for saved in found if saved.step == step), None)
+        if origin is None:
+            raise ValueError(
+                f"{self.folder} has no checkpoint to start from, and it started from {first['checkpoint']}, which "
+                f"{'is in a bucket' if is_remote(run) else 'is not there'}"
+            )
+        return origin
 
     def calls(self, number: int) -> list[Path]:
         """Returns the files with what tools and environments answered in a rollout."""

@@ -8,8 +8,17 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.replay.compare import Columns, StageResult, compare_step
-from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.trainer import QUIET, ReplayTrainer, Target, first_of_rollout, link_checkpoint, replay_settings
+from groupax.replay.recorded import QUIET, RecordedRun, recorded_run
+from groupax.replay.trainer import (
+    Make,
+    ReplayTrainer,
+    SettingsAt,
+    Target,
+    first_of_rollout,
+    link_checkpoint,
+    prepared,
+    trained,
+)
 from groupax.runs.checkpoints.fingerprint import process_of
 from groupax.runs.step_record import STAGES, Stage, StepRecord
 from groupax.settings.compute import UpdateSettings
@@ -23,8 +32,6 @@ from groupax.settings.objective import (
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
 
-# Makes a trainer for a target, with these settings.
-Make = Callable[[Target, GRPOConfig], ReplayTrainer]
 OF_UPDATES = (
     *(ObjectiveSettings, EntropySettings, MaskSettings, ReferenceSettings, UpdateSettings),
     *(LearningRateSettings, OptimizerSettings),
@@ -66,7 +73,7 @@ class Outcome:
 def replay_target(
     target: Target,
     make: Make,
-    args: GRPOConfig,
+    settings: SettingsAt,
     use: Callable[[ReplayTrainer], Any] | None = None,
     weights_text: Callable[[ReplayTrainer], str] | None = None,
 ) -> Outcome:
@@ -75,27 +82,27 @@ def replay_target(
     Args:
         target: The step.
         make: Makes the trainer of the run.
-        args: Settings of the run.
+        settings: Returns the settings of the run at a step.
         use: Called with the trainer before it starts.
         weights_text: Returns how its weights differ from those of the run, where these are known.
 
     Raises:
         ValueError: The step was not recorded, or the run is another one.
     """
-    return replay_steps(target, make, args, use, weights_text)[-1]
+    return replay_steps(target, make, settings, use, weights_text)[-1]
 
 
 def replay_steps(
     target: Target,
     make: Make,
-    args: GRPOConfig,
+    settings: SettingsAt,
     use: Callable[[ReplayTrainer], Any] | None = None,
     weights_text: Callable[[ReplayTrainer], str] | None = None,
 ) -> list[Outcome]:
     """Computes the steps of a target again, as `replay_target` does, and returns an outcome of each."""
     target.check()
-    with replay_settings(target, args) as settings:
-        trainer = make(target, settings)
+    with prepared(target, make, settings) as (ready, args):
+        trainer = make(ready, args)
         if use is not None:
             use(trainer)
         trainer.train()
@@ -138,9 +145,9 @@ def replay_step(
     )
 
 
-def settings_of(run: RecordedRun, args: GRPOConfig | None) -> GRPOConfig:
-    """Returns the settings to replay a run with: those given, or those in its folder without a display."""
-    return args or replace(GRPOConfig.from_mapping(run.config), progress_bar="none")
+def settings_of(run: RecordedRun, args: GRPOConfig | None = None) -> SettingsAt:
+    """Returns the settings to replay a step of a run with: those given, or those that it had, without a display."""
+    return lambda step: args or replace(GRPOConfig.from_mapping(run.settings(step)), progress_bar="none")
 
 
 def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
@@ -160,7 +167,7 @@ def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
         tuple(stages),
         next(parted, None),
         tuple(number for number in trainer.collector.sampled if number not in trainer.collector.targets),
-        tuple(target.run.machine_changes(process_of(trainer.learner.mesh))),
+        tuple(target.run.machine_changes(step, process_of(trainer.learner.mesh))),
     )
 
 
@@ -176,7 +183,12 @@ def stage_of(changed: str) -> Stage:
 
 
 def replay_changed(
-    target: Target, make: Make, make_changed: Make, args: GRPOConfig, changes: Mapping[str, Any], other_weights: bool
+    target: Target,
+    make: Make,
+    make_changed: Make,
+    settings: SettingsAt,
+    changes: Mapping[str, Any],
+    other_weights: bool,
 ) -> Outcome:
     """Computes a step again under changes, from the state that the run had before it.
 
@@ -184,7 +196,7 @@ def replay_changed(
         target: The step, with the first stage that the changes reach if they are more than settings.
         make: Makes the trainer of the run.
         make_changed: Makes the trainer with other rewards or weights.
-        args: Settings of the run.
+        settings: Returns the settings of the run at a step.
         changes: Settings that differ.
         other_weights: Whether the weights are others, whose optimizer then starts afresh.
 
@@ -192,24 +204,22 @@ def replay_changed(
         ValueError: The step was not recorded, or a changed setting cannot be used.
     """
     target.check()
+    args = settings(target.step)
     stage = min([target.stage, *map(stage_of, changes)], key=STAGES.index)
     start = target.step - 1 if stage == "loss" else first_of_rollout(target.step, args)
     changed = replace(target, stage=stage, is_changed=True, starts_at=start if other_weights else 0)
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
-        settings = replace(args, **{**QUIET, **changes}, output_dir=str(Path(folder) / "changed"), resume="never")
+        args = replace(args, **{**QUIET, **changes}, output_dir=str(Path(folder) / "changed"), resume="never")
         saved = target.run.checkpoint(start) if start else None
         if saved is not None and saved.step == start and not other_weights:
             link_checkpoint(saved, Path(folder) / "before")
             changed = replace(changed, identity=saved.state["identity"])
-            settings = replace(settings, resume=str(Path(folder) / "before"))
+            args = replace(args, resume=str(Path(folder) / "before"))
         elif start and not other_weights:
-            before = Target(target.run, start, "update", saves=True)
-            with replay_settings(before, args) as own:
-                trainer = make(before, replace(own, output_dir=str(Path(folder) / "before")))
-                trainer.train()
-            changed = replace(changed, identity=trainer.identity)
-            del trainer
-            settings = replace(settings, resume=str(Path(folder) / "before"))
-        trainer = make_changed(changed, settings)
+            with prepared(Target(target.run, start, "update", saves=True), make, settings) as (before, own):
+                identity = trained(before, make, replace(own, output_dir=str(Path(folder) / "before")))
+            changed = replace(changed, identity=identity)
+            args = replace(args, resume=str(Path(folder) / "before"))
+        trainer = make_changed(changed, args)
         trainer.train()
         return outcome_of(changed, trainer)

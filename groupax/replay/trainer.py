@@ -13,7 +13,7 @@ from groupax.models.saving import save_model
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.moments import Moment, moment_of
-from groupax.replay.recorded import RecordedRun
+from groupax.replay.recorded import QUIET, RecordedRun
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor
 from groupax.runs.checkpoints.choose import Saved
@@ -26,23 +26,7 @@ from groupax.runs.step_record import Stage, StepRecord
 from groupax.trainer import GRPOTrainer
 from groupax.training.adapters import AdapterLearners
 
-# Settings of what a replay neither does nor shows.
-QUIET: dict[str, Any] = {
-    "eval_steps": 0,
-    "report_to": (),
-    "save_steps": 0,
-    "save_interval_minutes": 0.0,
-    "do_last_save": False,
-    "metric_for_best_model": None,
-    "profile": 0,
-    "logging_steps": 1,
-    "log_completions": True,
-    "log_completions_steps": 1,
-    "rollout_log_gb": None,
-    "replay_state_gb": 0.0,
-    "rollout_servers": (),
-    "rollout_folder": None,
-}
+SettingsAt = Callable[[int], GRPOConfig]  # the settings of a run at a step
 
 
 @dataclass(frozen=True)
@@ -105,14 +89,37 @@ def first_of_rollout(step: int, args: GRPOConfig) -> int:
 
 
 @contextmanager
-def replay_settings(target: Target, args: GRPOConfig) -> Iterator[GRPOConfig]:
-    """Gives the settings of a run that repeats a step in a temporary folder, which is deleted at the end."""
-    saved = target.run.checkpoint(first_of_rollout(target.steps[0], args))
+def prepared(target: Target, make: "Make", settings: SettingsAt) -> Iterator[tuple[Target, GRPOConfig]]:
+    """Gives a target and the settings of a trainer for it in a temporary folder, which is deleted at the end.
+
+    Where a process continued the run with other settings, the steps before it are repeated with those that they had.
+
+    Args:
+        target: The step to repeat.
+        make: Makes a trainer.
+        settings: Returns the settings of the run at a step.
+    """
+    start = first_of_rollout(target.steps[0], settings(target.steps[0]))
+    saved = target.run.checkpoint(start)
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
-        settings = replace(args, **QUIET, output_dir=str(Path(folder) / "run"), resume="never")
+        resume, first = "never", 0
         if saved is not None:  # a checkpoint or a state, which has another place
-            settings = replace(settings, resume=str(link_checkpoint(saved, Path(folder) / "before")))
-        yield settings
+            resume, first = str(link_checkpoint(saved, Path(folder) / "before")), saved.step
+        for step in target.run.changes:
+            if first < step < target.step:
+                stage = target.stage if step > start else "update"
+                before = Target(target.run, step, stage, identity=target.identity, saves=True)
+                place = str(Path(folder) / f"until_{step}")
+                identity = trained(before, make, replace(settings(step), **QUIET, output_dir=place, resume=resume))
+                resume, target = place, replace(target, identity=identity)
+        yield target, replace(settings(target.step), **QUIET, output_dir=str(Path(folder) / "run"), resume=resume)
+
+
+def trained(target: Target, make: "Make", args: GRPOConfig) -> Identity:
+    """Repeats the steps up to a target, and returns the identity of that run."""
+    trainer = make(target, args)
+    trainer.train()
+    return trainer.identity
 
 
 def link_checkpoint(saved: Saved, run: Path) -> Path:
@@ -263,3 +270,7 @@ class ReplayTrainer(GRPOTrainer):
         del saver, stop  # nothing is saved
         log.close_sinks()
         self.run_folder.settle()
+
+
+# Makes a trainer for a target, with these settings.
+Make = Callable[[Target, GRPOConfig], ReplayTrainer]

@@ -234,8 +234,9 @@ class RunFolder:
     # Writing.
 
     def write_process(self, process: Mapping[str, Any]) -> None:
-        """Adds a process that works on the run to `run.json`: devices, versions and so on, as plain data."""
-        self._processes = [*self._processes, process]
+        """Adds a process that works on the run to `run.json`: step, settings, devices and so on, as plain data."""
+        command = {} if self.command is None else {"command": self.command}
+        self._processes = [*self._processes, {**process, **command}]
         about = {"id": self.id, **self._identities, "processes": self._processes}
         self._write_text("run.json", json.dumps(about, indent=2) + "\n")
 

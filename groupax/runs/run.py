@@ -301,7 +301,9 @@ class Run(Generic[ConfigT]):
         processes.run_on_primary(lambda: self._check_destination(model_folder))
         commit = commit_of(program_folder()) if processes.is_primary() else None
         about = {**process_of(self._model.mesh), **({"commit": commit} if commit else {})}
-        self.run_folder.write_process({**about, "num_steps": self.num_steps, "run": self._facts | self._plans})
+        begun = {"step": self.cursor.step, **({"checkpoint": saved.location} if saved is not None else {})}
+        facts = {"num_steps": self.num_steps, "run": self._facts | self._plans}
+        self.run_folder.write_process({**about, **begun, **facts, "settings": self.args.to_dict()})
         self.emit(RunStarted(self.cursor.step, self.num_steps))
         if self.run_folder.moved_aside:
             self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))

@@ -32,6 +32,11 @@ class Saved:
     folder: Path
     state: Mapping[str, Any]
 
+    @property
+    def location(self) -> str:
+        """The URL, or the path from the root."""
+        return self.where if is_remote(self.where) else str(Path(self.where).absolute())
+
 
 class Fault(NamedTuple):
     """The reason why a checkpoint cannot be continued.

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
 from groupax.models.checkpoint import Model
 from groupax.parallel.digest import weights_digest
+from groupax.parallel.processor import instruction_set, processor_name
 
 # How each setting may change when a run is resumed (see `settings.fields.Resume`).
 _RESUME = {
@@ -81,7 +81,8 @@ def process_of(mesh: Mesh) -> Mapping[str, Any]:
         "platform": mesh.devices.flat[0].platform,
         "num_devices": int(mesh.devices.size),
         **devices_of(mesh),
-        "processor": _processor(),
+        "processor": processor_name(),
+        "instruction_set": instruction_set(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "versions": dict(versions()),
@@ -124,15 +125,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else ""
     return _sha256(str(part).encode() for part in (vocabulary, rules, tokenizer.eos_token_id, tokenizer.chat_template))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _flat(identity: Identity) -> dict[str, Any]:
