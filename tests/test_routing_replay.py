@@ -8,17 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import Engine, GRPOConfig, SamplingParams, init_model
+from groupax import Engine, GRPOConfig, SamplingParams, init_model, replay_step
 from groupax.models.config import Experts
 from groupax.models.experts import route
 from groupax.models.grouped import grouped_logprobs
+from groupax.replay.recorded import recorded_run
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.training.batch import pack, unpack
 from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh
-from .test_trainer import a_trainer
+from .test_config_and_data import a_tokenizer
+from .test_trainer import PROMPTS, a_trainer, count_a
 from .test_turns import one_turn
 
 HF = {**TINY, "model_type": "qwen3_moe", "num_hidden_layers": 3, "head_dim": 8, "moe_intermediate_size": 16}
@@ -130,6 +132,24 @@ def test_rows_of_a_run_have_the_experts_of_its_engine(tmp_path, is_replayed):
             assert row.experts is None
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("rollout/logp_diff_max", 0.0) for line in metrics) < 1e-5
+
+
+@pytest.mark.heavy
+def test_a_step_with_recorded_experts_is_replayed(tmp_path):
+    def model():
+        return init_model({**HF, "vocab_size": 13}, seed=1, dtype="bfloat16")
+
+    run = tmp_path / "run"
+    a_trainer(tmp_path, model=model(), max_steps=3, routing_replay=True, replay_state_gb=0.0).train()
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    for stage in ("data", "loss"):
+        given = {"train_dataset": PROMPTS, "processing_class": tokenizer, "stage": stage}
+        assert replay_step(run, 3, model(), count_a, **given).is_equal
+    columns = recorded_run(run).table(2)
+    widths = {
+        len(experts) / len(ids) for experts, ids in zip(columns["experts"], columns["completion_ids"], strict=True)
+    }
+    assert widths == {4}
 
 
 def test_a_checkpoint_keeps_the_experts_of_a_rollout(tmp_path):

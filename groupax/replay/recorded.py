@@ -202,6 +202,8 @@ def _rollout(columns: Mapping[str, list[Any]], index: int, example: Mapping[str,
     for name, read in FROM_JSON.items():
         if name in columns:
             values[name] = read(columns[name][index])
+    if columns.get("experts") and (experts := columns["experts"][index]) is not None:
+        values["experts"] = np.asarray(experts, np.int16).reshape(len(values["completion_ids"]), -1)
     if columns.get("turn_advantages") and columns["turn_advantages"][index] is not None:
         values["turn_advantages"] = tuple(columns["turn_advantages"][index])
     for name in ("environment_reward", "adapter"):

@@ -75,11 +75,6 @@ class Target:
                 f"step {self.step} is not in the record of {self.run.folder}, which has the steps {min(steps)} to "
                 f"{max(steps)}"
             )
-        if self.run.config.get("routing_replay"):
-            raise ValueError(
-                f"{self.run.folder} was run with routing_replay, and its log does not have the experts of its tokens: "
-                "its updates cannot be repeated"
-            )
 
 
 def first_of_rollout(step: int, args: GRPOConfig) -> int:

@@ -151,6 +151,10 @@ def rollout_table(
         columns["branches"] = column(pa.string(), lambda row: branches_as_json(row.branches))
     if any(row.turn_advantages is not None for row in rollouts):
         columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
+    if any(row.experts is not None for row in rollouts):
+        columns["experts"] = _lists(
+            [None if row.experts is None else row.experts.ravel() for row in rollouts], np.int16
+        )
     if any(each.adapter is not None for row in rollouts for each in (row, *row.branches)):
         columns["adapter"] = column(pa.string(), lambda row: row.adapter)
     if any(row.images is not None for row in rollouts):

@@ -123,7 +123,7 @@ def _of_rollout(group: Sequence[Rollout]) -> list[Any]:
             parts += [np.asarray(ids, np.int32) for ids in (stream.prompt_ids, stream.completion_ids)]
             parts += [np.asarray(logps, np.float32) for logps in (stream.policy_logps, stream.sampler_logps)]
             parts += [np.asarray(stream.mask, bool)]
-        parts += [rollout.finish_reason]
+        parts += [rollout.finish_reason, *([] if rollout.experts is None else [np.asarray(rollout.experts, np.int16)])]
     return parts
 
 
