@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from groupax.models.lora import LoRAConfig as LoRAConfig
     from groupax.models.saving import save_adapter as save_adapter
     from groupax.models.saving import save_model as save_model
-    from groupax.replay.make_bundle import bundle_step as bundle_step
-    from groupax.replay.make_bundle import replay_bundle as replay_bundle
-    from groupax.replay.session import replay_step as replay_step
+    from groupax.replay.from_python import bisect_run as bisect_run
+    from groupax.replay.from_python import bundle_step as bundle_step
+    from groupax.replay.from_python import replay_bundle as replay_bundle
+    from groupax.replay.from_python import replay_step as replay_step
     from groupax.settings.sampling import SamplingParams as SamplingParams
     from groupax.sft import SFTResult as SFTResult
     from groupax.sft import SFTTrainer as SFTTrainer
@@ -61,7 +62,8 @@ _HOME = {
     "TraceFile": "groupax.episodes.traces",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.checkpoint",
-    "bundle_step": "groupax.replay.make_bundle",
+    "bisect_run": "groupax.replay.from_python",
+    "bundle_step": "groupax.replay.from_python",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
     "mcp": "groupax.environments.mcp_tools",
@@ -70,8 +72,8 @@ _HOME = {
     "python_tool": "groupax.environments.python_tool",
     "read_traces": "groupax.episodes.traces",
     "recorded_rollouts": "groupax.episodes.traces",
-    "replay_bundle": "groupax.replay.make_bundle",
-    "replay_step": "groupax.replay.session",
+    "replay_bundle": "groupax.replay.from_python",
+    "replay_step": "groupax.replay.from_python",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",

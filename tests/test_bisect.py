@@ -1,5 +1,6 @@
 """The step that a metric went wrong in, and the rows that did it."""
 
+import shutil
 from dataclasses import replace
 
 import jax
@@ -7,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import init_model
+from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
 from groupax.replay.causes import halved
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of
-from groupax.replay.show import comparison
-from groupax.replay.show_cause import cause_lines
 from groupax.replay.trainer import ReplayTrainer
 from groupax.training.influence import influence_of
 from groupax.training.optimizer import make_optimizer
@@ -75,12 +74,9 @@ def makes(reward=letters, data=PROMPTS, spoil=None):
 
 
 def found(folder, trainer, until, make, window=4):
-    condition = parsed_condition(until)
     run = recorded_run(folder / "run")
-    found = bisected(run, condition, make, settings_of(run), window)
-    lines = [] if found.parted is None else [*comparison(found.parted)]
-    lines += [] if found.cause is None else [*cause_lines(found.cause, condition.metrics, until)]
-    return found, "\n".join(lines)
+    found = bisected(run, parsed_condition(until), make, settings_of(run), window)
+    return found, str(found)
 
 
 @pytest.mark.heavy
@@ -196,3 +192,23 @@ def test_halving_finds_what_does_it_alone():
     assert halved([*range(8)], lambda part: {4, 6} <= {*part}) == [4, 5, 6, 7]
     assert halved([*range(8)], lambda part: False) == [*range(8)]
     assert halved([3], lambda part: False) == [3]
+
+
+@pytest.mark.heavy
+def test_a_learning_rate_that_came_with_a_continuation(tmp_path):
+    settings = {"save_steps": 2, "lr_scheduler_type": "constant", "beta": 0.01, "learning_rate": 1e-3}
+    a_trainer(tmp_path, letters, **settings, max_steps=2).train()
+    run = tmp_path / "run"
+    shutil.rmtree(run / "model")
+    a_trainer(tmp_path, letters, **settings | {"learning_rate": 1.0, "resume": str(run)}, max_steps=4).train()
+    model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
+    found = bisect_run(run, "kl > 0.5", model, letters, train_dataset=PROMPTS, processing_class=tokenizer)
+    assert found.cause is not None
+    assert found.cause.step == 3
+    text = str(found)
+    assert "before step 3 the run was continued with other settings: " in text
+    assert "learning_rate 0.001 -> 1.0" in text
+    assert "the update as a whole" in text
+    assert "groupax.replay_step(" in text
+    with pytest.raises(ValueError, match="at least 1 step, got 0"):
+        bisect_run(run, "kl > 0.5", model, letters, train_dataset=PROMPTS, window=0)

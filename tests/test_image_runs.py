@@ -32,8 +32,7 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.specs import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.parallel.mesh import make_mesh
-from groupax.replay.make_bundle import bundle_step, replay_bundle
-from groupax.replay.session import replay_step
+from groupax.replay.from_python import bundle_step, replay_bundle, replay_step
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
 from groupax.trainer import GRPOTrainer

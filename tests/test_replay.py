@@ -12,9 +12,8 @@ from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_recor
 from groupax.replay.bisect import first_line
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
-from groupax.replay.session import replay_changed, settings_of, stage_of
+from groupax.replay.session import stage_of
 from groupax.replay.show import changes, comparison
-from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.step_record import STAGES, parsed_records
 from groupax.tools.results import ToolResult
 
@@ -49,17 +48,6 @@ def again(run, step, reward=letters, data=PROMPTS, **named):
     model = init_model(ONE_LAYER, seed=0)
     tokenizer = a_tokenizer(eos_token="<eos>")
     return replay_step(run, step, model, reward, train_dataset=data, processing_class=tokenizer, **named)
-
-
-def makers(*rewards, seeds=(0, 0)):
-    def maker(reward, seed):
-        def make(target, args):
-            model, tokenizer = init_model(ONE_LAYER, seed=seed), a_tokenizer(eos_token="<eos>")
-            return ReplayTrainer(target, model, reward, args, PROMPTS, None, tokenizer)
-
-        return make
-
-    return [maker(*pair) for pair in zip(rewards, seeds, strict=True)]
 
 
 def flipped(prompts, completion_ids, log_extra):
@@ -163,8 +151,7 @@ def test_a_run_that_was_continued_with_other_settings(tmp_path):
     outcome = again(run, 7)
     assert outcome.is_equal
     assert outcome.first_step == 4  # steps before it are repeated with their own settings, in another run
-    changed = replay_changed(Target(recorded, 7, "update"), *makers(letters, letters), settings_of(recorded), {}, False)
-    assert changed.is_equal
+    assert again(run, 7, changes={}).is_equal
 
 
 @pytest.mark.heavy
@@ -201,44 +188,58 @@ def test_a_run_that_starts_from_another_run(tmp_path):
 
 @pytest.mark.heavy
 def test_a_change_is_compared_with_the_run(run):
-    own, other = makers(letters, letters)
-    settings = settings_of(recorded_run(run))
-    target = Target(recorded_run(run), 2, "update")
-    outcome = replay_changed(target, own, other, settings, {"learning_rate": 1e-3}, other_weights=False)
+    outcome = again(run, 2, changes={"learning_rate": 1e-3})
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
     assert "learning_rate 0.01 in the run, 0.001 now" in outcome.stages[-1].text
-    run_metrics = recorded_run(run).metrics[1]
-    lines = list(changes(outcome, target.run.table(2), run_metrics, "update", str))
-    assert any(line.split()[:2] == ["learning_rate", "0.01"] for line in lines)
+    lines = str(outcome).splitlines()
+    assert lines[0] == "step 2 under changes, from its update on"
+    assert any(line.split() == ["learning_rate", "0.01", "0.001"] for line in lines)
     assert "  no log-prob of a token that is the same in both differs" in lines
+    with pytest.raises(ValueError, match="learning_rat"):
+        again(run, 2, changes={"learning_rat": 1e-3})
+    with pytest.raises(ValueError, match="why=True is about the step as it was"):
+        again(run, 2, changes={"beta": 0.1}, why=True)
 
 
 @pytest.mark.heavy
 def test_tokens_whose_log_prob_changes_are_shown_with_their_text(run):
-    settings = settings_of(recorded_run(run))
-    target = Target(recorded_run(run), 3, "update")
-    outcome = replay_changed(target, *makers(letters, letters), settings, {"temperature": 2.0}, other_weights=False)
-    then = target.run.table(3)
+    outcome = again(run, 3, changes={"temperature": 2.0})
+    then = recorded_run(run).table(3)
     same = {**outcome.columns, "trainer_logps": [[x - 0.5 for x in each] for each in then["trainer_logps"]]}
     same["completion_ids"] = then["completion_ids"]
-    lines = [*changes(replace(outcome, columns=same), then, {}, "update", lambda token: f"<{token}>")]
+    lines = [*changes(replace(outcome, columns=same))]
     shown = lines[next(i for i, line in enumerate(lines) if line.split()[:1] == ["row"]) + 1].split()
-    assert shown[-1] == f"<{shown[2]}>"
+    assert shown[-1].startswith('"')
 
 
 @pytest.mark.heavy
 def test_rewards_and_weights_may_differ_too(run):
-    settings = settings_of(recorded_run(run))
-    target = Target(recorded_run(run), 3, "reward")
-    outcome = replay_changed(target, *makers(letters, flipped), settings, {}, other_weights=False)
+    outcome = again(run, 3, other_rewards=flipped)
     assert outcome.stages[1].is_equal
     assert not outcome.stages[2].is_equal
-    target = Target(recorded_run(run), 3, "rollout")
-    outcome = replay_changed(target, *makers(letters, letters, seeds=(0, 1)), settings, {}, other_weights=True)
+    outcome = again(run, 3, other_model=init_model(ONE_LAYER, seed=1))
     assert outcome.stages[0].is_equal
     assert not outcome.stages[1].is_equal
-    outcome = replay_changed(target, *makers(letters, letters), settings, {"seed": 1}, other_weights=False)
-    assert not outcome.stages[1].is_equal
+    assert not again(run, 3, changes={"seed": 1}).stages[1].is_equal
+    assert again(run, 3, changes={}).is_equal
+    assert again(run, 3, changes={}, stage="data").is_equal
+
+
+@pytest.mark.heavy
+def test_the_shares_of_rows_are_kept_for_the_page(run):
+    outcome = again(run, 2, why=True)
+    assert outcome.is_equal
+    content = json.loads((run / "why" / "step_000002.json").read_bytes())
+    assert sum(row["share"] for row in content["rows"]) == pytest.approx(1.0)
+    assert "rows of step 2 by their share of the gradient:" in str(outcome)
+
+
+def test_the_arguments_of_a_trainer_may_have_names(run):
+    model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
+    given = {"model": model, "reward_funcs": letters, "train_dataset": PROMPTS, "processing_class": tokenizer}
+    assert replay_step(run, 1, **given, stage="loss").is_equal
+    with pytest.raises(TypeError, match="got 3 positions"):
+        replay_step(run, 1, model, letters, None, train_dataset=PROMPTS)
 
 
 def test_a_setting_changes_the_stages_from_its_own_on():

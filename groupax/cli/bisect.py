@@ -1,6 +1,5 @@
 """`groupax bisect`: the step, the update and the rows that a metric went wrong by."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,30 +35,14 @@ def bisect(arguments: Sequence[str]) -> None:
     from groupax.replay.expression import parsed_condition
     from groupax.replay.recorded import recorded_run
     from groupax.replay.session import settings_of
-    from groupax.replay.show import comparison
-    from groupax.replay.show_cause import cause_lines
+    from groupax.replay.show_cause import bisection_lines, opening
 
-    if command.window < 1:
-        raise ValueError(f"--window must be at least 1, got {command.window}")
     run, condition = recorded_run(command.run_dir.rstrip("/")), parsed_condition(command.until)
     step, before = first_line(run.metrics, condition)
-    earlier = f"; it does not in the line of metrics before it, that of step {before}" if before else ""
-    _print(f"{command.until} first holds in step {step}{earlier}")
+    _print(opening(condition, step, before))
     trained_command(run, step)
     found = bisected(run, condition, maker(run, "none"), settings_of(run), command.window)
-    steps = [outcome.step for outcome in found.outcomes if outcome.is_equal]
-    if steps:
-        which = f"steps {steps[0]} to {steps[-1]} are" if len(steps) > 1 else f"step {steps[0]} is"
-        _print(f"{which} computed as recorded, with the dataset, rewards and settings of today")
-    if found.parted is not None:
-        _print(*comparison(found.parted))
-    if found.cause is None:
-        _print(f"the rows that did it were not looked for: {found.why_not}")
-    else:
-        _print(*cause_lines(found.cause, condition.metrics, command.until))
-    step = found.cause.step if found.cause else found.outcomes[-1].step
-    folder = shlex.quote(str(run.folder))
-    _print(f"look at it: groupax replay {folder} --step {step} --why, then groupax view {folder}")
+    _print(*[*bisection_lines(found)][1:])
 
 
 def _print(*lines: str) -> None:

@@ -1,9 +1,8 @@
 """`groupax replay`: a recorded step again, the same or under changes, from a run or from a bundle."""
 
-import json
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +19,6 @@ from groupax.terminal.printable import printable
 if TYPE_CHECKING:
     from groupax.replay.bundled import Bundle
     from groupax.replay.recorded import RecordedRun
-    from groupax.replay.session import Outcome
     from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
     from groupax.runs.step_record import Stage
 
@@ -77,115 +75,62 @@ def replay(arguments: Sequence[str]) -> int:
         raise ValueError("--step is missing: the optimizer step to compute again")
 
     from groupax.replay.recorded import recorded_run
-    from groupax.replay.session import settings_of
+    from groupax.replay.session import settings_of, target_of
 
     run = recorded_run(command.run.rstrip("/"))
     trained_command(run, command.step)
     makers = maker(run, command.progress_bar), maker(run, command.progress_bar, command.model, command.reward)
     if command.bundle is not None:
         return _make_bundle(command, run, command.step, makers[0], settings_of(run))
-    return _replayed(command, run, command.step, makers, settings_of(run), command.stage or "rollout")
+    return _replayed(command, target_of(run, command.step, _stage(command)), makers, settings_of(run))
+
+
+def _stage(command: Replay) -> "Stage | None":
+    return "data" if command.stage == "rollout" else command.stage
 
 
 def _replayed(
     command: Replay,
-    run: "RecordedRun",
-    step: int,
+    target: "Target",
     makers: "tuple[Make, Make]",
     settings: "SettingsAt",
-    first: str,
     weights_text: "Callable[[ReplayTrainer], str] | None" = None,
 ) -> int:
     """Computes a step again and prints what differs, or what is under changes; returns the exit status."""
-    from groupax.replay.session import replay_changed, replay_target
-    from groupax.replay.show import changes, comparison
-    from groupax.replay.trainer import Target
+    from groupax.replay.session import changed_settings, changed_target, replay_changed, replay_target
 
-    target = Target(run, step, "data" if first == "rollout" else first)  # pyright: ignore[reportArgumentType]
-    changed = changed_settings(command.with_, settings(step))
+    run, step = target.run, target.step
+    changed = changed_settings(_parsed_changes(command.with_), settings(step))
     if not (changed or command.reward or command.model):
-        why = Why()
-        use = why.observe if command.why else None
-        outcome = replay_target(target, makers[0], settings, use, weights_text)
-        status = _report(comparison(outcome), outcome)
-        if command.why:
-            _print(*why.lines())
-            if weights_text is None:
-                _print(f"kept in {why.write(run.folder)}, for groupax view {shlex.quote(str(run.folder))}")
-        return status
+        outcome = replay_target(target, makers[0], settings, None, weights_text, command.why)
+        print(outcome, flush=True)
+        if outcome.shares is not None and weights_text is None:
+            _print(f"kept in {outcome.shares.write(run.folder)}, for groupax view {shlex.quote(str(run.folder))}")
+        return 0 if outcome.is_equal else 1
     if command.why:
         raise ValueError("--why is about the step as it was; leave out --with, --reward and --model")
-    begin: "Stage" = "rollout" if command.model else "reward" if command.reward else "update"
-    target = replace(target, stage=begin)
-    outcome = replay_changed(target, *makers, settings, changed, other_weights=command.model is not None)
-    logged = next((line for line in run.metrics if line["step"] == step and "loss" in line), {})
-    differing: list[Stage] = [stage.stage for stage in outcome.stages if not stage.is_equal]
-    stage = differing[0] if differing else begin
-    _report(changes(outcome, run.table(step), logged, stage, _text_of(run.folder / "tokenizer")), outcome)
+    others = bool(command.reward), command.model is not None
+    outcome = replay_changed(
+        changed_target(run, step, _stage(command), *others), *makers, settings, changed, other_weights=others[1]
+    )
+    print(outcome, flush=True)
     return 0
-
-
-def _text_of(folder: Path) -> "Callable[[int], str] | None":
-    """Returns a function that returns the text of a token in quotes; None if there is no tokenizer."""
-    if not folder.is_dir():
-        return None
-    from groupax.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(folder)
-    return lambda token: json.dumps(tokenizer.decode([token]), ensure_ascii=False)
-
-
-class Why:
-    """The shares of a step's rows in its gradient, computed before its update."""
-
-    def __init__(self) -> None:
-        self.found: tuple[Any, ...] = ()
-
-    def observe(self, trainer: "ReplayTrainer") -> None:
-        """Has a trainer compute them."""
-        from groupax.training.influence import influence_of
-
-        def compute(step: int, moment: Any) -> None:
-            parts = moment.parts()
-            influence = influence_of(trainer.learner, moment.rows, [*parts.values()])
-            self.found = step, influence, tuple(parts), moment.completions
-
-        trainer.observe = compute
-
-    def lines(self) -> Iterator[str]:
-        """Yields them as text."""
-        from groupax.replay.show_cause import share_lines
-
-        step, *shares = self.found
-        yield f"rows of step {step} by their share of the gradient:"
-        yield from share_lines(*shares)
-
-    def write(self, folder: Path) -> Path:
-        """Writes them into a run folder, and returns the path of the file."""
-        from groupax.replay.show_cause import why_record
-        from groupax.runs.files import replace_text
-
-        step = self.found[0]
-        path = folder / "why" / f"step_{step:06d}.json"
-        path.parent.mkdir(exist_ok=True)
-        replace_text(path, json.dumps(why_record(*self.found)) + "\n")
-        return path
 
 
 def _make_bundle(command: Replay, run: "RecordedRun", step: int, make: "Make", settings: "SettingsAt") -> int:
     """Writes a bundle, replays it, and returns the exit status."""
     from groupax.replay.make_bundle import make_bundle
-    from groupax.replay.show import comparison
 
     assert command.bundle is not None, "a bundle is asked for"
     made = make_bundle(run, step, make, settings, command.bundle, command.include)
-    status = _report(comparison(made.outcome), made.outcome)
+    print(made.outcome, flush=True)
     _print(*made.lines())
-    return status
+    return 0 if made.outcome.is_equal else 1
 
 
 def _replay_bundle(command: Replay, path: Path) -> int:
     from groupax.replay.bundled import open_bundle
+    from groupax.replay.session import target_of
 
     given = [flag for flag, value in {"--bundle": command.bundle, "--include": command.include}.items() if value]
     if given:
@@ -200,13 +145,14 @@ def _replay_bundle(command: Replay, path: Path) -> int:
         makers, first = bundle_makers(command, bundle)
         for line in bundle.about(with_code=command.allow_code):
             _print(line)
-        return _replayed(command, bundle.run, step, makers, bundle.settings, first, bundle.weights_text)
+        target = target_of(bundle.run, step, first)
+        return _replayed(command, target, makers, bundle.settings, bundle.weights_text)
 
 
-def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make], str]":
+def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make], Stage | None]":
     """Returns what makes the trainers of a bundle, as it was and with other rewards, and the first stage to compute."""
     own: "Make" = bundle.make
-    first = command.stage or bundle.stage
+    first: "Stage" = _stage(command) or bundle.stage
     if command.allow_code:
         inputs = inputs_of(trained_command(bundle.run, bundle.manifest.step))
 
@@ -215,7 +161,7 @@ def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make]
             parts = {**bundle.tokenizer_part, "tools": tools, "environments": environments}
             return bundle.trainer(target, args, command.reward or inputs.rewards, parts)
 
-        return (with_code, with_code), command.stage or "rollout"
+        return (with_code, with_code), _stage(command)
     if command.stage in ("rollout", "reward") and bundle.stage == "advantage":
         raise ValueError(
             f"--stage {command.stage} needs the environments or functions of the run, which a bundle does not have; "
@@ -227,7 +173,7 @@ def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make]
             return replace(bundle, base=command.model).make(target, args)
         return bundle.trainer(target, args, list(command.reward or ()), bundle.parts)
 
-    return (own, with_rewards if command.reward or command.model else own), "rollout" if first == "data" else first
+    return (own, with_rewards if command.reward or command.model else own), first
 
 
 def trained_command(run: "RecordedRun", step: int) -> Train:
@@ -276,11 +222,11 @@ def maker(
     return make
 
 
-def changed_settings(texts: Sequence[str], args: GRPOConfig) -> Mapping[str, Any]:
-    """Returns the settings of --with, as values.
+def _parsed_changes(texts: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the settings of --with.
 
     Raises:
-        ValueError: One is no setting, or has a value of another type.
+        ValueError: One has no value.
     """
     import yaml
 
@@ -290,13 +236,7 @@ def changed_settings(texts: Sequence[str], args: GRPOConfig) -> Mapping[str, Any
         if not equals:
             raise ValueError(f"--with takes key=value, got {text!r}")
         given[key] = yaml.safe_load(value)
-    changed = GRPOConfig.from_mapping({**vars(args), **given})
-    return {key: getattr(changed, key) for key in given}
-
-
-def _report(lines: Iterable[str], outcome: "Outcome") -> int:
-    _print(*lines)
-    return 0 if outcome.is_equal else 1
+    return given
 
 
 def _print(*lines: str) -> None:

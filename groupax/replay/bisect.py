@@ -12,6 +12,7 @@ from groupax.replay.session import Outcome, replay_steps
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
+from groupax.terminal.printable import printable
 
 OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
 
@@ -21,6 +22,8 @@ class Bisection:
     """The step that a metric went wrong in.
 
     Attributes:
+        run: The run.
+        condition: The condition.
         step: First step whose line of metrics fulfils the condition.
         before: Step of the line of metrics before it.
         outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
@@ -28,6 +31,8 @@ class Bisection:
         why_not: Why not.
     """
 
+    run: RecordedRun
+    condition: Condition
     step: int
     before: int
     outcomes: Sequence[Outcome]
@@ -39,6 +44,11 @@ class Bisection:
         """The first step that is not the recorded one; None if all are."""
         last = self.outcomes[-1]
         return None if last.is_equal else last
+
+    def __str__(self) -> str:
+        from groupax.replay.show_cause import bisection_lines
+
+        return "\n".join(map(printable, bisection_lines(self)))
 
 
 def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tuple[int, int]:
@@ -71,11 +81,13 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
         condition: The condition.
         make: Makes the trainer of the run.
         settings: Returns the settings of the run at a step.
-        window: Least number of steps to compute again.
+        window: Least number of steps to compute again, but none before the run had the settings of the last of them.
 
     Raises:
         ValueError: No step fulfils the condition, or the run is another one.
     """
+    if window < 1:
+        raise ValueError(f"the window must be at least 1 step, got {window}")
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
     first = max([first, *(change + 1 for change in run.changes if change < step)])
@@ -90,7 +102,7 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
                 differing = (each for each in again if _updated(each.record) != _updated(run.records[each.step]))
                 parted = next(differing).step
                 why_not = f"step {parted} is not computed as it was from its recorded rows either"
-    return Bisection(step, before, outcomes[: number + 1], cause, why_not)
+    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not)
 
 
 def _updated(record: StepRecord) -> tuple[Any, ...]:

@@ -43,9 +43,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Condition:
-    """Terms of which all of one of the parts must hold."""
+    """Terms of which all of one of the parts must hold; as a string, the text that it was."""
 
+    text: str
     parts: tuple[tuple[Term, ...], ...]
+
+    def __str__(self) -> str:
+        return self.text
 
     def holds(self, metrics: Mapping[str, Any]) -> bool:
         """Returns whether a line of metrics fulfils the condition."""
@@ -64,7 +68,7 @@ def parsed_condition(text: str) -> Condition:
         ValueError: It describes none.
     """
     parts = [re.split(r"\s+and\s+", part) for part in re.split(r"\s+or\s+", text)]
-    return Condition(tuple(tuple(_term(term, text) for term in part) for part in parts))
+    return Condition(text.strip(), tuple(tuple(_term(term, text) for term in part) for part in parts))
 
 
 def _term(term: str, text: str) -> Term:

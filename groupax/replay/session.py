@@ -8,7 +8,8 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.replay.compare import Columns, StageResult, compare_step
-from groupax.replay.recorded import QUIET, RecordedRun, recorded_run
+from groupax.replay.recorded import QUIET, RecordedRun
+from groupax.replay.shares import Shares, observe_shares
 from groupax.replay.trainer import (
     Make,
     ReplayTrainer,
@@ -22,6 +23,7 @@ from groupax.replay.trainer import (
 from groupax.runs.checkpoints.fingerprint import process_of
 from groupax.runs.step_record import STAGES, Stage, StepRecord
 from groupax.settings.compute import UpdateSettings
+from groupax.settings.fields import nearest
 from groupax.settings.objective import (
     AdvantageSettings,
     EntropySettings,
@@ -31,6 +33,7 @@ from groupax.settings.objective import (
 )
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
+from groupax.terminal.printable import printable
 
 OF_UPDATES = (
     *(ObjectiveSettings, EntropySettings, MaskSettings, ReferenceSettings, UpdateSettings),
@@ -43,7 +46,7 @@ class Outcome:
     """A step that was computed again.
 
     Attributes:
-        step: Its number.
+        target: The step.
         first_step: Step after which the replay started.
         record: Its digests.
         columns: Its completions, as in the rollout log.
@@ -52,9 +55,10 @@ class Outcome:
         parted_at: First earlier step whose weights were not the run's; None if they all were.
         sampled: Earlier rollouts that were sampled again because they were not kept, by number.
         machine: How the machine and the libraries differ from those of the run.
+        shares: The shares of its rows in the gradient, if they were asked for.
     """
 
-    step: int
+    target: Target
     first_step: int
     record: StepRecord
     columns: Columns
@@ -63,11 +67,34 @@ class Outcome:
     parted_at: int | None
     sampled: tuple[int, ...]
     machine: tuple[str, ...]
+    shares: Shares | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.target.step
 
     @property
     def is_equal(self) -> bool:
         """True if every stage has the bits of the run."""
         return self.parted_at is None and all(stage.is_equal for stage in self.stages)
+
+    def __str__(self) -> str:
+        from groupax.replay.show import outcome_lines
+
+        return "\n".join(map(printable, outcome_lines(self)))
+
+
+def target_of(run: RecordedRun, step: int, stage: Stage | None = None) -> Target:
+    """Returns a step as the target of a replay.
+
+    Args:
+        run: The recorded run.
+        step: The step.
+        stage: First stage to compute again; None for all, but for completions that servers have sampled.
+    """
+    is_served = bool(run.settings(step).get("rollout_servers"))
+    return Target(run, step, stage or ("reward" if is_served else "data"))
 
 
 def replay_target(
@@ -76,6 +103,7 @@ def replay_target(
     settings: SettingsAt,
     use: Callable[[ReplayTrainer], Any] | None = None,
     weights_text: Callable[[ReplayTrainer], str] | None = None,
+    why: bool = False,
 ) -> Outcome:
     """Computes a step again and compares it with its record.
 
@@ -85,11 +113,21 @@ def replay_target(
         settings: Returns the settings of the run at a step.
         use: Called with the trainer before it starts.
         weights_text: Returns how its weights differ from those of the run, where these are known.
+        why: Whether to compute the shares of its rows in the gradient.
 
     Raises:
         ValueError: The step was not recorded, or the run is another one.
     """
-    return replay_steps(target, make, settings, use, weights_text)[-1]
+    shares: list[Shares] = []
+
+    def prepare(trainer: ReplayTrainer) -> None:
+        if use is not None:
+            use(trainer)
+        if why:
+            observe_shares(trainer, shares)
+
+    outcome = replay_steps(target, make, settings, prepare, weights_text)[-1]
+    return replace(outcome, shares=shares[-1]) if shares else outcome
 
 
 def replay_steps(
@@ -117,34 +155,6 @@ def with_weights_text(outcome: Outcome, text: str) -> Outcome:
     return replace(outcome, stages=(*stages, replace(update, text=text)))
 
 
-def replay_step(
-    run: str | Path, step: int, *arguments: Any, args: GRPOConfig | None = None, stage: Stage = "data", **named: Any
-) -> Outcome:
-    """Computes a step of a run again that was started from Python, and compares it with its record.
-
-    Args:
-        run: The run folder, which is not changed.
-        step: The optimizer step.
-        arguments: Model and reward functions, as the run's `GRPOTrainer` had them.
-        args: Settings of the run; None takes those in its folder, and shows no progress.
-        stage: First stage to compute again; those before it are taken from the record.
-        named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
-
-    Raises:
-        ValueError: The step was not recorded, or the run is another one.
-
-    Example:
-        >>> outcome = replay_step("runs/one", 812, model, reward, train_dataset=prompts)  # doctest: +SKIP
-        >>> outcome.is_equal  # doctest: +SKIP
-    """
-    recorded = recorded_run(run)
-    return replay_target(
-        Target(recorded, step, stage),
-        lambda target, args: ReplayTrainer(target, *arguments, args=args, **named),
-        settings_of(recorded, args),
-    )
-
-
 def settings_of(run: RecordedRun, args: GRPOConfig | None = None) -> SettingsAt:
     """Returns the settings to replay a step of a run with: those given, or those that it had, without a display."""
     return lambda step: args or replace(GRPOConfig.from_mapping(run.settings(step)), progress_bar="none")
@@ -159,7 +169,7 @@ def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
     stages = compare_step(then[step], now.records[step], target.run.table(step), columns)
     parted = (s for s in sorted(now.records) if s <= before and s in then and now.records[s].update != then[s].update)
     return Outcome(
-        step,
+        target,
         trainer.first_step,
         now.records[step],
         columns,
@@ -180,6 +190,41 @@ def stage_of(changed: str) -> Stage:
     if changed == "reward_weights" or changed in {each.name for each in fields(AdvantageSettings)}:
         return "advantage"
     return "rollout"
+
+
+def changed_settings(changes: Mapping[str, Any], args: GRPOConfig) -> Mapping[str, Any]:
+    """Returns settings that differ, as values of their types.
+
+    Raises:
+        ValueError: One is no setting, or has a value of another type.
+    """
+    known = [each.name for each in fields(GRPOConfig)]
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"{name!r} is no setting of groupax train{nearest(name, known)}")
+    changed = GRPOConfig.from_mapping({**vars(args), **changes})
+    return {name: getattr(changed, name) for name in changes}
+
+
+def changed_target(
+    run: RecordedRun, step: int, stage: Stage | None, other_rewards: bool = False, other_weights: bool = False
+) -> Target:
+    """Returns a step as the target of a replay under changes, with the first stage that these reach but for settings.
+
+    Args:
+        run: The recorded run.
+        step: The step.
+        stage: First stage to compute again at the latest; None for the first that is reached.
+        other_rewards: Whether rewards differ.
+        other_weights: Whether the weights that sample differ.
+    """
+    reached: Stage = "rollout" if other_weights else "reward" if other_rewards else "update"
+    return Target(run, step, first_stage(reached, stage or reached), is_changed=True)
+
+
+def first_stage(*stages: Stage) -> Stage:
+    """Returns the one that comes first in a step."""
+    return min(stages, key=STAGES.index)
 
 
 def replay_changed(
@@ -205,7 +250,7 @@ def replay_changed(
     """
     target.check()
     args = settings(target.step)
-    stage = min([target.stage, *map(stage_of, changes)], key=STAGES.index)
+    stage = first_stage(target.stage, *map(stage_of, changes))
     start = target.step - 1 if stage == "loss" else first_of_rollout(target.step, args)
     changed = replace(target, stage=stage, is_changed=True, starts_at=start if other_weights else 0)
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:

@@ -1,13 +1,13 @@
 """Texts about replayed steps. Imports no jax."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from groupax.replay.compare import Columns
 from groupax.replay.session import Outcome
-from groupax.runs.step_record import Stage
 
 SHOWN_TOKENS = 10
 METRICS = ("reward", "loss", "grad_norm", "kl", "entropy", "learning_rate", "completions/mean_length")
@@ -16,6 +16,8 @@ METRICS = ("reward", "loss", "grad_norm", "kl", "entropy", "learning_rate", "com
 def comparison(outcome: Outcome) -> Iterator[str]:
     """Yields the lines of a replay: every stage with its first difference."""
     yield f"step {outcome.step}, after {outcome.step - 1 - outcome.first_step} updates on recorded rollouts:"
+    if outcome.target.run.settings(outcome.step).get("rollout_servers") and outcome.target.stage != "data":
+        yield "  servers sampled its completions, which are those of the record; --stage rollout samples them here"
     if outcome.sampled:
         yield f"  rollouts {', '.join(map(str, outcome.sampled))} were not kept and have been sampled again"
     for change in outcome.machine:
@@ -26,22 +28,20 @@ def comparison(outcome: Outcome) -> Iterator[str]:
         yield f"  {stage.stage:10} {'equal' if stage.is_equal else f'DIFFERS: {stage.text}'}"
 
 
-def changes(
-    outcome: Outcome,
-    then: Columns | None,
-    metrics: Mapping[str, Any],
-    stage: Stage,
-    text_of: Callable[[int], str] | None = None,
-) -> Iterator[str]:
-    """Yields the lines of a step under changes: what differs by metric, group and token.
+def outcome_lines(outcome: Outcome) -> Iterator[str]:
+    """Yields the lines of a replay: its comparison, or what is under changes; then the shares of rows, if known."""
+    yield from changes(outcome) if outcome.target.is_changed else comparison(outcome)
+    if outcome.shares is not None:
+        yield from outcome.shares.lines()
 
-    Args:
-        outcome: The step under changes.
-        then: The recorded completions; None if they were not kept.
-        metrics: Metrics of the run's step; empty where they were not logged.
-        stage: First stage that was computed again.
-        text_of: Returns the text of a token; None if that is not known.
-    """
+
+def changes(outcome: Outcome) -> Iterator[str]:
+    """Yields the lines of a step under changes: what differs by metric, group and token."""
+    run, step = outcome.target.run, outcome.step
+    then, text_of = run.table(step), _text_of(run.folder / "tokenizer")
+    metrics = next((line for line in run.metrics if line["step"] == step and "loss" in line), {})
+    differing = (stage.stage for stage in outcome.stages if not stage.is_equal)
+    stage = next(differing, outcome.target.stage)
     yield f"step {outcome.step} under changes, from its {stage} on"
     yield f"  {'':26}{'run':>14}{'changed':>14}"
     for name in METRICS:
@@ -54,7 +54,17 @@ def changes(
     yield "  group  prompt  rows with other tokens    mean reward (run, changed)   largest change of an advantage"
     yield from _groups(then, outcome.columns)
     yield ""
-    yield from _tokens(then, outcome.columns, text_of or (lambda _: ""))
+    yield from _tokens(then, outcome.columns, text_of)
+
+
+def _text_of(folder: Path) -> Callable[[int], str]:
+    """Returns a function that returns the text of a token in quotes; of a run without a tokenizer it is empty."""
+    if not folder.is_dir():
+        return lambda _: ""
+    from groupax.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return lambda token: json.dumps(tokenizer.decode([token]), ensure_ascii=False)
 
 
 def _groups(then: Columns, now: Columns) -> Iterator[str]:

@@ -1,16 +1,54 @@
-"""Texts about the cause of a metric that went wrong, and about shares of rows in a gradient."""
+"""Texts about the cause of a metric that went wrong."""
 
-import json
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from groupax.replay.bisect import Bisection
 from groupax.replay.causes import Cause
-from groupax.runs.rollout_log import beginning, prompt_text
-from groupax.training.influence import Influence
-from groupax.types import Rollout
+from groupax.replay.expression import Condition
+from groupax.replay.shares import SHOWN_ROWS, place, share_lines, shown_number
+from groupax.replay.show import comparison
 
-SHOWN_ROWS = 8
 FACTS = ("learning_rate", "grad_norm", "loss")
+
+
+def opening(condition: Condition, step: int, before: int) -> str:
+    """Returns in which step a condition holds first, as text.
+
+    Args:
+        condition: The condition.
+        step: First step whose line of metrics fulfils it.
+        before: Step of the line before it; 0 for none.
+    """
+    earlier = f"; it does not in the line of metrics before it, that of step {before}" if before else ""
+    return f"{condition} first holds in step {step}{earlier}"
+
+
+def bisection_lines(found: Bisection) -> Iterator[str]:
+    """Yields the lines of a bisection: where the condition holds first, what differs from the record, and the cause."""
+    run = found.run
+    yield opening(found.condition, found.step, found.before)
+    equal = [outcome.step for outcome in found.outcomes if outcome.is_equal]
+    first = found.outcomes[0].step
+    if change := run.changes.get(first - 1):
+        listed = ", ".join(f"{name} {then!r} -> {now!r}" for name, (then, now) in change.items())
+        yield f"before step {first} the run was continued with other settings: {listed}"
+    if equal:
+        which = f"steps {equal[0]} to {equal[-1]} are" if len(equal) > 1 else f"step {equal[0]} is"
+        yield f"{which} computed as recorded, with the dataset, rewards and settings of today"
+    if found.parted is not None:
+        yield from comparison(found.parted)
+    if found.cause is None:
+        yield f"the rows that did it were not looked for: {found.why_not}"
+    else:
+        yield from cause_lines(found.cause, found.condition.metrics, str(found.condition))
+    step = found.cause.step if found.cause else found.outcomes[-1].step
+    if run.command(step) is None:
+        yield f"look at it: groupax.replay_step({str(run.folder)!r}, {step}, ..., why=True), then groupax view"
+    else:
+        folder = shlex.quote(str(run.folder))
+        yield f"look at it: groupax replay {folder} --step {step} --why, then groupax view {folder}"
 
 
 def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]:
@@ -25,8 +63,8 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
     yield f"step {shown} under the weights before each step:"
     yield f"  {'step':>6}" + "".join(f"{name:>24}" for name in names)
     for number, metrics in sorted(cause.under.items()):
-        yield f"  {number:6}" + "".join(f"{_number(metrics.get(name)):>24}" for name in names)
-    facts = ", ".join(f"{name} {_number(cause.metrics.get(name))}" for name in FACTS)
+        yield f"  {number:6}" + "".join(f"{shown_number(metrics.get(name)):>24}" for name in names)
+    facts = ", ".join(f"{name} {shown_number(cause.metrics.get(name))}" for name in FACTS)
     if step < shown:
         yield f"the update of step {step} did it ({facts})"
     else:
@@ -49,68 +87,4 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
 
 
 def _values(metrics: Any, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} is {_number(metrics.get(name))}" for name in names)
-
-
-def share_lines(influence: Influence, completions: Sequence[int], rollouts: Sequence[Rollout]) -> Iterator[str]:
-    """Yields the completions with the largest shares of a gradient.
-
-    Args:
-        influence: Their influence.
-        completions: Their indices.
-        rollouts: All completions of the rollout.
-    """
-    rows = sorted(zip(completions, influence.shares, influence.norms, strict=True), key=_most)
-    yield "     share   norm of its gradient"
-    for index, share, norm in rows[:SHOWN_ROWS]:
-        yield f"  {_percent(share):>8}   {_number(norm):>10}   {place(rollouts[index], index)}"
-    if len(rows) > SHOWN_ROWS:
-        rest = [share for _, share, _ in rows[SHOWN_ROWS:] if share == share]
-        yield f"  {_percent(sum(rest)):>8}   of the {len(rows) - SHOWN_ROWS} others together"
-
-
-def place(rollout: Rollout, index: int) -> str:
-    """Returns a completion's place in its step with its reward, its advantage and its beginning."""
-    rewards = ", ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items())
-    text = json.dumps(beginning(f"{prompt_text(rollout.prompt)[-40:]}{rollout.text}", 80), ensure_ascii=False)
-    return (
-        f"row {index} (prompt {rollout.prompt_index}, sample {rollout.sample_index}; {rewards}; advantage "
-        f"{_number(rollout.advantage)}) {text}"
-    )
-
-
-def why_record(step: int, influence: Influence, completions: Sequence[int], rollouts: Sequence[Rollout]) -> Any:
-    """Returns the influence of a step's completions as plain data, for its file in `why/`."""
-    rows = zip(completions, influence.shares, influence.norms, strict=True)
-    return {
-        "step": step,
-        "norm": influence.norm,
-        "rows": [
-            {
-                "prompt_index": rollouts[index].prompt_index,
-                "sample_index": rollouts[index].sample_index,
-                "share": _finite(share),
-                "norm": _finite(norm),
-            }
-            for index, share, norm in rows
-        ],
-    }
-
-
-def _most(row: tuple[int, float, float]) -> tuple[bool, float]:
-    share = row[1]
-    return share == share, 0.0 if share != share else -abs(share)
-
-
-def _finite(value: float) -> float | None:
-    return value if value == value and abs(value) != float("inf") else None
-
-
-def _percent(share: float) -> str:
-    return "not finite" if share != share else f"{100 * share:.1f} %"
-
-
-def _number(value: Any) -> str:
-    if value is None or value != value:
-        return "not finite"
-    return f"{value:.5g}"
+    return ", ".join(f"{name} is {shown_number(metrics.get(name))}" for name in names)
