@@ -1,12 +1,14 @@
 """Datasets: rows by index that each have a prompt. Imports no jax."""
 
+import json
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.data.files import check_characters
 from groupax.data.images import COLUMNS as IMAGES
-from groupax.data.images import is_filled
+from groupax.data.images import has_images, images_of, is_filled, named, unnamed
 from groupax.data.sources import TRAIN_SPLITS, read_rows
 
 Example = Mapping[str, Any]
@@ -24,6 +26,25 @@ class Examples(Protocol):
     def __getitem__(self, index: Any, /) -> Any:
         """Returns the row with an index."""
         ...
+
+
+def with_values(row: Example, values: Mapping[str, Any]) -> Example:
+    """Returns a dataset's row with values in place of its own, from which these can still be told."""
+    return ChainMap(dict(values), dict(row))
+
+
+def values_as_json(example: Example) -> str | None:
+    """Returns the values that `with_values` has given a row, as JSON; None if there are none."""
+    if not isinstance(example, ChainMap) or not example.maps[0]:
+        return None
+    return json.dumps(named(example.maps[0]), default=repr)
+
+
+def with_values_from_json(row: Example, text: str | None) -> Example:
+    """Returns a dataset's row with the values that `values_as_json` has written; None are none."""
+    if text is None:
+        return row
+    return with_values(row, unnamed(json.loads(text), images_of(row) if has_images(row) else []))
 
 
 def load_examples(

@@ -210,6 +210,20 @@ def named(value: Any) -> Any:
     return value
 
 
+def unnamed(value: Any, images: Sequence[Any]) -> Any:
+    """Returns plain data with PIL images in place of their names; names of others stay (see `named`)."""
+    known = {image_name(image): image for image in images}
+
+    def with_known(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: with_known(each) for key, each in part.items()}
+        if isinstance(part, list):
+            return [*map(with_known, part)]
+        return known.get(part, part) if isinstance(part, str) else part
+
+    return with_known(value) if known else value
+
+
 def absolute_paths(rows: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Returns rows whose images' paths are absolute; those of the dataset are relative to the folder of its file."""
     return [_absolute_row(row, folder) if has_images(row) else row for row in rows]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.examples import with_values
 from groupax.data.tokenizer import decode, encode_prompts, is_conversational
 from groupax.engine.sampler import Sampler
 from groupax.engine.sequence import Sequence as Completion
@@ -156,7 +157,7 @@ def custom_rollouts(
             Rollout(
                 prompt_index=first_prompt + index,
                 sample_index=number,
-                example={**example, **trajectory.columns},
+                example=with_values(example, trajectory.columns),
                 policy_version=policy_version,
                 text=text,
                 **values,

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from groupax.data.examples import with_values
 from groupax.data.tokenizer import encode_prompts
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
@@ -221,7 +222,7 @@ class Opening:
                 f"environment {name!r}: the prompt has {len(ids)} tokens with what reset returned, and {limit} are "
                 "allowed by max_prompt_length, or by what max_completion_length leaves of the model's positions"
             )
-        return {**self._example, "prompt": prompt}, ids
+        return with_values(self._example, {"prompt": prompt}), ids
 
     def _encode(self, prompt: Prompt) -> list[np.ndarray]:
         kwargs = {**self._table.rules.template_kwargs, **(self._example.get("chat_template_kwargs") or {})}

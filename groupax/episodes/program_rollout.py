@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.examples import with_values
 from groupax.episodes.as_json import DTYPES
 from groupax.episodes.branches import SampledTurn, Stream, streams_of
 from groupax.types import Branch, CallRecord, FinishReason, Rollout, Turn
@@ -48,7 +49,7 @@ def rollout_of(
     return Rollout(
         prompt_index=index[0],
         sample_index=index[1],
-        example=example if read is None else {**example, "prompt": list(read)},
+        example=example if read is None else with_values(example, {"prompt": list(read)}),
         finish_reason=finish_reason,
         policy_version=policy_version,
         text="",

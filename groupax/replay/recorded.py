@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.examples import with_values_from_json
 from groupax.episodes.as_json import branches_from_json, messages_from_json, turns_from_json
 from groupax.runs.checkpoints.choose import Saved, readable_checkpoints, split_path, store_of
 from groupax.runs.checkpoints.store import LocalStore
@@ -214,4 +215,5 @@ def _rollout(columns: Mapping[str, list[Any]], index: int, example: Mapping[str,
         values[field] = {
             name.removeprefix(prefix): column[index] for name, column in columns.items() if name.startswith(prefix)
         }
+    example = with_values_from_json(example, columns.get("row_values", {index: None})[index])
     return Rollout(example=example, text=columns["completion"][index], **values)

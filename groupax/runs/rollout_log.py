@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.examples import values_as_json
 from groupax.data.images import image_name, images_of, named, save_png
 from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
 from groupax.events import TokenScores
@@ -151,6 +152,9 @@ def rollout_table(
         columns["branches"] = column(pa.string(), lambda row: branches_as_json(row.branches))
     if any(row.turn_advantages is not None for row in rollouts):
         columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
+    row_values = [values_as_json(row.example) for row in rollouts]
+    if any(row_values):
+        columns["row_values"] = pa.array(row_values, pa.string())
     if any(row.experts is not None for row in rollouts):
         columns["experts"] = _lists(
             [None if row.experts is None else row.experts.ravel() for row in rollouts], np.int16

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 
+from groupax.data.examples import values_as_json, with_values_from_json
 from groupax.episodes.as_json import (
     branches_as_json,
     branches_from_json,
@@ -49,6 +50,7 @@ POLICIES = "policies"
 UNTRAINED = "untrained"
 SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
+ROW_VALUES = "row_values"  # of the dataset's row, which an environment or a program has given it
 BRANCH_SCORES = "branch_scores"  # those of the rows of further streams of an episode
 AS_STORED = {
     "turns": turns_as_json,
@@ -229,6 +231,7 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     for name in BY_NAME:
         keys = dict.fromkeys(key for row in rollouts for key in getattr(row, name))
         columns |= {f"{name}/{key}": [getattr(row, name).get(key) for row in rollouts] for key in keys}
+    columns[ROW_VALUES] = [values_as_json(row.example) for row in rollouts]
     for name in SCORED:
         columns[name] = [*(getattr(rows[0], name) for rows in trained), *missing]
     columns[BRANCH_SCORES] = [*map(_branch_scores, trained), *missing]
@@ -270,6 +273,7 @@ def read_rollout(
             own["turn_advantages"] = tuple(own["turn_advantages"].tolist())
         own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}
         example, images = prompt_of(own["prompt_index"])
+        example = with_values_from_json(example, columns.get(ROW_VALUES, {index: None})[index])
         groups[group].append(Rollout(example=example, images=images, **own))
     scored = []
     for index in range(table.num_rows):
