@@ -220,7 +220,11 @@ def test_rewards_and_weights_may_differ_too(run):
     outcome = again(run, 3, other_model=init_model(ONE_LAYER, seed=1))
     assert outcome.stages[0].is_equal
     assert not outcome.stages[1].is_equal
-    assert not again(run, 3, changes={"seed": 1}).stages[1].is_equal
+    for name, value in {"seed": 1, "num_iterations": 2, "lora_r": 4, "save_steps": 2, "resume": "x"}.items():
+        with pytest.raises(ValueError, match=f"^{name} (says|gives|changes)"):
+            again(run, 3, changes={name: value})
+    short = again(run, 3, changes={"max_completion_length": 4})
+    assert max(map(len, short.columns["completion_ids"])) <= 4
     assert again(run, 3, changes={}).is_equal
     assert again(run, 3, changes={}, stage="data").is_equal
 
@@ -245,6 +249,7 @@ def test_the_arguments_of_a_trainer_may_have_names(run):
 def test_a_setting_changes_the_stages_from_its_own_on():
     names = ("temperature", "learning_rate", "beta", "scale_rewards", "reward_weights", "max_turns")
     assert [*map(stage_of, names)] == ["rollout", "loss", "loss", "advantage", "advantage", "rollout"]
+    assert [*map(stage_of, ("max_completion_length", "stop", "top_k"))] == ["rollout"] * 3
 
 
 def test_a_step_that_is_not_there_is_refused(run, tmp_path, capsys):

@@ -100,7 +100,7 @@ def _replayed(
     from groupax.replay.session import changed_settings, changed_target, replay_changed, replay_target
 
     run, step = target.run, target.step
-    changed = changed_settings(_parsed_changes(command.with_), settings(step))
+    changed = changed_settings(_parsed_changes(command.with_), settings(step), command.model is not None)
     if not (changed or command.reward or command.model):
         outcome = replay_target(target, makers[0], settings, None, weights_text, command.why)
         print(outcome, flush=True)

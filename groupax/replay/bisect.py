@@ -1,20 +1,20 @@
 """Finds the step that made a metric fulfil a condition: what differs there today, and the rows that did it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from groupax.replay.causes import Cause, NoCauseError, Search
 from groupax.replay.expression import Condition
 from groupax.replay.moments import Moment
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import Outcome, replay_steps
+from groupax.replay.session import OF_INPUTS, Outcome, replay_steps, replay_target, target_of
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
-
-OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,7 @@ class Bisection:
         outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
         cause: The update and the rows that did it; None if they could not be found.
         why_not: Why not.
+        more: Comparison of the step of the cause by itself, if it differs and an earlier one differs too.
     """
 
     run: RecordedRun
@@ -38,12 +39,18 @@ class Bisection:
     outcomes: Sequence[Outcome]
     cause: Cause | None
     why_not: str = ""
+    more: Sequence[Outcome] = ()
 
     @property
     def parted(self) -> Outcome | None:
         """The first step that is not the recorded one; None if all are."""
         last = self.outcomes[-1]
         return None if last.is_equal else last
+
+    @property
+    def has_calls(self) -> bool:
+        """True if tools or environments answered in these steps."""
+        return any(self.run.calls(self.run.records[each.step].num_rollouts - 1) for each in self.outcomes)
 
     def __str__(self) -> str:
         from groupax.replay.show_cause import bisection_lines
@@ -67,7 +74,9 @@ def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tupl
         if condition.holds(line):
             return int(line["step"]), before
         before = int(line["step"])
-    raise ValueError(f"the condition holds in no step up to {before}")
+    values = {name: [line[name] for line in lines if line.get(name) is not None] for name in condition.metrics}
+    ranges = ", ".join(f"{name} is {min(own):.4g} to {max(own):.4g}" for name, own in values.items() if own)
+    raise ValueError(f"the condition holds in no step up to {before}: {ranges}")
 
 
 def bisected(run: RecordedRun, condition: Condition, make: Make, settings: SettingsAt, window: int) -> Bisection:
@@ -91,26 +100,38 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
     first = max([first, *(change + 1 for change in run.changes if change < step)])
-    outcomes, cause, why_not = _replayed(Target(run, step, "data", first), make, settings, condition, before)
+    first_target = replace(target_of(run, step), first=first)
+    outcomes, cause, why_not = _replayed(first_target, make, settings, condition, before)
     number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
     if cause is None and not why_not:
         stage: Stage = next(each.stage for each in outcomes[number].stages if not each.is_equal)
         why_not = f"step {outcomes[number].step} computes another {stage} than it did, with the same rows"
         if stage in OF_INPUTS:
-            again, cause, why_not = _replayed(Target(run, step, "loss", first), make, settings, condition, before)
-            if cause is None and not why_not:
-                differing = (each for each in again if _updated(each.record) != _updated(run.records[each.step]))
-                parted = next(differing).step
-                why_not = f"step {parted} is not computed as it was from its recorded rows either"
-    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not)
+            again, cause, why_not = _replayed(replace(first_target, stage="loss"), make, settings, condition, before)
+            if cause is None:
+                why_not = why_not or _why_not(run, again)
+    more: tuple[Outcome, ...] = ()
+    at = step if cause is None else cause.step
+    if not outcomes[number].is_equal and at != outcomes[number].step:  # with the weights that it had
+        alone = replay_target(target_of(run, at), make, settings)
+        more = () if alone.is_equal else (alone,)
+    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not, more)
 
 
-def _updated(record: StepRecord) -> tuple[Any, ...]:
-    return record.loss, record.loss_value, record.grad_norm, record.update
+def _why_not(run: RecordedRun, again: Sequence[Outcome]) -> str:
+    """Returns why recorded rows could not be trained on as they were."""
+    lost = next((each.step for each in again if run.table(each.step) is None), None)
+    if lost is not None:
+        return f"the completions of step {lost} were not kept, so that its update cannot be repeated with their rewards"
+    parted = next(each.step for each in again if not _is_close(each.record, run.records[each.step]))
+    return f"step {parted} is not computed as it was from its recorded rows either"
 
 
-def _whole(record: StepRecord) -> StepRecord:
-    return record
+def _is_close(now: StepRecord, then: StepRecord) -> bool:
+    """Returns whether an update is the recorded one, but for the rounding of other machines and numbers of devices."""
+    numbers = [np.array([each.loss_value, each.grad_norm], float) for each in (now, then)]
+    is_close = np.allclose(*numbers, rtol=1e-3, atol=1e-6, equal_nan=True)
+    return bool(is_close) and now.learning_rate == then.learning_rate
 
 
 def _replayed(
@@ -123,17 +144,21 @@ def _replayed(
 
     def use(trainer: ReplayTrainer) -> None:
         def finish() -> None:
-            now = RecordedRun(trainer.run_folder.path)
+            now, then = RecordedRun(trainer.run_folder.path), target.run.records
             # the dataset's rows and their rewards are those of the record where only updates are computed again
-            compared = _updated if target.stage == "loss" else _whole
-            if any(compared(now.records[step]) != compared(target.run.records[step]) for step in target.steps):
+            if target.stage == "loss":
+                are_those = all(_is_close(now.records[step], then[step]) for step in target.steps)
+            else:
+                are_those = all(now.records[step] == then[step] for step in target.steps)
+            if not are_those:
                 return
             lines = {int(line["step"]): line for line in now.metrics}
             shown = (step for step in target.steps if step > before and condition.holds(lines[step]))
             last = next(shown, target.step)
             try:
                 own = {step: moment for step, moment in moments.items() if step <= last}
-                causes.append(Search(trainer, condition, own).cause())
+                line = next((line for line in target.run.metrics if line["step"] == before), {})
+                causes.append(Search(trainer, condition, own, line).cause())
             except NoCauseError as error:
                 faults.append(str(error))
 

@@ -1,14 +1,19 @@
 """The update and the rows that made a metric go wrong, by leaving them out.
 
     the completions of step N, under the weights before each step of a window:   kl  0.01  0.01  0.02  1.3
-                                                                     the update between them ──────▲
+                                                                the largest rise, an update's ──────▲
     that update again without half of its groups, without half of these, ...; then rows:   kl 0.02 without row 9
 
 The metrics are those of updates, on rows that stay the same, so that what changes is what the weights do to them. A
 metric of the completions themselves, such as their reward, needs completions of other weights: they are sampled again.
-Where the metric is as wrong under all weights, the rows of step N are left out of step N itself.
+Where the metric is far from that of the line before under all weights, rows of step N are left out of step N itself.
+
+What is left out counts as a cause only if at least half of the rise is undone without it, not by any crossing of the
+condition's threshold: the rise of an update is from the weights before it to step N, that of step N's own rows from the
+line of metrics before. Within a group a quarter is enough, as the other rows keep what its mean has given them.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,10 +23,13 @@ import numpy as np
 from groupax.metrics.completions import json_numbers
 from groupax.replay.expression import Condition
 from groupax.replay.moments import Moment, moment_of, return_to
+from groupax.replay.shares import shown_prompts
 from groupax.replay.trainer import ReplayTrainer
 from groupax.training.influence import Influence, influence_of
 from groupax.types import Rollout, Row
 
+MOST, MUCH = 0.5, 0.25  # parts of a rise: that a cause has, and that rows of its groups or a searched update have
+FIXED = ("learning_rate", "epoch", "step")  # metrics that depend on neither weights nor completions
 Numbers = Mapping[str, float | None]  # metrics; None for one that is not finite
 
 
@@ -32,7 +40,13 @@ class Cause:
     Attributes:
         step: The step whose rows did it.
         shown_at: The step that fulfils the condition.
+        metric: The metric that decides.
+        before: Its value in the line of metrics before; None if that is not known.
         under: The metrics of that step under the weights before each step, by the step.
+        is_own: Whether it is that step's own rows.
+        is_drift: Whether less than half of the rise under these weights is that of the update of `step`.
+        is_searched: Whether rows were left out.
+        is_sampled: Whether completions were sampled anew under other weights.
         group: Indices of the completions of the groups without which it does not fulfil it; empty if no half of the
             groups did it alone.
         without_group: Numbers without these.
@@ -42,12 +56,19 @@ class Cause:
         influence: Influence of each completion of `step`; those that it did not train on have none.
         completions: Indices of these completions.
         rollouts: All completions of its rollout.
+        prompts: Their prompts as the run had them.
         num_updates: Updates that were computed to find it.
     """
 
     step: int
     shown_at: int
+    metric: str
+    before: float | None
     under: Mapping[int, Numbers]
+    is_own: bool
+    is_drift: bool
+    is_searched: bool
+    is_sampled: bool
     group: tuple[int, ...]
     without_group: Numbers
     left_out: tuple[int, ...]
@@ -56,7 +77,14 @@ class Cause:
     influence: Influence
     completions: tuple[int, ...]
     rollouts: Sequence[Rollout]
+    prompts: Sequence[str]
     num_updates: int
+
+    def undone(self, without: Numbers) -> float | None:
+        """Returns the part of the rise that is undone without some rows; None if it is no number."""
+        low = self.before if self.is_own else self.under[self.step].get(self.metric)
+        shown = self.under[self.shown_at].get(self.metric)
+        return ratio((without.get(self.metric), shown), (low, shown))
 
 
 class NoCauseError(ValueError):
@@ -71,12 +99,14 @@ class Search:
         trainer: The replay.
         condition: What the metrics of the last moment fulfil.
         moments: Moments before the updates of consecutive steps, by the step.
+        line_before: The line of metrics before; empty if there is none.
         num_updates: Updates that were computed.
     """
 
     trainer: ReplayTrainer
     condition: Condition
     moments: Mapping[int, Moment]
+    line_before: Mapping[str, Any] = field(default_factory=dict)
     num_updates: int = 0
     _samples: bool = field(default=False, init=False)  # completions of other weights
     _drops: bool = field(default=False, init=False)  # rows that are left out, which have a gradient that is not finite
@@ -92,23 +122,44 @@ class Search:
         self._check_metrics(last)
         under = {step: self._measured(self.moments[step], last) for step in self.moments}
         if not self.condition.holds(under[last]):
-            raise NoCauseError("no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)")
-        before = [step for step in self.moments if step < last and not self.condition.holds(under[step])]
-        step = max(before) if before else last
+            raise NoCauseError(
+                f"the completions of step {last} that are sampled and scored today do not fulfil it"
+                if self._samples
+                else "no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)"
+            )
+        metric = self.condition.deciding(under[last], self.line_before)
+        values = {step: numbers.get(metric) for step, numbers in under.items()}
+        holds = {step: self.condition.holds(numbers) for step, numbers in under.items()}
+        before = self.line_before.get(metric)
+        step, rise = to_blame(values, holds, before)
         moment = self.moments[step]
         return_to(self.trainer.learner, moment)
         parts = moment.parts()
         influence = influence_of(self.trainer.learner, moment.rows, [*parts.values()])
         self._drops = bool(np.isnan(influence.norms).any())
-        found = self._narrowed(step, last, parts, influence)
+        is_own, is_drift = step == last, rise is not None and rise < MOST
+        # completions that are sampled again all follow from the weights, and a small part of a rise is no single row's
+        is_searched = not (is_own and self._samples) and (rise is None or rise >= MUCH)
+        low = before if is_own else values[step]
+
+        def cures(numbers: Numbers, least: float) -> bool:
+            undone = ratio((numbers.get(metric), values[last]), (low, values[last]))
+            return not self.condition.holds(numbers) and (undone is None or undone >= least)
+
+        found = self._narrowed(step, last, parts, influence, cures) if is_searched else ((), {}, (), {})
         metrics = self._updated(moment, moment.rows)
-        given = influence, tuple(parts), moment.completions, self.num_updates
-        return Cause(step, last, under, *found, metrics, *given)
+        prompts = shown_prompts(self.trainer.target.run, step, moment.completions)
+        given = influence, tuple(parts), moment.completions, prompts, self.num_updates
+        about = metric, before, under, is_own, is_drift, is_searched, self._samples
+        return Cause(step, last, *about, *found, metrics, *given)
 
     def _check_metrics(self, last: int) -> None:
         """Finds whether completions must be sampled again."""
         moment = self.moments[last]
         of_update = self._updated(moment, moment.rows)
+        fixed = next((name for name in self.condition.metrics if name in FIXED), None)
+        if fixed is not None:
+            raise NoCauseError(f"{fixed} follows from the settings, not from the weights or the completions")
         others = [name for name in self.condition.metrics if name not in of_update]
         unknown = [name for name in others if name not in moment.experience.metrics]
         if unknown:
@@ -163,18 +214,21 @@ class Search:
         return moment_of(self.trainer.learner, moment.experience, moment.cursor)
 
     def _narrowed(
-        self, step: int, last: int, parts: Mapping[int, Sequence[int]], influence: Influence
+        self,
+        step: int,
+        last: int,
+        parts: Mapping[int, Sequence[int]],
+        influence: Influence,
+        is_cure: Callable[[Numbers, float], bool],
     ) -> tuple[tuple[int, ...], Numbers, tuple[int, ...], Numbers]:
-        """Returns the groups' completions without which the condition does not hold, and the fewest of these."""
+        """Returns the groups' completions without which the metrics are right, and the fewest of these."""
         found: tuple[tuple[int, ...], Numbers] = (), {}
         order = dict(zip(parts, influence.shares, strict=True))
-        if step == last and self._samples:  # all of its completions follow from the weights
-            return *found, *found
 
-        def cures(completions: Sequence[int]) -> bool:
+        def cures(completions: Sequence[int], least: float) -> bool:
             nonlocal found
             metrics = self._after(step, last, [row for each in completions for row in parts[each]])
-            if self.condition.holds(metrics):
+            if not is_cure(metrics, least):
                 return False
             found = tuple(completions), metrics
             return True
@@ -184,11 +238,49 @@ class Search:
         for each in parts:
             groups.setdefault(completions[each].prompt_index, []).append(each)
         by_share = sorted(groups.values(), key=lambda own: _order(sum(order[each] for each in own)))
-        halves = halved(by_share, lambda own: cures([each for members in own for each in members]))
+        halves = halved(by_share, lambda own: cures([each for members in own for each in members], MOST))
         of_groups = found
         if len(halves) == 1:
-            halved(sorted(halves[0], key=lambda each: _order(order[each])), cures)
+            # the others of a group keep advantages that its mean has given them
+            halved(sorted(halves[0], key=lambda each: _order(order[each])), lambda rows: cures(rows, MUCH))
         return *of_groups, *found
+
+
+def to_blame(
+    values: Mapping[int, float | None], holds: Mapping[int, bool], before: float | None
+) -> tuple[int, float | None]:
+    """Returns the step whose update, or whose own rows if it is the last, made a metric go wrong.
+
+    Args:
+        values: The metric of the last step's rows under the weights before each step, by the step; None if not finite.
+        holds: Whether the condition holds there.
+        before: The metric in the line of metrics before.
+
+    Returns:
+        The step, and the part of its update in the change of the metric under these weights; None if it is the last
+        step, or a part is no number.
+    """
+    steps = sorted(values)
+    last = steps[-1]
+    whole = values[steps[0]], values[last]
+    of_weights = ratio(whole, (before, values[last]))
+    if all(holds.values()) if of_weights is None else of_weights < MOST:
+        return last, None
+    parts = {step: ratio((values[step], values[after]), whole) for step, after in itertools.pairwise(steps)}
+    known = {step: each for step, each in parts.items() if each is not None}
+    if len(known) < len(parts):
+        right = [step for step in steps if not holds[step]]
+        return (max(right) if right else last), None
+    step = max(known, key=lambda each: known[each])
+    return step, known[step]
+
+
+def ratio(change: tuple[float | None, float | None], whole: tuple[float | None, float | None]) -> float | None:
+    """Returns a change, from a value to another, as a part of a whole one; None if one of them is no number."""
+    if any(value is None or not np.isfinite(value) for value in (*change, *whole)) or whole[0] == whole[1]:
+        return None
+    (a, b), (c, d) = np.asarray([change, whole], float)
+    return float((b - a) / (d - c))
 
 
 def halved(parts: Sequence[Any], cures: Callable[[Sequence[Any]], bool]) -> Sequence[Any]:

@@ -55,6 +55,16 @@ class Condition:
         """Returns whether a line of metrics fulfils the condition."""
         return any(all(term.holds(metrics) for term in part) for part in self.parts)
 
+    def deciding(self, metrics: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+        """Returns the metric by which a line fulfils the condition, and another line does not.
+
+        Args:
+            metrics: A line that fulfils it.
+            before: The other line; empty if there is none.
+        """
+        part = next(part for part in self.parts if all(term.holds(metrics) for term in part))
+        return next((term.metric for term in part if not term.holds(before)), part[0].metric)
+
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics."""

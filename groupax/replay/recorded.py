@@ -13,6 +13,7 @@ from groupax.data.examples import with_values_from_json
 from groupax.episodes.as_json import branches_from_json, messages_from_json, turns_from_json
 from groupax.runs.checkpoints.choose import Saved, readable_checkpoints, split_path, store_of
 from groupax.runs.checkpoints.store import LocalStore
+from groupax.runs.files import parsed_record
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
 from groupax.storage.buckets import is_remote
@@ -75,8 +76,9 @@ class RecordedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`."""
-        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        return [json.loads(line) for line in lines]
+        path = self.folder / "metrics.jsonl"
+        lines = map(parsed_record, path.read_bytes().splitlines() if path.is_file() else ())
+        return [dict(line) for line in lines if isinstance(line.get("step"), (int, float))]
 
     @cached_property
     def processes(self) -> list[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.replay.compare import Columns, StageResult, compare_step
-from groupax.replay.recorded import QUIET, RecordedRun
+from groupax.replay.recorded import QUIET, UNSEEN, RecordedRun
 from groupax.replay.shares import Shares, observe_shares
 from groupax.replay.trainer import (
     Make,
@@ -32,9 +32,24 @@ from groupax.settings.objective import (
     ReferenceSettings,
 )
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.settings.sampling import SamplingParams
+from groupax.settings.sampling import RolloutSamplingSettings
 from groupax.terminal.printable import printable
 
+OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
+# Settings by which steps are numbered, and those that the saved weights and optimizer state depend on.
+OF_SCHEDULE = (
+    "seed",
+    "num_iterations",
+    "updates_per_rollout",
+    "max_staleness",
+    "prompt_order",
+    "drop_last",
+    "adapters",
+)
+OF_SHAPES = (
+    *("lora_r", "lora_target_modules", "lora_bias", "lora_modules_to_save", "base_weights", "dtype", "optimizer"),
+    *("momentum", "freeze_vision_tower"),
+)
 OF_UPDATES = (
     *(ObjectiveSettings, EntropySettings, MaskSettings, ReferenceSettings, UpdateSettings),
     *(LearningRateSettings, OptimizerSettings),
@@ -127,6 +142,8 @@ def replay_target(
             observe_shares(trainer, shares)
 
     outcome = replay_steps(target, make, settings, prepare, weights_text)[-1]
+    if shares and not all(stage.is_equal for stage in outcome.stages if stage.stage in OF_INPUTS):
+        replay_steps(replace(target, stage="loss"), make, settings, prepare)  # the rows that it had
     return replace(outcome, shares=shares[-1]) if shares else outcome
 
 
@@ -183,7 +200,7 @@ def outcome_of(target: Target, trainer: ReplayTrainer) -> Outcome:
 
 def stage_of(changed: str) -> Stage:
     """Returns the first stage that a setting changes."""
-    if changed in {each.name for each in fields(SamplingParams)}:
+    if changed == "max_completion_length" or changed in {each.name for each in fields(RolloutSamplingSettings)}:
         return "rollout"
     if any(changed in {each.name for each in fields(part)} for part in OF_UPDATES):
         return "loss"
@@ -192,16 +209,30 @@ def stage_of(changed: str) -> Stage:
     return "rollout"
 
 
-def changed_settings(changes: Mapping[str, Any], args: GRPOConfig) -> Mapping[str, Any]:
+def changed_settings(changes: Mapping[str, Any], args: GRPOConfig, other_weights: bool = False) -> Mapping[str, Any]:
     """Returns settings that differ, as values of their types.
 
+    Args:
+        changes: The settings by name.
+        args: Settings of the run.
+        other_weights: Whether the weights are others, whose shapes may differ.
+
     Raises:
-        ValueError: One is no setting, or has a value of another type.
+        ValueError: One is no setting, has a value of another type, or cannot differ in a step.
     """
     known = [each.name for each in fields(GRPOConfig)]
     for name in changes:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of groupax train{nearest(name, known)}")
+        if name in UNSEEN:
+            raise ValueError(f"{name} changes nothing of a step")
+        if name in OF_SCHEDULE:
+            raise ValueError(f"{name} says which rows a step has, so that a step is another one under it")
+        if name in OF_SHAPES and not other_weights:
+            raise ValueError(
+                f"{name} gives the weights other shapes than those that the run had before the step; it may differ "
+                "with other weights only (--model, other_model)"
+            )
     changed = GRPOConfig.from_mapping({**vars(args), **changes})
     return {name: getattr(changed, name) for name in changes}
 

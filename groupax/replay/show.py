@@ -51,7 +51,7 @@ def changes(outcome: Outcome) -> Iterator[str]:
         yield "  its completions were not kept, so that groups and tokens cannot be compared"
         return
     yield ""
-    yield "  group  prompt  rows with other tokens    mean reward (run, changed)   largest change of an advantage"
+    yield "  group  rows (run, changed)  with other tokens   mean reward (run, changed)   advantages change by up to"
     yield from _groups(then, outcome.columns)
     yield ""
     yield from _tokens(then, outcome.columns, text_of)
@@ -69,16 +69,14 @@ def _text_of(folder: Path) -> Callable[[int], str]:
 
 def _groups(then: Columns, now: Columns) -> Iterator[str]:
     rows_now = _by_place(now)
-    groups: dict[int, list[int]] = {}
-    for row, prompt in enumerate(then["prompt_index"]):
-        groups.setdefault(prompt, []).append(row)
-    for number, (prompt, rows) in enumerate(groups.items()):
-        pairs = [(row, rows_now[place]) for row in rows if (place := _place(then, row)) in rows_now]
-        others = sum(then["completion_ids"][a] != now["completion_ids"][b] for a, b in pairs)
-        rewards = [_mean_reward(then, [a for a, _ in pairs]), _mean_reward(now, [b for _, b in pairs])]
+    for group in sorted({*then["prompt_index"], *now["prompt_index"]}):
+        own, others = ([row for row, each in enumerate(c["prompt_index"]) if each == group] for c in (then, now))
+        pairs = [(row, rows_now[place]) for row in own if (place := _place(then, row)) in rows_now]
+        differ = sum(then["completion_ids"][a] != now["completion_ids"][b] for a, b in pairs)
         moved = max((abs(now["advantage"][b] - then["advantage"][a]) for a, b in pairs), default=0.0)
-        counts = f"{others} of {len(pairs)}"
-        yield f"  {number:5}  {prompt:6}  {counts:>22}    {rewards[0]:>12.4g} {rewards[1]:>12.4g}   {moved:>12.4g}"
+        counts, changed = f"{len(own)}, {len(others)}", f"{differ} of {len(pairs)}"
+        rewards = f"{_mean_reward(then, own):>12} {_mean_reward(now, others):>12}"
+        yield f"  {group:5}  {counts:>19}  {changed:>17}    {rewards}   {moved:>12.4g}"
 
 
 def _tokens(then: Columns, now: Columns, text_of: Callable[[int], str]) -> Iterator[str]:
@@ -91,7 +89,7 @@ def _tokens(then: Columns, now: Columns, text_of: Callable[[int], str]) -> Itera
         old, new = then["trainer_logps"][a], now["trainer_logps"][b]
         if old is None or new is None:
             continue
-        change = np.subtract(new, old)
+        change = np.subtract(new, old) * (1 if "mask" not in then else np.asarray(then["mask"][a]))
         found += [(abs(float(x)), a, at, old[at], new[at]) for at, x in enumerate(change) if x]
     if not found:
         yield "  no log-prob of a token that is the same in both differs"
@@ -111,10 +109,11 @@ def _place(columns: Columns, row: int) -> tuple[int, int]:
     return columns["prompt_index"][row], columns["sample_index"][row]
 
 
-def _mean_reward(columns: Columns, rows: Sequence[int]) -> float:
+def _mean_reward(columns: Columns, rows: Sequence[int]) -> str:
     names = [name for name in columns if name.startswith("rewards/")]
-    values = [columns[name][row] for name in names for row in rows if columns[name][row] is not None]
-    return float(np.sum(values)) / max(len(rows), 1)
+    values = [[columns[name][row] for name in names] for row in rows]
+    scored = [sum(each) for row in values if (each := [value for value in row if value is not None])]
+    return f"{np.mean(scored):.4g}" if scored else "none"
 
 
 def _number(value: float | None) -> str:

@@ -36,9 +36,10 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         yield f"before step {first} the run was continued with other settings: {listed}"
     if equal:
         which = f"steps {equal[0]} to {equal[-1]} are" if len(equal) > 1 else f"step {equal[0]} is"
-        yield f"{which} computed as recorded, with the dataset, rewards and settings of today"
-    if found.parted is not None:
-        yield from comparison(found.parted)
+        tools = ", and with tools' answers from the record" if found.has_calls else ""
+        yield f"{which} computed as recorded, with the dataset, rewards and settings of today{tools}"
+    for each in (*([] if found.parted is None else [found.parted]), *found.more):
+        yield from comparison(each)
     if found.cause is None:
         yield f"the rows that did it were not looked for: {found.why_not}"
     else:
@@ -65,26 +66,37 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
     for number, metrics in sorted(cause.under.items()):
         yield f"  {number:6}" + "".join(f"{shown_number(metrics.get(name)):>24}" for name in names)
     facts = ", ".join(f"{name} {shown_number(cause.metrics.get(name))}" for name in FACTS)
-    if step < shown:
-        yield f"the update of step {step} did it ({facts})"
+    if cause.is_own:
+        was = "" if cause.before is None else f", not of the {shown_number(cause.before)} in the line before"
+        yield f"most of it is there under the oldest of these weights{was}: its own rows do it ({facts})"
+    elif cause.is_drift:
+        yield f"{cause.metric} changes from update to update; the largest part of it is that of step {step} ({facts})"
     else:
-        yield f"step {shown} is so under all of these weights: its own rows do it ({facts})"
+        yield f"the update of step {step} did it ({facts})"
+    if cause.is_sampled:
+        yield "(its completions are sampled anew under each of these weights, so that a part of this is chance)"
     if cause.left_out:
-        prompts = dict.fromkeys(cause.rollouts[index].prompt_index for index in cause.group)
-        of = f"prompt {next(iter(prompts))}" if len(prompts) == 1 else f"prompts {', '.join(map(str, prompts))}"
+        groups = dict.fromkeys(cause.rollouts[index].prompt_index for index in cause.group)
+        of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
         if cause.group and cause.group != cause.left_out:
-            yield f"without the {len(cause.group)} rows of {of} {_values(cause.without_group, names)}"
-        yield f"without these rows of step {step} {_values(cause.without, names)}:"
+            yield f"without the {len(cause.group)} rows of {of} {_values(cause, cause.without_group, names)}"
+        yield f"without these rows of step {step} {_values(cause, cause.without, names)}:"
         for index in cause.left_out[:SHOWN_ROWS]:
-            yield f"  {place(cause.rollouts[index], index)}"
+            yield f"  {place(cause.rollouts[index], index, cause.prompts[index])}"
         if len(cause.left_out) > SHOWN_ROWS:
             yield f"  and {len(cause.left_out) - SHOWN_ROWS} more"
+    elif cause.is_searched:
+        yield f"{until} stays, or most of it, whichever half of its groups is left out: it is the update as a whole"
+    elif cause.is_own:
+        yield "its completions follow from the weights, so that none of its rows was left out"
     else:
-        yield f"{until} stays whichever half of its groups is left out: it is the update as a whole, not single rows"
+        yield "no single update did it, so that none of its rows was left out; --window looks further back"
     yield f"rows of step {step} by their share of the gradient:"
-    yield from share_lines(cause.influence, cause.completions, cause.rollouts)
+    yield from share_lines(cause.influence, cause.completions, cause.rollouts, cause.prompts)
     yield f"({cause.num_updates} updates were computed for this)"
 
 
-def _values(metrics: Any, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} is {shown_number(metrics.get(name))}" for name in names)
+def _values(cause: Cause, metrics: Any, names: Sequence[str]) -> str:
+    values = ", ".join(f"{name} is {shown_number(metrics.get(name))}" for name in names)
+    undone = cause.undone(metrics)
+    return values if undone is None else f"{values} (undoes {100 * undone:.0f} %)"
