@@ -97,7 +97,7 @@ def test_a_reward_that_differs_is_named(run):
     by_name = {stage.stage: stage for stage in outcome.stages}
     assert by_name["data"].is_equal
     assert by_name["rollout"].is_equal
-    assert "letters of row 1 (prompt 0, sample 1)" in by_name["reward"].text
+    assert "letters of row 1 (group 0, sample 1)" in by_name["reward"].text
     assert not by_name["update"].is_equal
 
 

@@ -10,7 +10,8 @@ Where the metric is far from that of the line before under all weights, rows of 
 
 What is left out counts as a cause only if at least half of the rise is undone without it, not by any crossing of the
 condition's threshold: the rise of an update is from the weights before it to step N, that of step N's own rows from the
-line of metrics before. Within a group a quarter is enough, as the other rows keep what its mean has given them.
+line of metrics before. Completions are left out as if they had never been: the others of their group have the
+advantages that they would have without them.
 """
 
 import itertools
@@ -28,7 +29,7 @@ from groupax.replay.trainer import ReplayTrainer
 from groupax.training.influence import Influence, influence_of
 from groupax.types import Rollout, Row
 
-MOST, MUCH = 0.5, 0.25  # parts of a rise: that a cause has, and that rows of its groups or a searched update have
+MOST, MUCH = 0.5, 0.25  # parts of a rise: that a cause has, and that an update has whose rows are looked for
 FIXED = ("learning_rate", "epoch", "step")  # metrics that depend on neither weights nor completions
 Numbers = Mapping[str, float | None]  # metrics; None for one that is not finite
 
@@ -122,11 +123,11 @@ class Search:
         self._check_metrics(last)
         under = {step: self._measured(self.moments[step], last) for step in self.moments}
         if not self.condition.holds(under[last]):
-            raise NoCauseError(
-                f"the completions of step {last} that are sampled and scored today do not fulfil it"
-                if self._samples
-                else "no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)"
+            of_several = "no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)"
+            of_today = (
+                f"sampled and scored today, the completions of step {last} do not: it is what differs that did it"
             )
+            raise NoCauseError(of_today if self._samples and self.trainer.target.stage == "loss" else of_several)
         metric = self.condition.deciding(under[last], self.line_before)
         values = {step: numbers.get(metric) for step, numbers in under.items()}
         holds = {step: self.condition.holds(numbers) for step, numbers in under.items()}
@@ -142,9 +143,9 @@ class Search:
         is_searched = not (is_own and self._samples) and (rise is None or rise >= MUCH)
         low = before if is_own else values[step]
 
-        def cures(numbers: Numbers, least: float) -> bool:
+        def cures(numbers: Numbers) -> bool:
             undone = ratio((numbers.get(metric), values[last]), (low, values[last]))
-            return not self.condition.holds(numbers) and (undone is None or undone >= least)
+            return not self.condition.holds(numbers) and (undone is None or undone >= MOST)
 
         found = self._narrowed(step, last, parts, influence, cures) if is_searched else ((), {}, (), {})
         metrics = self._updated(moment, moment.rows)
@@ -176,7 +177,7 @@ class Search:
         """Returns the metrics of the last step under the weights of a moment, without some of its rows."""
         shown = self.moments[last]
         if not self._samples:
-            return self._updated(replace_state(shown, moment), self._without(shown.rows, left_out))
+            return self._updated(replace_state(shown, moment), self._without(shown, left_out))
         learner, collector = self.trainer.learner, self.trainer.collector
         return_to(learner, moment)
         experience = collector.sampled_again(shown.cursor)
@@ -195,16 +196,27 @@ class Search:
         learner = self.trainer.learner
         return_to(learner, self.moments[step])
         for number in range(step, last):
-            rows = self.moments[number].rows
-            rows = self._without(rows, left_out) if number == step else rows
+            rows = self._without(self.moments[number], left_out if number == step else ())
             if any(row.mask.any() for row in rows):
                 self.num_updates += 1
                 learner.update(rows)
         return self._measured(self._here(self.moments[last]), last)
 
-    def _without(self, rows: Sequence[Row], left_out: Sequence[int]) -> list[Row]:
-        """Returns rows of which some count nowhere, in the shapes of before, whose programs are compiled."""
-        gone = set(left_out)
+    def _without(self, moment: Moment, left_out: Sequence[int]) -> list[Row]:
+        """Returns the rows of a moment as if some completions had never been, nor been compared with the others.
+
+        They have the shapes of before, whose programs are compiled.
+        """
+        rows, parts = [*moment.rows], moment.parts()
+        if not left_out:
+            return rows
+        shifts = self.trainer.collector.shifts(moment.experience, {*left_out})
+        for completion, own in parts.items():
+            for index in own if shifts[completion] else ():
+                row = rows[index]
+                moved = row.advantages + np.where(row.mask, np.float32(shifts[completion]), np.float32(0.0))
+                rows[index] = replace(row, advantages=moved)
+        gone = {index for completion in left_out for index in parts[completion]}
         if self._drops:
             return [row for index, row in enumerate(rows) if index not in gone]
         hidden = {index: replace(rows[index], mask=np.zeros_like(rows[index].mask), is_failure=True) for index in gone}
@@ -219,16 +231,16 @@ class Search:
         last: int,
         parts: Mapping[int, Sequence[int]],
         influence: Influence,
-        is_cure: Callable[[Numbers, float], bool],
+        is_cure: Callable[[Numbers], bool],
     ) -> tuple[tuple[int, ...], Numbers, tuple[int, ...], Numbers]:
         """Returns the groups' completions without which the metrics are right, and the fewest of these."""
         found: tuple[tuple[int, ...], Numbers] = (), {}
         order = dict(zip(parts, influence.shares, strict=True))
 
-        def cures(completions: Sequence[int], least: float) -> bool:
+        def cures(completions: Sequence[int]) -> bool:
             nonlocal found
-            metrics = self._after(step, last, [row for each in completions for row in parts[each]])
-            if not is_cure(metrics, least):
+            metrics = self._after(step, last, completions)
+            if not is_cure(metrics):
                 return False
             found = tuple(completions), metrics
             return True
@@ -238,11 +250,10 @@ class Search:
         for each in parts:
             groups.setdefault(completions[each].prompt_index, []).append(each)
         by_share = sorted(groups.values(), key=lambda own: _order(sum(order[each] for each in own)))
-        halves = halved(by_share, lambda own: cures([each for members in own for each in members], MOST))
+        halves = halved(by_share, lambda own: cures([each for members in own for each in members]))
         of_groups = found
         if len(halves) == 1:
-            # the others of a group keep advantages that its mean has given them
-            halved(sorted(halves[0], key=lambda each: _order(order[each])), lambda rows: cures(rows, MUCH))
+            halved(sorted(halves[0], key=lambda each: _order(order[each])), cures)
         return *of_groups, *found
 
 

@@ -1,8 +1,11 @@
 """The rollouts of a replay: recorded ones until a step, and from there on as much again as is asked for."""
 
+import itertools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from groupax.episodes.record import Record
 from groupax.models.specs import Params
@@ -45,6 +48,27 @@ class ReplayCollector(Collector):
     def sampled_again(self, cursor: Cursor) -> Experience:
         """Returns the rollout of a cursor, sampled by the present policy."""
         return self.scored(self._sampled(cursor), cursor, 1)
+
+    def shifts(self, experience: Experience, left_out: Collection[int]) -> list[float]:
+        """Returns by how much each completion's advantage changes if some had never been.
+
+        It is 0 where they do not follow from a group's rewards alone: with returns of turns, and with a KL in the reward.
+
+        Args:
+            experience: A rollout.
+            left_out: Indices of the completions among all of it.
+        """
+        groups = experience.groups[: self.schedule.prompts_per_rollout]
+        rest = sum(len(group) for group in experience.groups[self.schedule.prompts_per_rollout :])
+        places = itertools.count()
+        without = [
+            [replace(row, rewards=dict.fromkeys(row.rewards)) if next(places) in left_out else row for row in group]
+            for group in groups
+        ]
+        if self.args.turn_credit == "returns" or self.args.use_kl_in_reward:
+            return [0.0] * next(places) + [0.0] * rest
+        before, after = (self._advantages(each).values for each in (groups, without))
+        return [*np.nan_to_num(after - before).tolist(), *[0.0] * rest]
 
     def samples(self, number: int) -> bool:
         """Returns whether a rollout is sampled again although it may be recorded."""

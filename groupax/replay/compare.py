@@ -170,7 +170,7 @@ def _at(values: np.ndarray, index: int, exact: bool) -> str:
 
 
 def _place(columns: Columns, row: int) -> str:
-    return f"row {row} (prompt {columns['prompt_index'][row]}, sample {columns['sample_index'][row]})"
+    return f"row {row} (group {columns['prompt_index'][row]}, sample {columns['sample_index'][row]})"
 
 
 def _same(a: Any, b: Any) -> bool:
