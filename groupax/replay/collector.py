@@ -52,7 +52,7 @@ class ReplayCollector(Collector):
     def shifts(self, experience: Experience, left_out: Collection[int]) -> list[float]:
         """Returns by how much each completion's advantage changes if some had never been.
 
-        It is 0 where they do not follow from a group's rewards alone: with returns of turns, and with a KL in the reward.
+        It is 0 where they do not follow from a group's rewards alone: with returns of turns and a KL in the reward.
 
         Args:
             experience: A rollout.
