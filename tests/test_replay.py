@@ -194,6 +194,8 @@ def test_a_change_is_compared_with_the_run(run):
     lines = str(outcome).splitlines()
     assert lines[0] == "step 2 under changes, from its update on"
     assert any(line.split() == ["learning_rate", "0.01", "0.001"] for line in lines)
+    assert 0 < outcome.moves[1] < outcome.moves[0] / 5  # what a smaller rate does
+    assert any(line.startswith("  kl of the update  ") for line in lines)
     assert "  no log-prob of a token that is the same in both differs" in lines
     with pytest.raises(ValueError, match="learning_rat"):
         again(run, 2, changes={"learning_rat": 1e-3})
@@ -225,7 +227,8 @@ def test_rewards_and_weights_may_differ_too(run):
             again(run, 3, changes={name: value})
     short = again(run, 3, changes={"max_completion_length": 4})
     assert max(map(len, short.columns["completion_ids"])) <= 4
-    assert again(run, 3, changes={}).is_equal
+    same = again(run, 3, changes={})
+    assert same.is_equal
     assert again(run, 3, changes={}, stage="data").is_equal
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.replay.compare import Columns, StageResult, compare_step
+from groupax.replay.moves import observe_move
 from groupax.replay.recorded import QUIET, UNSEEN, RecordedRun
 from groupax.replay.shares import Shares, observe_shares
 from groupax.replay.trainer import (
@@ -71,6 +72,8 @@ class Outcome:
         sampled: Earlier rollouts that were sampled again because they were not kept, by number.
         machine: How the machine and the libraries differ from those of the run.
         shares: The shares of its rows in the gradient, if they were asked for.
+        moves: Of a step under changes with the same tokens: the KL between the policies before and after the update, in
+            the run and under changes.
     """
 
     target: Target
@@ -83,6 +86,7 @@ class Outcome:
     sampled: tuple[int, ...]
     machine: tuple[str, ...]
     shares: Shares | None = None
+    moves: tuple[float, ...] = ()
 
     @property
     def step(self) -> int:
@@ -296,6 +300,14 @@ def replay_changed(
                 identity = trained(before, make, replace(own, output_dir=str(Path(folder) / "before")))
             changed = replace(changed, identity=identity)
             args = replace(args, resume=str(Path(folder) / "before"))
+        moves: list[float] = []
+        has_tokens = stage in ("reward", "advantage", "loss")  # of the run
+        if has_tokens:
+            replay_steps(
+                Target(target.run, target.step, "update"), make, settings, lambda own: observe_move(own, moves)
+            )
         trainer = make_changed(changed, args)
+        if has_tokens:
+            observe_move(trainer, moves)
         trainer.train()
-        return outcome_of(changed, trainer)
+        return replace(outcome_of(changed, trainer), moves=tuple(moves))

@@ -47,6 +47,9 @@ def changes(outcome: Outcome) -> Iterator[str]:
     for name in METRICS:
         if name in metrics or name in outcome.metrics:
             yield f"  {name:26}{_number(metrics.get(name)):>14}{_number(outcome.metrics.get(name)):>14}"
+    if outcome.moves:
+        before, after = map(_number, outcome.moves)
+        yield f"  {'kl of the update':26}{before:>14}{after:>14}"
     if then is None:
         yield "  its completions were not kept, so that groups and tokens cannot be compared"
         return
