@@ -10,7 +10,7 @@ import pytest
 
 from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
-from groupax.replay.causes import halved
+from groupax.replay.causes import halved, ratio, to_blame
 from groupax.replay.expression import parsed_condition
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of
@@ -20,7 +20,7 @@ from groupax.training.optimizer import make_optimizer
 
 from .stopped_run import letters
 from .test_config_and_data import a_tokenizer
-from .test_replay import ONE_LAYER
+from .test_replay import ONE_LAYER, again
 from .test_trainer import PROMPTS, a_trainer
 
 SETTINGS = {"max_steps": 6, "replay_state_gb": 0.0, "beta": 0.001, "scale_rewards": "none"}
@@ -97,7 +97,69 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert bisection.parted.step == 4
     assert "50 in the run" in text
     assert bisection.cause.step == 4
-    assert len(bisection.cause.left_out) == 1
+    assert bisection.cause.left_out == (1,)
+    assert bisection.cause.undone(bisection.cause.without) > 0.9
+    assert "(undoes " in text
+    bisection, text = found(tmp_path, trainer, "reward > 2", makes())
+    assert bisection.cause is None
+    assert "scored today, the completions of step 4 do not: it is what differs that did it" in text
+    shares = again(tmp_path / "run", 4, why=True).shares  # of the rows as they were, not with today's reward
+    assert max(zip(shares.influence.shares, shares.completions, strict=True))[1] == 1
+    shutil.rmtree(tmp_path / "run" / "rollouts")
+    _, text = found(tmp_path, trainer, "grad_norm > 5", makes())
+    assert "were not kept, so that its update cannot be repeated with their rewards" in text
+
+
+@pytest.mark.heavy
+def test_the_outlier_of_a_group_is_named_also_where_its_others_move_more(tmp_path):
+    def reward(prompts, completion_ids, log_extra):
+        scores = letters(prompts, completion_ids, log_extra)
+        return [scores[0], 50.0, *scores[2:]] if trainer.cursor.step == 3 else scores
+
+    reward.__name__ = "letters"
+    trainer = a_trainer(tmp_path, reward, **SETTINGS, lora_r=4)
+    trainer.train()
+    bisection, _ = found(tmp_path, trainer, "grad_norm > 4", makes())
+    assert (bisection.cause.step, bisection.cause.is_own) == (4, True)
+    assert bisection.cause.left_out == (1,)
+
+
+def test_a_metric_of_the_settings_has_no_rows(tmp_path):
+    trainer = a_trainer(tmp_path, letters, **SETTINGS | {"max_steps": 2})
+    trainer.train()
+    bisection, text = found(tmp_path, trainer, "learning_rate > 0.001", makes())
+    assert bisection.cause is None
+    assert "learning_rate follows from the settings, not from the weights or the completions" in text
+    with pytest.raises(ValueError, match=r"holds in no step up to 2: kl is .* to "):
+        found(tmp_path, trainer, "kl > 100", makes())
+
+
+@pytest.mark.parametrize(
+    ("values", "holds", "before", "expected"),
+    [
+        ([0.1, 0.1, 1.2, 1.3], [0, 0, 1, 1], 0.1, (2, 1.1 / 1.2)),  # one update did it
+        ([4.1, 4.5, 6.1, 6.7], [0, 0, 1, 1], 0.02, (4, None)),  # its own rows, although a threshold of 5 is crossed
+        ([4.1, 4.5, 6.1, 6.7], [0, 0, 1, 1], None, (2, 1.6 / 2.6)),  # nothing is known of the line before
+        ([0.8, 1.1, 1.5, 2.0], [0, 0, 0, 1], 1.6, (3, 0.5 / 1.2)),  # a drift
+        ([None, None], [1, 1], 0.1, (2, None)),
+        ([0.1, None], [0, 1], 0.1, (1, None)),
+        ([3.0], [1], None, (1, None)),
+        ([3.0], [1], 0.1, (1, None)),
+        ([0.9, 0.85, 0.1], [0, 0, 1], 0.9, (2, 0.75 / 0.8)),  # a metric that falls
+    ],
+)
+def test_a_step_is_blamed_for_the_rise_that_it_has(values, holds, before, expected):
+    of_step = dict(enumerate(values, 1))
+    step, rise = to_blame(of_step, {step: bool(each) for step, each in enumerate(holds, 1)}, before)
+    assert step == expected[0]
+    assert rise == (None if expected[1] is None else pytest.approx(expected[1]))
+
+
+def test_a_part_of_a_rise_is_none_without_numbers():
+    assert ratio((1.0, 3.0), (0.0, 4.0)) == 0.5
+    assert ratio((None, 3.0), (0.0, 4.0)) is None
+    assert ratio((float("nan"), 3.0), (0.0, 4.0)) is None
+    assert ratio((1.0, 3.0), (4.0, 4.0)) is None
 
 
 @pytest.mark.heavy
@@ -108,8 +170,8 @@ def test_a_learning_rate_spike(tmp_path):
     bisection, text = found(tmp_path, trainer, "kl > 0.5", makes())
     assert (bisection.step, bisection.parted.step, bisection.cause) == (4, 3, None)
     assert "update     DIFFERS: learning_rate 1 in the run, 0.01 now" in text
-    again = makes(spoil=with_rate)  # as in a schedule of the run itself
-    bisection, text = found(tmp_path, trainer, "kl > 0.5", again)
+    spiked = makes(spoil=with_rate)  # as in a schedule of the run itself
+    bisection, text = found(tmp_path, trainer, "kl > 0.5", spiked)
     assert bisection.parted is None
     assert (bisection.cause.step, bisection.cause.left_out) == (3, ())
     assert "the update of step 3 did it (learning_rate 1" in text
