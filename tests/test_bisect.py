@@ -114,12 +114,16 @@ def test_a_reward_that_was_flipped_once(tmp_path):
 def test_the_outlier_of_a_group_is_named_also_where_its_others_move_more(tmp_path):
     def reward(prompts, completion_ids, log_extra):
         scores = letters(prompts, completion_ids, log_extra)
-        return [scores[0], 50.0, *scores[2:]] if trainer.cursor.step == 3 else scores
+        if trainer.cursor.step != 3 or flipped:
+            return scores
+        flipped.append(prompts[0])
+        return [scores[0], 50.0, *scores[2:]]
 
+    flipped = []
     reward.__name__ = "letters"
     trainer = a_trainer(tmp_path, reward, **SETTINGS, lora_r=4)
     trainer.train()
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 4", makes())
+    bisection, _ = found(tmp_path, trainer, "grad_norm > 1.6", makes())
     assert (bisection.cause.step, bisection.cause.is_own) == (4, True)
     assert bisection.cause.left_out == (1,)
 
