@@ -113,8 +113,11 @@ class RecordedRun:
     def machine_changes(self, step: int, now: Mapping[str, Any]) -> list[str]:
         """Returns how the machine and the libraries with which a step was taken differ from those of this process."""
         then = self.process(step)
-        changed = (name for name in MACHINE if then.get(name, now[name]) != now[name])
-        return [f"{name} {then[name]} in the run, {now[name]} now" for name in changed]
+        changed = [name for name in MACHINE if then.get(name, now[name]) != now[name]]
+        found = [f"{name} {then[name]} in the run, {now[name]} now" for name in changed]
+        if "num_devices" in changed and now["platform"] == then.get("platform") == "cpu":
+            found[changed.index("num_devices")] += f" (JAX_NUM_CPU_DEVICES={then['num_devices']} sets it)"
+        return found
 
     def checkpoint(self, step: int) -> Saved | None:
         """Returns the newest intact checkpoint at this step or before it; None if the run's own start is nearer.

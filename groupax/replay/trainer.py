@@ -100,6 +100,8 @@ def prepared(target: Target, make: "Make", settings: SettingsAt) -> Iterator[tup
         resume, first = "never", 0
         if saved is not None:  # a checkpoint or a state, which has another place
             resume, first = str(link_checkpoint(saved, Path(folder) / "before")), saved.step
+            if first in target.run.changes and target.identity is None:
+                target = replace(target, identity=saved.state["identity"])
         for step in target.run.changes:
             if first < step < target.step:
                 stage = target.stage if step > start else "update"
