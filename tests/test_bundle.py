@@ -15,8 +15,8 @@ from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
 from groupax.cli.main import main
 from groupax.replay.archive import pack, unpack
 from groupax.replay.bundled import open_bundle
+from groupax.replay.changed import replay_changed
 from groupax.replay.recorded import recorded_run
-from groupax.replay.session import replay_changed
 from groupax.replay.trainer import Target
 
 from .stopped_run import letters

@@ -37,7 +37,7 @@ PAGES = [
 ]
 
 
-HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md"]
+HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
 TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
 # Pages whose Python is run by other tests than `test_python_blocks_run`, and those whose Python cannot run here.
 RUN_ELSEWHERE = {

@@ -400,8 +400,10 @@ def ask_of_empty(folder, route):
 def test_settings_come_with_their_defaults_and_the_machine(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.start({"beta": 0.25, "epsilon": 0.2})
-    early = {"started_at": "2026-01-01T00:00:00+00:00"}
+    early = {"started_at": "2026-01-01T00:00:00+00:00", "step": 0, "settings": {"beta": 0.1, "output_dir": "a"}}
     late = {
+        "step": 7,
+        "settings": {"beta": 0.25, "output_dir": "b"},
         "started_at": "2026-01-02T00:00:00+00:00",
         "commit": f"{'0' * 40}-dirty",
         "python": "3.11",
@@ -417,6 +419,7 @@ def test_settings_come_with_their_defaults_and_the_machine(tmp_path):
         overview = ask(port, "overview", run="run")
         assert overview["facts"]["commit"] == f"{'0' * 40}-dirty"
         assert overview["facts"]["continued"] == late["started_at"]
+        assert overview["facts"]["changed settings"] == "after step 7: beta 0.1 → 0.25"
         assert overview["progress"]["started_at"] == early["started_at"]
 
 

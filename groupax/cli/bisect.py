@@ -32,10 +32,10 @@ def bisect(arguments: Sequence[str]) -> None:
     command = parsed(Bisect, "bisect", arguments)
 
     from groupax.replay.bisect import bisected, first_line
+    from groupax.replay.bisection import bisection_lines, opening
     from groupax.replay.expression import parsed_condition
     from groupax.replay.recorded import recorded_run
     from groupax.replay.session import settings_of
-    from groupax.replay.show_cause import bisection_lines, opening
 
     run, condition = recorded_run(command.run_dir.rstrip("/")), parsed_condition(command.until)
     step, before = first_line(run.metrics, condition)

@@ -29,7 +29,7 @@ class Examples(Protocol):
 
 
 def with_values(row: Example, values: Mapping[str, Any]) -> Example:
-    """Returns a dataset's row with values in place of its own, from which these can still be told."""
+    """Returns a dataset's row with values in place of its own, which can still be taken apart."""
     return ChainMap(dict(values), dict(row))
 
 

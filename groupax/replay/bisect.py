@@ -1,61 +1,21 @@
 """Finds the step that made a metric fulfil a condition: what differs there today, and the rows that did it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from groupax.replay.bisection import Bisection
 from groupax.replay.causes import Cause, NoCauseError, Search
 from groupax.replay.expression import Condition
 from groupax.replay.moments import Moment
+from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import OF_INPUTS, Outcome, replay_steps, replay_target, target_of
+from groupax.replay.session import OF_INPUTS, replay_steps, replay_target, target_of
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
-from groupax.terminal.printable import printable
-
-
-@dataclass(frozen=True, eq=False)
-class Bisection:
-    """The step that a metric went wrong in.
-
-    Attributes:
-        run: The run.
-        condition: The condition.
-        step: First step whose line of metrics fulfils the condition.
-        before: Step of the line of metrics before it.
-        outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
-        cause: The update and the rows that did it; None if they could not be found.
-        why_not: Why not.
-        more: Comparison of the step of the cause by itself, if it differs and an earlier one differs too.
-    """
-
-    run: RecordedRun
-    condition: Condition
-    step: int
-    before: int
-    outcomes: Sequence[Outcome]
-    cause: Cause | None
-    why_not: str = ""
-    more: Sequence[Outcome] = ()
-
-    @property
-    def parted(self) -> Outcome | None:
-        """The first step that is not the recorded one; None if all are."""
-        last = self.outcomes[-1]
-        return None if last.is_equal else last
-
-    @property
-    def has_calls(self) -> bool:
-        """True if tools or environments answered in these steps."""
-        return any(self.run.calls(self.run.records[each.step].num_rollouts - 1) for each in self.outcomes)
-
-    def __str__(self) -> str:
-        from groupax.replay.show_cause import bisection_lines
-
-        return "\n".join(map(printable, bisection_lines(self)))
 
 
 def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tuple[int, int]:

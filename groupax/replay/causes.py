@@ -47,7 +47,7 @@ class Cause:
         is_own: Whether it is that step's own rows.
         is_drift: Whether less than half of the rise under these weights is that of the update of `step`.
         is_searched: Whether rows were left out.
-        is_sampled: Whether completions were sampled anew under other weights.
+        is_sampled: Whether completions were sampled again under other weights.
         group: Indices of the completions of the groups without which it does not fulfil it; empty if no half of the
             groups did it alone.
         without_group: Numbers without these.

@@ -9,8 +9,9 @@ from typing import Any
 from groupax.replay.archive import pack
 from groupax.replay.bundle import Manifest, Part, collect_bundle, write_after
 from groupax.replay.bundled import bundle_in
+from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import Outcome, replay_target
+from groupax.replay.session import replay_target
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 
 

@@ -1,4 +1,4 @@
-"""How far an update moves the policy on the tokens of its own step."""
+"""The distance by which an update moves the policy on the tokens of its own step."""
 
 from collections.abc import Sequence
 

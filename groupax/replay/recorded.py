@@ -16,31 +16,13 @@ from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import parsed_record
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
+from groupax.settings.steps import UNSEEN
 from groupax.storage.buckets import is_remote
 from groupax.types import Rollout
 
 FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
-# Settings of what a replay neither does nor shows.
-QUIET: dict[str, Any] = {
-    "eval_steps": 0,
-    "report_to": (),
-    "save_steps": 0,
-    "save_interval_minutes": 0.0,
-    "do_last_save": False,
-    "metric_for_best_model": None,
-    "profile": 0,
-    "logging_steps": 1,
-    "log_completions": True,
-    "log_completions_steps": 1,
-    "rollout_log_gb": None,
-    "replay_state_gb": 0.0,
-    "rollout_servers": (),
-    "rollout_folder": None,
-}
 # Of a process, all that rounding depends on.
 MACHINE = ("platform", "num_devices", "mesh", "processor", "instruction_set", "versions")
-# Settings that no step depends on.
-UNSEEN = frozenset({"output_dir", "resume", "progress_bar", "run_name", "project", "track_memory", *QUIET})
 ARRAYS = {
     "prompt_ids": np.int32,
     "completion_ids": np.int32,
@@ -82,12 +64,12 @@ class RecordedRun:
 
     @cached_property
     def processes(self) -> list[Mapping[str, Any]]:
-        """What is recorded of the processes that worked on the run, in their order."""
+        """The records of the processes that worked on the run, in their order."""
         path = self.folder / "run.json"
         return json.loads(path.read_bytes()).get("processes", []) if path.is_file() else []
 
     def process(self, step: int) -> Mapping[str, Any]:
-        """Returns what is recorded of the process that took a step; later ones may have repeated those of others."""
+        """Returns the record of the process that took a step, the last one of those that did."""
         return next((each for each in reversed(self.processes) if each.get("step", 0) < step), {})
 
     def settings(self, step: int) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from groupax.models.saving import save_model
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.moments import Moment, moment_of
-from groupax.replay.recorded import QUIET, RecordedRun
+from groupax.replay.recorded import RecordedRun
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor
 from groupax.runs.checkpoints.choose import Saved
@@ -23,6 +23,7 @@ from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
 from groupax.runs.step_record import Stage, StepRecord
+from groupax.settings.steps import QUIET
 from groupax.trainer import GRPOTrainer
 from groupax.training.adapters import AdapterLearners
 

@@ -1,5 +1,6 @@
 """The summary of one run: what it is, how far it is, and what training has changed."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ import numpy as np
 
 from groupax.runs.report.contents import repeating_command
 from groupax.runs.report.record import changed_settings
+from groupax.settings.steps import UNSEEN
 from groupax.view.rollouts import Step
 from groupax.view.runs import Run
 from groupax.view.texts import PREVIEW_CHARACTERS, shown_prompt
@@ -121,9 +123,20 @@ def _facts(
         "software": ", ".join([*software, *(f"{name} {version}" for name, version in versions.items())]),
         "commit": process.get("commit"),
         "continued": process.get("started_at") if len(processes) > 1 else None,
+        "changed settings": "; ".join(_changed_settings(processes)),
         "folder": str(run.path),
     }
     return {label: str(text) for label, text in found.items() if text}
+
+
+def _changed_settings(processes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the settings that differ from those of the process before, for each that continued the run with others."""
+    for before, after in itertools.pairwise(processes):
+        then, now = _mapping(before.get("settings")), _mapping(after.get("settings"))
+        names = [name for name in now if name not in UNSEEN and name in then and then[name] != now[name]]
+        if names:
+            changed = ", ".join(f"{name} {then[name]} → {now[name]}" for name in names)
+            yield f"after step {after.get('step')}: {changed}"
 
 
 SHOWN_FACTS = ("model", "parameters", "data", "prompts", "examples", "rewards", "steps", "devices")

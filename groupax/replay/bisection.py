@@ -1,16 +1,57 @@
-"""Texts about the cause of a metric that went wrong."""
+"""The step that a metric went wrong in, and the texts about it and its cause."""
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from groupax.replay.bisect import Bisection
 from groupax.replay.causes import Cause
 from groupax.replay.expression import Condition
+from groupax.replay.outcome import Outcome, comparison
+from groupax.replay.recorded import RecordedRun
 from groupax.replay.shares import SHOWN_ROWS, place, share_lines, shown_number
-from groupax.replay.show import comparison
+from groupax.terminal.printable import printable
 
 FACTS = ("learning_rate", "grad_norm", "loss")
+
+
+@dataclass(frozen=True, eq=False)
+class Bisection:
+    """The step that a metric went wrong in.
+
+    Attributes:
+        run: The run.
+        condition: The condition.
+        step: First step whose line of metrics fulfils the condition.
+        before: Step of the line of metrics before it.
+        outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
+        cause: The update and the rows that did it; None if they could not be found.
+        why_not: Why not.
+        more: Comparison of the step of the cause by itself, if it differs and an earlier one differs too.
+    """
+
+    run: RecordedRun
+    condition: Condition
+    step: int
+    before: int
+    outcomes: Sequence[Outcome]
+    cause: Cause | None
+    why_not: str = ""
+    more: Sequence[Outcome] = ()
+
+    @property
+    def parted(self) -> Outcome | None:
+        """The first step that is not the recorded one; None if all are."""
+        last = self.outcomes[-1]
+        return None if last.is_equal else last
+
+    @property
+    def has_calls(self) -> bool:
+        """True if tools or environments answered in these steps."""
+        return any(self.run.calls(self.run.records[each.step].num_rollouts - 1) for each in self.outcomes)
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, bisection_lines(self)))
 
 
 def opening(condition: Condition, step: int, before: int) -> str:
@@ -74,7 +115,7 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
     else:
         yield f"the update of step {step} did it ({facts})"
     if cause.is_sampled:
-        yield "(its completions are sampled anew under each of these weights, so that a part of this is chance)"
+        yield "(its completions are sampled again under each of these weights, so that a part of this is chance)"
     if cause.left_out:
         groups = dict.fromkeys(cause.rollouts[index].prompt_index for index in cause.group)
         of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"

@@ -1,16 +1,66 @@
-"""Texts about replayed steps. Imports no jax."""
+"""A step that was computed again, and the texts about it."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from groupax.replay.compare import Columns
-from groupax.replay.session import Outcome
+from groupax.replay.compare import Columns, StageResult
+from groupax.replay.shares import Shares
+from groupax.replay.trainer import Target
+from groupax.runs.step_record import StepRecord
+from groupax.terminal.printable import printable
 
 SHOWN_TOKENS = 10
 METRICS = ("reward", "loss", "grad_norm", "kl", "entropy", "learning_rate", "completions/mean_length")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that was computed again.
+
+    Attributes:
+        target: The step.
+        first_step: Step after which the replay started.
+        record: Its digests.
+        columns: Its completions, as in the rollout log.
+        metrics: Its metrics.
+        stages: Comparison with the run's.
+        parted_at: First earlier step whose weights were not the run's; None if they all were.
+        sampled: Earlier rollouts that were sampled again because they were not kept, by number.
+        machine: How the machine and the libraries differ from those of the run.
+        shares: The shares of its rows in the gradient, if they were asked for.
+        moves: Of a step under changes with the same tokens: the KL between the policies before and after the update, in
+            the run and under changes.
+    """
+
+    target: Target
+    first_step: int
+    record: StepRecord
+    columns: Columns
+    metrics: Mapping[str, Any]
+    stages: tuple[StageResult, ...]
+    parted_at: int | None
+    sampled: tuple[int, ...]
+    machine: tuple[str, ...]
+    shares: Shares | None = None
+    moves: tuple[float, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.target.step
+
+    @property
+    def is_equal(self) -> bool:
+        """True if every stage has the bits of the run."""
+        return self.parted_at is None and all(stage.is_equal for stage in self.stages)
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, outcome_lines(self)))
 
 
 def comparison(outcome: Outcome) -> Iterator[str]:
