@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.data.examples import with_values
+from groupax.data.examples import Example, with_values
 from groupax.data.tokenizer import encode_prompts
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
@@ -204,7 +204,7 @@ class Opening:
         examples, prompts = zip(*map(self._prompt_of, self._observations), strict=True)
         self._table.start_apart(self._prompt_index, examples, self._kind, prompts, seats, self._failed)
 
-    def _prompt_of(self, observation: Any) -> tuple[dict[str, Any], np.ndarray]:
+    def _prompt_of(self, observation: Any) -> tuple[Example, np.ndarray]:
         """Returns the row with the prompt to which an observation was added, and that prompt's token ids.
 
         Raises:
