@@ -139,6 +139,7 @@ def collect_bundle(
             _write_model(trainer, folder / "model")
         if start and "state" in includes:
             trainer.train()
+            identity = trainer.identity  # that the state has
             _write_state(trainer.run_folder.path / "checkpoints" / OWN.name_of(start), folder / "state")
             first = start
         else:
