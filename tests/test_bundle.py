@@ -1,5 +1,6 @@
 """A bundle carries a step to another machine, and nothing that runs there."""
 
+import hashlib
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from groupax.cli.main import main
 from groupax.replay.archive import pack, unpack
 from groupax.replay.bundled import open_bundle
 from groupax.replay.changed import replay_changed
-from groupax.replay.recorded import recorded_run
+from groupax.replay.recorded import RecordedRun, recorded_run
 from groupax.replay.trainer import Target
 
 from .stopped_run import letters
@@ -51,8 +52,9 @@ def names_in(path):
 def written(path, members):
     """An archive of these members: names with their bytes, or tarfile's own records."""
     data = io.BytesIO()
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in members if isinstance(name, str)}
     with tarfile.open(fileobj=data, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for member, content in members:
+        for member, content in [*members, ("sha256.json", json.dumps(sums).encode())]:
             info = tarfile.TarInfo(member) if isinstance(member, str) else member
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
@@ -66,6 +68,7 @@ def test_a_bundle_is_replayed_elsewhere_with_equal_bits(run, archive, tmp_path):
     names = names_in(archive)
     assert {name.partition("/")[0] for name in names} == {
         "bundle.json",
+        "sha256.json",
         "rows.jsonl",
         "after.safetensors",
         "run",
@@ -168,12 +171,42 @@ def test_damaged_and_huge_files_are_refused(tmp_path):
             unpack(tmp_path / f"{name}.tar.zst", tmp_path / name, 10**9)
     with pytest.raises(ValueError, match=r"it has no bundle\.json"):
         unpack(written(tmp_path / "no.tar.zst", [("rows.jsonl", b"")]), tmp_path / "no", 10**9)
-    manifest = {"format": 1, "groupax": "0.1.0"}
+    manifest = {"format": 2, "groupax": "0.1.0"}
     with pytest.raises(ValueError, match=r"bundle\.json is damaged: step is None"):
         open_bundle(written(tmp_path / "m.tar.zst", [("bundle.json", json.dumps(manifest).encode())]), tmp_path / "m")
-    later = written(tmp_path / "v.tar.zst", [("bundle.json", json.dumps({"format": 2, "groupax": "9"}).encode())])
-    with pytest.raises(ValueError, match="written by groupax '9', and this groupax reads format 1"):
+    later = written(tmp_path / "v.tar.zst", [("bundle.json", json.dumps({"format": 3, "groupax": "9"}).encode())])
+    with pytest.raises(ValueError, match="written by groupax '9', and this groupax reads format 2"):
         open_bundle(later, tmp_path / "v")
+
+
+def test_a_bundle_that_was_damaged_on_its_way_is_refused(tmp_path):
+    rows = np.random.default_rng(0).bytes(10**5)
+    whole = written(tmp_path / "whole.tar.zst", [("bundle.json", b"{}"), ("rows.jsonl", rows)])
+    unpack(whole, tmp_path / "whole", 10**6)
+    content = bytearray(whole.read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / "flipped.tar.zst").write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged: 'rows\.jsonl' is not what was packed"):
+        unpack(tmp_path / "flipped.tar.zst", tmp_path / "flipped", 10**6)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("config.json", [1], r"config\.json is damaged: it has \[1\]"),
+        ("run.json", {"processes": "x"}, "'x' are no processes of a run"),
+        ("run.json", {"processes": [1]}, "are no processes of a run"),
+        ("run.json", {"processes": [{"step": "7"}]}, "are no processes of a run"),
+        ("run.json", {"processes": [{"settings": [1]}]}, "are no processes of a run"),
+        ("command.json", "x", r"command\.json is damaged"),
+    ],
+)
+def test_a_run_with_damaged_files_is_refused_in_one_line(run, tmp_path, name, content, fault):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(json.dumps(content))
+    damaged = RecordedRun(tmp_path / "run")
+    with pytest.raises(ValueError, match=fault):
+        _ = damaged.config, damaged.changes, damaged.command(1), damaged.settings(1)
 
 
 @pytest.mark.heavy
@@ -192,6 +225,18 @@ def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tm
         replay_bundle(tmp_path / "bare.tar.zst")
     with pytest.raises(ValueError, match="the weights before step 3 are not in the bundle"):
         replay_bundle(tmp_path / "bare.tar.zst", base="elsewhere")
+
+
+@pytest.mark.heavy
+def test_a_step_after_a_continuation_with_other_settings(tmp_path, caplog):
+    run = a_run(tmp_path, max_steps=4, save_steps=2)
+    shutil.rmtree(run / "model")
+    a_run(tmp_path, resume=str(run), max_steps=8, learning_rate=3e-3)
+    for step in (4, 5, 7):
+        assert bundled(run, step, tmp_path / f"{step}.tar.zst").outcome.is_equal
+        caplog.clear()
+        assert replay_bundle(tmp_path / f"{step}.tar.zst").is_equal
+        assert "continued with other settings" not in caplog.text
 
 
 @pytest.mark.heavy

@@ -4,10 +4,15 @@ A bundle comes from somebody else. Only regular files of known names are unpacke
 bytes, and none of them is a program or a pickle. pyarrow, which reads and writes Parquet here, compresses.
 """
 
+import hashlib
+import io
+import json
 import re
 import tarfile
 from pathlib import Path
 from typing import Any
+
+from groupax.runs.files import parsed_record
 
 MAX_FILES = 10_000
 CHUNK_BYTES = 2**20
@@ -23,7 +28,9 @@ NAMES = (
     r"state/state\.json",
     r"state/(params|optimizer|reference|policies)\.safetensors",
     r"(run/tokenizer|model)/\w[\w.-]{0,99}\.(json|safetensors|txt|model|jinja)",
+    r"sha256\.json",
 )
+SUMS = "sha256.json"  # the last file: the digests of all others, as a file may be damaged on its way
 _KNOWN = re.compile("|".join(f"(?:{name})" for name in NAMES))
 
 
@@ -43,11 +50,18 @@ def pack(folder: Path, archive: Path) -> int:
             pa.CompressedOutputStream(str(partial), "zstd") as stream,
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
         ):
+            sums: dict[str, str] = {}
             for name in sorted(filter(_KNOWN.fullmatch, names), key=_place):
                 member = tarfile.TarInfo(name)
                 member.size = (folder / name).stat().st_size
                 with (folder / name).open("rb") as file:
+                    sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                    file.seek(0)
                     tar.addfile(member, file)
+            content = json.dumps(sums).encode()
+            member = tarfile.TarInfo(SUMS)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
         partial.rename(archive)
     except (OSError, ValueError):
         partial.unlink(missing_ok=True)
@@ -69,20 +83,19 @@ def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
     import pyarrow as pa
 
     folder.mkdir(parents=True)
-    left, seen = max_bytes, set()
+    left, seen = max_bytes, dict[str, str]()
     try:
         with pa.input_stream(str(archive), compression="zstd") as stream:
             while (member := _next_member(stream)) is not None:
                 if not member.isreg() or not _KNOWN.fullmatch(member.name) or member.name in seen:
                     raise ValueError(f"{archive} is no bundle of groupax: it has {member.name!r:.120}")
-                seen.add(member.name)
                 left -= member.size
-                if member.size < 0 or left < 0 or len(seen) > MAX_FILES:
+                if member.size < 0 or left < 0 or len(seen) >= MAX_FILES:
                     raise ValueError(
                         f"{archive} unpacks to more than {max_bytes / 1e9:g} GB or {MAX_FILES:,} files; raise --max_gb "
                         "if you expect that"
                     )
-                _write(stream, folder / member.name, member.size)
+                seen[member.name] = _write(stream, folder / member.name, member.size)
                 _read(stream, -member.size % tarfile.BLOCKSIZE)
     except (tarfile.TarError, pa.ArrowException, EOFError) as error:
         raise ValueError(f"{archive} is no bundle of groupax, or is damaged: {error}") from error
@@ -90,6 +103,12 @@ def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
         raise ValueError(f"{archive} cannot be unpacked, or is no bundle of groupax: {error}") from error
     if "bundle.json" not in seen:
         raise ValueError(f"{archive} is no bundle of groupax: it has no bundle.json")
+    seen.pop(SUMS, None)
+    sums = parsed_record((folder / SUMS).read_bytes()) if (folder / SUMS).is_file() else {}
+    damaged = [name for name in {**seen, **sums} if seen.get(name) != sums.get(name)]
+    if damaged:
+        raise ValueError(f"{archive} is damaged: {damaged[0]!r:.120} is not what was packed; send or copy it again")
+    (folder / SUMS).unlink()
 
 
 def _next_member(stream: Any) -> tarfile.TarInfo | None:
@@ -109,10 +128,14 @@ def _place(name: str) -> tuple[int, str]:
     return next(index for index, each in enumerate(NAMES) if re.fullmatch(each, name)), name
 
 
-def _write(stream: Any, path: Path, num_bytes: int) -> None:
+def _write(stream: Any, path: Path, num_bytes: int) -> str:
+    """Writes a file, and returns its digest."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
     with path.open("xb") as file:
         while num_bytes:
             data = _read(stream, min(CHUNK_BYTES, num_bytes))
             file.write(data)
+            digest.update(data)
             num_bytes -= len(data)
+    return digest.hexdigest()

@@ -7,6 +7,7 @@
     state/                 weights and optimizer state before the step's rollout, if included
     after.safetensors      weights after the step, if the state is included
     model/                 the model that the run started from, if included
+    sha256.json            digests of all of these
 
 Arrays are safetensors, everything else is JSON or Parquet: nothing in a bundle is code.
 """
@@ -31,7 +32,7 @@ from groupax.runs.checkpoints.store import OWN
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, row_digest
 
-FORMAT = 1
+FORMAT = 2
 Part = Literal["state", "model"]
 SMALL_STATE_BYTES = 64 * 2**20  # of a state that is included without being asked for
 FILES = ("config.json", "run.json", "command.json", "diagnostics.jsonl")

@@ -47,7 +47,7 @@ class RecordedRun:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The settings of the run's last process."""
-        return json.loads((self.folder / "config.json").read_bytes())
+        return self._content("config.json")
 
     @cached_property
     def records(self) -> dict[int, StepRecord]:
@@ -65,8 +65,10 @@ class RecordedRun:
     @cached_property
     def processes(self) -> list[Mapping[str, Any]]:
         """The records of the processes that worked on the run, in their order."""
-        path = self.folder / "run.json"
-        return json.loads(path.read_bytes()).get("processes", []) if path.is_file() else []
+        processes = self._content("run.json").get("processes", [])
+        if not isinstance(processes, list) or not all(map(_is_process, processes)):
+            raise ValueError(f"{self.folder / 'run.json'} is damaged: {processes!r:.80} are no processes of a run")
+        return processes
 
     def process(self, step: int) -> Mapping[str, Any]:
         """Returns the record of the process that took a step, the last one of those that did."""
@@ -78,8 +80,7 @@ class RecordedRun:
 
     def command(self, step: int) -> Mapping[str, Any] | None:
         """Returns the command of the process that took a step; None if the run was started from Python."""
-        path = self.folder / "command.json"
-        return self.process(step).get("command") or (json.loads(path.read_bytes()) if path.is_file() else None)
+        return self.process(step).get("command") or self._content("command.json") or None
 
     @cached_property
     def changes(self) -> Mapping[int, Mapping[str, tuple[Any, Any]]]:
@@ -100,6 +101,21 @@ class RecordedRun:
         if "num_devices" in changed and now["platform"] == then.get("platform") == "cpu":
             found[changed.index("num_devices")] += f" (JAX_NUM_CPU_DEVICES={then['num_devices']} sets it)"
         return found
+
+    def _content(self, name: str) -> Mapping[str, Any]:
+        """Returns the content of a file of the run; empty if it is not there.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        path = self.folder / name
+        try:
+            content = json.loads(path.read_bytes()) if path.is_file() else {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} is damaged: it has {content!r:.80}")
+        return content
 
     def checkpoint(self, step: int) -> Saved | None:
         """Returns the newest intact checkpoint at this step or before it; None if the run's own start is nearer.
@@ -161,6 +177,12 @@ class RecordedRun:
         for index, prompt in enumerate(columns["prompt_index"]):
             groups.setdefault(prompt, []).append(_rollout(columns, index, rows[prompt]))
         return [*groups.values()]
+
+
+def _is_process(record: Any) -> bool:
+    """Returns whether a record of a process has the entries that are read here, or none, as those of older versions."""
+    kinds = {"step": int, "settings": dict, "command": dict, "checkpoint": str, "versions": dict}
+    return isinstance(record, dict) and all(isinstance(record.get(name, kind()), kind) for name, kind in kinds.items())
 
 
 def recorded_run(path: str | Path) -> RecordedRun:
