@@ -210,14 +210,29 @@ def test_a_run_with_damaged_files_is_refused_in_one_line(run, tmp_path, name, co
 
 
 @pytest.mark.heavy
-def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tmp_path, capsys):
+def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tmp_path, monkeypatch):
     unpack(archive, tmp_path / "bundle", 10**9)
     config = json.loads((tmp_path / "bundle/run/config.json").read_text())
-    (tmp_path / "bundle/run/config.json").write_text(json.dumps({**config, "loss_type": "os:system"}))
-    pack(tmp_path / "bundle", tmp_path / "code.tar.zst")
-    with pytest.raises(ValueError, match="computes with functions of its own: loss_type 'os:system'"):
-        replay_bundle(tmp_path / "code.tar.zst")
-    (tmp_path / "bundle/run/config.json").write_text(json.dumps(config))
+    about = json.loads((tmp_path / "bundle/run/run.json").read_text())
+    (tmp_path / "evil-mod.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in [
+        ("loss_type", "os:system"),
+        ("loss_type", "evil-mod:f"),
+        ("kl_estimator", f"{tmp_path}/evil-mod.py:f"),
+        ("advantage_estimator", " evil-mod : f"),
+    ]:
+        (tmp_path / "bundle/run/config.json").write_text(json.dumps({**config, name: value}))
+        pack(tmp_path / "bundle", tmp_path / "code.tar.zst")
+        with pytest.raises(ValueError, match=f"computes with functions of its own: {name} "):
+            replay_bundle(tmp_path / "code.tar.zst")
+        (tmp_path / "bundle/run/config.json").write_text(json.dumps(config))
+        processes = [{**each, "settings": {**each["settings"], name: value}} for each in about["processes"]]
+        (tmp_path / "bundle/run/run.json").write_text(json.dumps({**about, "processes": processes}))
+        pack(tmp_path / "bundle", tmp_path / "code.tar.zst")
+        with pytest.raises(ValueError, match=f"computes with functions of its own: {name} "):
+            replay_bundle(tmp_path / "code.tar.zst")
+        (tmp_path / "bundle/run/run.json").write_text(json.dumps(about))
     shutil.rmtree(tmp_path / "bundle/model")
     shutil.rmtree(tmp_path / "bundle/state")
     pack(tmp_path / "bundle", tmp_path / "bare.tar.zst")

@@ -4,11 +4,10 @@ Rewards and answers of tools are those of the record. Settings that name functio
 states that the bundle only refers to, until the user says where these are.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -28,11 +27,16 @@ from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.store import OWN
 from groupax.runs.step_record import Stage
+from groupax.settings.objective import AdvantageEstimator, KLEstimator, LossType
 from groupax.tools.tool import Tool
 from groupax.types import Rollout
 
-FUNCTIONS = ("loss_type", "kl_estimator", "advantage_estimator")  # settings that may name a function
-REFERENCE = re.compile(r"\s*[\w./]+:\w+\s*(\(.*)?", re.DOTALL)
+# Settings that may name a function, and the names that import none. Anything else is taken for one.
+FUNCTIONS = {
+    "loss_type": get_args(LossType),
+    "kl_estimator": get_args(KLEstimator),
+    "advantage_estimator": get_args(AdvantageEstimator),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +156,8 @@ def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> 
     configure_jax()  # before its arrays are read, which fixes the number of devices
     manifest, run = read_manifest(folder), replace(recorded_run(folder / "run"), is_foreign=True)
     settings = [run.config, *(each.get("settings", {}) for each in run.processes)]
-    values = [(name, each.get(name)) for each in settings for name in FUNCTIONS]
-    named = {name: value for name, value in values if REFERENCE.fullmatch(str(value))}
+    values = [(name, each[name]) for each in settings for name in FUNCTIONS if name in each]
+    named = {name: value for name, value in values if value not in FUNCTIONS[name]}
     if named and not code:
         listed = ", ".join(f"{name} {value!r:.80}" for name, value in named.items())
         raise ValueError(
