@@ -271,3 +271,42 @@ def test_a_file_that_exists_is_not_replaced(run, archive):
         bundled(run, 3, archive)
     assert GRPOConfig.from_mapping(recorded_run(run).config).loss_type == "dapo"
     assert Path(archive).stat().st_size < 400_000
+
+
+@pytest.mark.heavy
+def test_what_a_bundle_cannot_show_is_refused(archive, run, tmp_path, capsys):
+    for change in (["--with", "temperature=0.5"], ["--model", "elsewhere"]):
+        assert main(["replay", str(archive), *change]) == 2
+        assert "new completions have no recorded reward: give --reward" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "none.tar.zst")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is no folder that can be written to"):
+        bundled(run, 3, tmp_path / "none" / "bug.tar.zst")
+    saving = a_run(tmp_path / "saving", save_steps=1, save_total_limit=0)
+    bundled(saving, 3, tmp_path / "bare.tar.zst", include=("model",))
+    with pytest.raises(ValueError, match="is the state after step 1, and that after step 2 is needed"):
+        replay_bundle(tmp_path / "bare.tar.zst", state=str(saving / "checkpoints" / "step_000001"))
+    assert replay_bundle(tmp_path / "bare.tar.zst", state=str(saving / "checkpoints" / "step_000002")).is_equal
+
+
+@pytest.mark.heavy
+def test_a_state_that_is_not_the_run_s_is_not_bundled(run, tmp_path):
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    lines = [json.loads(line) for line in (other / "record.jsonl").read_text().splitlines()]
+    lines[1]["update"] = "0" * 16
+    (other / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="the weights after step 2 come out otherwise here"):
+        bundled(other, 3, tmp_path / "bug.tar.zst")
+
+
+def test_an_interrupt_leaves_no_half_written_bundle(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "bundle.json").write_text("{}")
+    monkeypatch.setattr(tarfile.TarFile, "addfile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "bundle", tmp_path / "bug.tar.zst")
+    assert [*tmp_path.iterdir()] == [tmp_path / "bundle"]

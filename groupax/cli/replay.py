@@ -68,6 +68,8 @@ def replay(arguments: Sequence[str]) -> int:
     path = Path(command.run).expanduser()
     if path.is_file():
         return _replay_bundle(command, path)
+    if path.suffix == ".zst":
+        raise ValueError(f"there is no file {path}")
     of_bundle = {"--base": command.base, "--state": command.state, "--allow_code": command.allow_code}
     if given := [flag for flag, value in of_bundle.items() if value]:
         raise ValueError(f"{given[0]} is for bundles, and {command.run} is no file")
@@ -97,7 +99,7 @@ def _replayed(
     weights_text: "Callable[[ReplayTrainer], str] | None" = None,
 ) -> int:
     """Computes a step again and prints what differs, or what is under changes; returns the exit status."""
-    from groupax.replay.changed import changed_settings, changed_target, replay_changed
+    from groupax.replay.changed import changed_settings, changed_target, first_stage, replay_changed, stage_of
     from groupax.replay.session import replay_target
 
     run, step = target.run, target.step
@@ -111,6 +113,10 @@ def _replayed(
     if command.why:
         raise ValueError("--why is about the step as it was; leave out --with, --reward and --model")
     others = bool(command.reward), command.model is not None
+    stages = first_stage("rollout" if command.model else "update", *map(stage_of, changed))
+    scores = command.reward or (command.allow_code and run.command(step))
+    if run.is_foreign and stages == "rollout" and not scores:
+        raise ValueError("new completions have no recorded reward: give --reward, or --allow_code for that of the run")
     outcome = replay_changed(
         changed_target(run, step, _stage(command), *others), *makers, settings, changed, other_weights=others[1]
     )
@@ -154,7 +160,7 @@ def bundle_makers(command: Replay, bundle: "Bundle") -> "tuple[tuple[Make, Make]
     """Returns what makes the trainers of a bundle, as it was and with other rewards, and the first stage to compute."""
     own: "Make" = bundle.make
     first: "Stage" = _stage(command) or bundle.stage
-    if command.allow_code:
+    if command.allow_code and bundle.run.command(bundle.manifest.step) is not None:
         inputs = inputs_of(trained_command(bundle.run, bundle.manifest.step))
 
         def with_code(target: "Target", args: GRPOConfig) -> "ReplayTrainer":

@@ -31,7 +31,7 @@ NAMES = (
     r"sha256\.json",
 )
 SUMS = "sha256.json"  # the last file: the digests of all others, as a file may be damaged on its way
-_KNOWN = re.compile("|".join(f"(?:{name})" for name in NAMES))
+_KNOWN = re.compile("|".join(f"(?:{name})" for name in NAMES), re.ASCII)
 
 
 def pack(folder: Path, archive: Path) -> int:
@@ -63,7 +63,7 @@ def pack(folder: Path, archive: Path) -> int:
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
         partial.rename(archive)
-    except (OSError, ValueError):
+    except BaseException:  # also at an interrupt
         partial.unlink(missing_ok=True)
         raise
     return archive.stat().st_size
@@ -97,7 +97,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
                     )
                 seen[member.name] = _write(stream, folder / member.name, member.size)
                 _read(stream, -member.size % tarfile.BLOCKSIZE)
-    except (tarfile.TarError, pa.ArrowException, EOFError) as error:
+    except (tarfile.TarError, pa.ArrowException, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{archive} is no bundle of groupax, or is damaged: {error}") from error
     except OSError as error:
         raise ValueError(f"{archive} cannot be unpacked, or is no bundle of groupax: {error}") from error

@@ -27,7 +27,7 @@ from groupax.replay.recorded import RecordedRun
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, first_of_rollout, prepared
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE, seal
-from groupax.runs.checkpoints.fingerprint import Identity, versions
+from groupax.runs.checkpoints.fingerprint import Identity, process_of, versions
 from groupax.runs.checkpoints.store import OWN
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, row_digest
@@ -141,6 +141,7 @@ def collect_bundle(
         if start and "state" in includes:
             trainer.train()
             identity = trainer.identity  # that the state has
+            _check_state(trainer, run, start)
             _write_state(trainer.run_folder.path / "checkpoints" / OWN.name_of(start), folder / "state")
             first = start
         else:
@@ -151,6 +152,22 @@ def collect_bundle(
         _copy_run(run, step, first, folder / "run")
     (folder / "bundle.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
     return manifest
+
+
+def _check_state(trainer: ReplayTrainer, run: RecordedRun, step: int) -> None:
+    """Checks that a trainer has the weights that the run had after a step.
+
+    Raises:
+        ValueError: It has others, with which a bundle would not be of this run.
+    """
+    now = RecordedRun(trainer.run_folder.path).records.get(step)
+    if now is not None and now.update != run.records[step].update:
+        changes = run.machine_changes(step, process_of(trainer.learner.mesh))
+        raise ValueError(
+            f"the weights after step {step} come out otherwise here than in {run.folder}, so that a bundle with them "
+            f"would not show what the run did: {'; '.join(changes) or 'groupax replay shows where they part'}. Make it "
+            "on such a machine, or from a step whose checkpoint was kept (save_steps)"
+        )
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -21,13 +21,16 @@ from groupax.parallel.runtime import configure_jax
 from groupax.replay.archive import unpack
 from groupax.replay.bundle import BundleCollector, Manifest, read_manifest, restore_state
 from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.session import target_of
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.store import OWN
+from groupax.runs.files import parsed_record
 from groupax.runs.step_record import Stage
 from groupax.settings.objective import AdvantageEstimator, KLEstimator, LossType
+from groupax.terminal.printable import one_line
 from groupax.tools.tool import Tool
 from groupax.types import Rollout
 
@@ -65,7 +68,9 @@ class Bundle:
     @property
     def stage(self) -> Stage:
         """The first stage that can be computed again without code of the run."""
-        return "data" if self.manifest.plays and not self._rewards_by_turn else "advantage"
+        if not self.manifest.plays or self._rewards_by_turn:
+            return "advantage"
+        return target_of(self.run, self.manifest.step).stage
 
     @property
     def _rewards_by_turn(self) -> bool:
@@ -89,7 +94,7 @@ class Bundle:
             with_code: Whether rewards and tools are called.
         """
         manifest = self.manifest
-        lines = [f"step {manifest.step} of {manifest.run}, written by groupax {manifest.groupax}"]
+        lines = [f"step {manifest.step} of {one_line(manifest.run)}, written by groupax {manifest.groupax}"]
         if self.stage == "advantage" and not with_code:
             lines += ["completions and rewards are those of the record: they need code of the run (--allow_code)"]
         elif not with_code:
@@ -192,6 +197,11 @@ def _place_state(folder: Path, manifest: Manifest, state: str | None) -> None:
     found = [path for path in (given, *(given / each / name for each in ("checkpoints", "states"))) if _is_state(path)]
     if not found:
         raise ValueError(f"--state {state}: there is no checkpoint {name}")
+    step = parsed_record((found[0] / STATE).read_bytes()).get("step")
+    if step != manifest.start:
+        raise ValueError(
+            f"--state {state} is the state after step {step}, and that after step {manifest.start} is needed"
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(found[0].resolve())
 

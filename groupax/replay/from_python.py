@@ -136,21 +136,27 @@ def bundle_step(
 
 
 def replay_bundle(
-    path: str | Path, base: str | None = None, state: str | None = None, stage: Stage | None = None
+    path: str | Path,
+    base: str | None = None,
+    state: str | None = None,
+    stage: Stage | None = None,
+    allow_code: bool = False,
 ) -> Outcome:
-    """Replays a bundle, of which no code runs, and compares it with the record.
+    """Replays a bundle, whose rewards and tools' answers are those of the record, and compares it with that.
 
     Args:
         path: The file.
         base: Folder or hub id of the model that the run started from; None for the one in the bundle.
         state: Run folder or checkpoint that has the weights before the step; None for those in the bundle.
         stage: First stage to compute again; None for the first that needs no code of the run.
+        allow_code: Whether to import the functions that its settings name, such as an own loss. Do so only with
+            functions that you know.
 
     Raises:
         ValueError: It is no bundle, is damaged, or lacks what is not given.
     """
     with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as scratch:
-        bundle = open_bundle(Path(path), Path(scratch) / "bundle", base, state)
+        bundle = open_bundle(Path(path), Path(scratch) / "bundle", base, state, allow_code)
         target = Target(bundle.run, bundle.manifest.step, stage or bundle.stage)
         return replay_target(target, bundle.make, bundle.settings, weights_text=bundle.weights_text)
 

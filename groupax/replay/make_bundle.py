@@ -1,5 +1,6 @@
 """Makes a bundle, and shows by replaying it that it is whole."""
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,10 @@ def make_bundle(
     Raises:
         ValueError: The step was not recorded, or cannot be bundled.
     """
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise ValueError(f"{path} exists already; remove it, or name another file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {path.parent} is no folder that can be written to")
     with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as scratch:
         folder = Path(scratch) / "bundle"
         manifest = collect_bundle(run, step, make, settings, folder, include)
@@ -75,4 +78,6 @@ def make_bundle(
                 trainer.finish = lambda: weights.append(write_after(trainer, folder))
 
         outcome = replay_target(Target(bundle.run, step, bundle.stage), bundle.make, bundle.settings, use)
+        if not outcome.stages[-1].is_equal:  # these weights are not the run's
+            (folder / "after.safetensors").unlink(missing_ok=True)
         return Made(path, pack(folder, path), manifest, outcome)
