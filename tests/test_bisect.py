@@ -79,8 +79,9 @@ def found(folder, trainer, until, make, window=4):
     return found, str(found)
 
 
-@pytest.mark.heavy
-def test_a_reward_that_was_flipped_once(tmp_path):
+def with_a_flip(folder, **settings):
+    """Trains a run in whose step 4 the reward of one completion is 50, and returns its trainer."""
+
     def reward(prompts, completion_ids, log_extra):
         scores = letters(prompts, completion_ids, log_extra)
         if trainer.cursor.step != 3 or flipped:
@@ -90,15 +91,21 @@ def test_a_reward_that_was_flipped_once(tmp_path):
 
     flipped = []
     reward.__name__ = "letters"
-    trainer = a_trainer(tmp_path, reward, **SETTINGS)
+    trainer = a_trainer(folder, reward, **SETTINGS, **settings)
     trainer.train()
+    return trainer
+
+
+@pytest.mark.heavy
+def test_a_reward_that_was_flipped_once(tmp_path):
+    trainer = with_a_flip(tmp_path)
     bisection, text = found(tmp_path, trainer, "grad_norm > 5", makes())
     assert bisection.step == 4
     assert bisection.parted.step == 4
     assert "50 in the run" in text
     assert bisection.cause.step == 4
     assert bisection.cause.left_out == (1,)
-    assert bisection.cause.undone(bisection.cause.without) > 0.9
+    assert bisection.cause.rise.undone(bisection.cause.without) > 0.9
     assert "(undoes " in text
     bisection, text = found(tmp_path, trainer, "reward > 2", makes())
     assert bisection.cause is None
@@ -106,23 +113,15 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     shares = again(tmp_path / "run", 4, why=True).shares  # of the rows as they were, not with today's reward
     assert max(zip(shares.influence.shares, shares.completions, strict=True))[1] == 1
     shutil.rmtree(tmp_path / "run" / "rollouts")
+    with pytest.raises(ValueError, match="the shares of its rows are not known"):
+        again(tmp_path / "run", 4, why=True)
     _, text = found(tmp_path, trainer, "grad_norm > 5", makes())
     assert "were not kept, so that its update cannot be repeated with their rewards" in text
 
 
 @pytest.mark.heavy
 def test_the_outlier_of_a_group_is_named_also_where_its_others_move_more(tmp_path):
-    def reward(prompts, completion_ids, log_extra):
-        scores = letters(prompts, completion_ids, log_extra)
-        if trainer.cursor.step != 3 or flipped:
-            return scores
-        flipped.append(prompts[0])
-        return [scores[0], 50.0, *scores[2:]]
-
-    flipped = []
-    reward.__name__ = "letters"
-    trainer = a_trainer(tmp_path, reward, **SETTINGS, lora_r=4)
-    trainer.train()
+    trainer = with_a_flip(tmp_path, lora_r=4)
     bisection, _ = found(tmp_path, trainer, "grad_norm > 1.6", makes())
     assert (bisection.cause.step, bisection.cause.is_own) == (4, True)
     assert bisection.cause.left_out == (1,)
@@ -193,7 +192,7 @@ def test_a_poisoned_prompt(tmp_path):
     bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
     assert bisection.parted is None
     assert norms[bisection.cause.step] > 5
-    assert {bisection.cause.rollouts[each].prompt for each in bisection.cause.left_out} == {"fed"}
+    assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"fed"}
     assert bisection.cause.without["grad_norm"] < 5
 
 
@@ -210,7 +209,7 @@ def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     assert bisection.parted.stages[0].stage == "data"
     assert len(bisection.parted.stages[0].places) == 1
     assert "a column of the dataset other than the prompt" in text
-    assert {bisection.cause.rollouts[each].prompt for each in bisection.cause.left_out} == {"ef"}
+    assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"ef"}
 
 
 @pytest.mark.heavy
@@ -225,7 +224,7 @@ def test_a_loss_that_is_not_finite(tmp_path):
     trainer.train()
     bisection, text = found(tmp_path / "own", trainer, "loss is nan", makes())
     assert bisection.parted is None
-    lengths = [len(each.completion_ids) for each in bisection.cause.rollouts]
+    lengths = [len(each.completion_ids) for each in bisection.cause.shares.rollouts]
     assert {lengths[each] for each in bisection.cause.left_out} == {1}
     assert np.isfinite(bisection.cause.without["loss"])
 

@@ -16,9 +16,8 @@ from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
 from groupax.cli.main import main
 from groupax.replay.archive import pack, unpack
 from groupax.replay.bundled import open_bundle
-from groupax.replay.changed import replay_changed
+from groupax.replay.changed import changed_target, replay_changed
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.trainer import Target
 
 from .stopped_run import letters
 from .test_config_and_data import a_tokenizer
@@ -257,10 +256,9 @@ def test_a_step_after_a_continuation_with_other_settings(tmp_path, caplog):
 @pytest.mark.heavy
 def test_a_bundle_can_be_changed(archive, tmp_path):
     bundle = open_bundle(archive, tmp_path / "bundle")
-    target = Target(bundle.run, 3, "update")
-    outcome = replay_changed(
-        target, bundle.make, bundle.make, bundle.settings, {"learning_rate": 0.1}, other_weights=False
-    )
+    changes = {"learning_rate": 0.1}
+    target = changed_target(bundle.run, 3, None, changes)
+    outcome = replay_changed(target, bundle.make, bundle.make, bundle.settings, changes, other_weights=False)
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
     assert "learning_rate 0.01 in the run, 0.1 now" in outcome.stages[-1].text
 

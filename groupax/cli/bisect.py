@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from groupax.cli.replay import maker, trained_command
+from groupax.cli.replay import maker
 from groupax.settings.command_line import parsed
 from groupax.terminal.printable import printable
 
@@ -40,9 +40,8 @@ def bisect(arguments: Sequence[str]) -> None:
     run, condition = recorded_run(command.run_dir.rstrip("/")), parsed_condition(command.until)
     step, before = first_line(run.metrics, condition)
     _print(opening(condition, step, before))
-    trained_command(run, step)
     found = bisected(run, condition, maker(run, "none"), settings_of(run), command.window)
-    _print(*[*bisection_lines(found)][1:])
+    _print(*bisection_lines(found))
 
 
 def _print(*lines: str) -> None:

@@ -80,7 +80,6 @@ def replay(arguments: Sequence[str]) -> int:
     from groupax.replay.session import settings_of, target_of
 
     run = recorded_run(command.run.rstrip("/"))
-    trained_command(run, command.step)
     makers = maker(run, command.progress_bar), maker(run, command.progress_bar, command.model, command.reward)
     if command.bundle is not None:
         return _make_bundle(command, run, command.step, makers[0], settings_of(run))
@@ -99,7 +98,7 @@ def _replayed(
     weights_text: "Callable[[ReplayTrainer], str] | None" = None,
 ) -> int:
     """Computes a step again and prints what differs, or what is under changes; returns the exit status."""
-    from groupax.replay.changed import changed_settings, changed_target, first_stage, replay_changed, stage_of
+    from groupax.replay.changed import changed_settings, changed_target, replay_changed
     from groupax.replay.session import replay_target
 
     run, step = target.run, target.step
@@ -113,14 +112,11 @@ def _replayed(
     if command.why:
         raise ValueError("--why is about the step as it was; leave out --with, --reward and --model")
     others = bool(command.reward), command.model is not None
-    stages = first_stage("rollout" if command.model else "update", *map(stage_of, changed))
+    target = changed_target(run, step, _stage(command), changed, *others)
     scores = command.reward or (command.allow_code and run.command(step))
-    if run.is_foreign and stages == "rollout" and not scores:
+    if run.is_foreign and target.stage in ("data", "rollout") and not scores:
         raise ValueError("new completions have no recorded reward: give --reward, or --allow_code for that of the run")
-    outcome = replay_changed(
-        changed_target(run, step, _stage(command), *others), *makers, settings, changed, other_weights=others[1]
-    )
-    print(outcome, flush=True)
+    print(replay_changed(target, *makers, settings, changed, other_weights=others[1]), flush=True)
     return 0
 
 

@@ -12,10 +12,12 @@ from groupax.replay.expression import Condition
 from groupax.replay.moments import Moment
 from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import OF_INPUTS, replay_steps, replay_target, target_of
+from groupax.replay.session import replay_steps, replay_target, target_of
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
+
+OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
 
 
 def first_line(lines: Sequence[Mapping[str, Any]], condition: Condition) -> tuple[int, int]:
@@ -60,22 +62,21 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
     step, before = first_line(run.metrics, condition)
     first = max(1, min(before + 1, step - window + 1), min(run.records))
     first = max([first, *(change + 1 for change in run.changes if change < step)])
-    first_target = replace(target_of(run, step), first=first)
-    outcomes, cause, why_not = _replayed(first_target, make, settings, condition, before)
+    target = replace(target_of(run, step), first=first)
+    outcomes, cause, why_not = _replayed(target, make, settings, condition, before)
     number = next((number for number, outcome in enumerate(outcomes) if not outcome.is_equal), len(outcomes) - 1)
     if cause is None and not why_not:
         stage: Stage = next(each.stage for each in outcomes[number].stages if not each.is_equal)
         why_not = f"step {outcomes[number].step} computes another {stage} than it did, with the same rows"
         if stage in OF_INPUTS:
-            again, cause, why_not = _replayed(replace(first_target, stage="loss"), make, settings, condition, before)
+            again, cause, why_not = _replayed(replace(target, stage="loss"), make, settings, condition, before)
             if cause is None:
                 why_not = why_not or _why_not(run, again)
-    more: tuple[Outcome, ...] = ()
-    at = step if cause is None else cause.step
-    if not outcomes[number].is_equal and at != outcomes[number].step:  # with the weights that it had
-        alone = replay_target(target_of(run, at), make, settings)
-        more = () if alone.is_equal else (alone,)
-    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not, more)
+    alone, at = None, step if cause is None else cause.step
+    if not outcomes[number].is_equal and at != outcomes[number].step:
+        again_alone = replay_target(target_of(run, at), make, settings)
+        alone = None if again_alone.is_equal else again_alone
+    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not, alone)
 
 
 def _why_not(run: RecordedRun, again: Sequence[Outcome]) -> str:
@@ -90,8 +91,8 @@ def _why_not(run: RecordedRun, again: Sequence[Outcome]) -> str:
 def _is_close(now: StepRecord, then: StepRecord) -> bool:
     """Returns whether an update is the recorded one, but for the rounding of other machines and numbers of devices."""
     numbers = [np.array([each.loss_value, each.grad_norm], float) for each in (now, then)]
-    is_close = np.allclose(*numbers, rtol=1e-3, atol=1e-6, equal_nan=True)
-    return bool(is_close) and now.learning_rate == then.learning_rate
+    rounds_alike = np.allclose(*numbers, rtol=1e-3, atol=1e-6, equal_nan=True)
+    return bool(rounds_alike) and now.learning_rate == then.learning_rate
 
 
 def _replayed(

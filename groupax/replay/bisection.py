@@ -9,7 +9,7 @@ from groupax.replay.causes import Cause
 from groupax.replay.expression import Condition
 from groupax.replay.outcome import Outcome, comparison
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.shares import SHOWN_ROWS, place, share_lines, shown_number
+from groupax.replay.shares import SHOWN_ROWS, shown_number
 from groupax.terminal.printable import printable
 
 FACTS = ("learning_rate", "grad_norm", "loss")
@@ -27,7 +27,7 @@ class Bisection:
         outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
         cause: The update and the rows that did it; None if they could not be found.
         why_not: Why not.
-        more: Comparison of the step of the cause by itself, if it differs and an earlier one differs too.
+        alone: The step of the cause by itself, with the weights that it had, if it differs and an earlier one does too.
     """
 
     run: RecordedRun
@@ -37,7 +37,7 @@ class Bisection:
     outcomes: Sequence[Outcome]
     cause: Cause | None
     why_not: str = ""
-    more: Sequence[Outcome] = ()
+    alone: Outcome | None = None
 
     @property
     def parted(self) -> Outcome | None:
@@ -51,7 +51,8 @@ class Bisection:
         return any(self.run.calls(self.run.records[each.step].num_rollouts - 1) for each in self.outcomes)
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, bisection_lines(self)))
+        first = opening(self.condition, self.step, self.before)
+        return "\n".join(map(printable, [first, *bisection_lines(self)]))
 
 
 def opening(condition: Condition, step: int, before: int) -> str:
@@ -67,9 +68,8 @@ def opening(condition: Condition, step: int, before: int) -> str:
 
 
 def bisection_lines(found: Bisection) -> Iterator[str]:
-    """Yields the lines of a bisection: where the condition holds first, what differs from the record, and the cause."""
+    """Yields the lines of a bisection after its opening: what differs from the record, and the cause."""
     run = found.run
-    yield opening(found.condition, found.step, found.before)
     equal = [outcome.step for outcome in found.outcomes if outcome.is_equal]
     first = found.outcomes[0].step
     if change := run.changes.get(first - 1):
@@ -79,8 +79,9 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         which = f"steps {equal[0]} to {equal[-1]} are" if len(equal) > 1 else f"step {equal[0]} is"
         tools = ", and with tools' answers from the record" if found.has_calls else ""
         yield f"{which} computed as recorded, with the dataset, rewards and settings of today{tools}"
-    for each in (*([] if found.parted is None else [found.parted]), *found.more):
-        yield from comparison(each)
+    for each in (found.parted, found.alone):
+        if each is not None:
+            yield from comparison(each)
     if found.cause is None:
         yield f"the rows that did it were not looked for: {found.why_not}"
     else:
@@ -106,24 +107,26 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
     yield f"  {'step':>6}" + "".join(f"{name:>24}" for name in names)
     for number, metrics in sorted(cause.under.items()):
         yield f"  {number:6}" + "".join(f"{shown_number(metrics.get(name)):>24}" for name in names)
+    shares, metric = cause.shares, cause.rise.metric
     facts = ", ".join(f"{name} {shown_number(cause.metrics.get(name))}" for name in FACTS)
     if cause.is_own:
-        was = "" if cause.before is None else f", not of the {shown_number(cause.before)} in the line before"
-        yield f"most of it is there under the oldest of these weights{was}: its own rows do it ({facts})"
+        low = cause.rise.low
+        over = "" if low is None else f" over the {shown_number(low)} of the line before"
+        yield f"most of its {metric}{over} is there under the oldest of these weights: its own rows do it ({facts})"
     elif cause.is_drift:
-        yield f"{cause.metric} changes from update to update; the largest part of it is that of step {step} ({facts})"
+        yield f"{metric} changes from update to update; the largest part of it is that of step {step} ({facts})"
     else:
         yield f"the update of step {step} did it ({facts})"
     if cause.is_sampled:
         yield "(its completions are sampled again under each of these weights, so that a part of this is chance)"
     if cause.left_out:
-        groups = dict.fromkeys(cause.rollouts[index].prompt_index for index in cause.group)
+        groups = dict.fromkeys(shares.rollouts[index].prompt_index for index in cause.group)
         of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
         if cause.group and cause.group != cause.left_out:
             yield f"without the {len(cause.group)} rows of {of} {_values(cause, cause.without_group, names)}"
         yield f"without these rows of step {step} {_values(cause, cause.without, names)}:"
         for index in cause.left_out[:SHOWN_ROWS]:
-            yield f"  {place(cause.rollouts[index], index, cause.prompts[index])}"
+            yield f"  {shares.place(index)}"
         if len(cause.left_out) > SHOWN_ROWS:
             yield f"  and {len(cause.left_out) - SHOWN_ROWS} more"
     elif cause.is_searched:
@@ -132,12 +135,11 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
         yield "its completions follow from the weights, so that none of its rows was left out"
     else:
         yield "no single update did it, so that none of its rows was left out; --window looks further back"
-    yield f"rows of step {step} by their share of the gradient:"
-    yield from share_lines(cause.influence, cause.completions, cause.rollouts, cause.prompts)
+    yield from shares.lines()
     yield f"({cause.num_updates} updates were computed for this)"
 
 
 def _values(cause: Cause, metrics: Any, names: Sequence[str]) -> str:
     values = ", ".join(f"{name} is {shown_number(metrics.get(name))}" for name in names)
-    undone = cause.undone(metrics)
+    undone = cause.rise.undone(metrics)
     return values if undone is None else f"{values} (undoes {100 * undone:.0f} %)"

@@ -24,14 +24,32 @@ import numpy as np
 from groupax.metrics.completions import json_numbers
 from groupax.replay.expression import Condition
 from groupax.replay.moments import Moment, moment_of, return_to
-from groupax.replay.shares import shown_prompts
+from groupax.replay.shares import Shares, shares_of
 from groupax.replay.trainer import ReplayTrainer
-from groupax.training.influence import Influence, influence_of
-from groupax.types import Rollout, Row
+from groupax.types import Row
 
 MOST, MUCH = 0.5, 0.25  # parts of a rise: that a cause has, and that an update has whose rows are looked for
 FIXED = ("learning_rate", "epoch", "step")  # metrics that depend on neither weights nor completions
 Numbers = Mapping[str, float | None]  # metrics; None for one that is not finite
+
+
+@dataclass(frozen=True)
+class Rise:
+    """The change of a metric that a cause explains; where the metric falls, low is above high.
+
+    Attributes:
+        metric: Its name.
+        low: Its value before; None if that is not known.
+        high: Its value after.
+    """
+
+    metric: str
+    low: float | None
+    high: float | None
+
+    def undone(self, numbers: Numbers) -> float | None:
+        """Returns the part that is undone where metrics have these numbers; None if it is no number."""
+        return ratio((numbers.get(self.metric), self.high), (self.low, self.high))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +59,7 @@ class Cause:
     Attributes:
         step: The step whose rows did it.
         shown_at: The step that fulfils the condition.
-        metric: The metric that decides.
-        before: Its value in the line of metrics before; None if that is not known.
+        rise: The rise of the metric that decides.
         under: The metrics of that step under the weights before each step, by the step.
         is_own: Whether it is that step's own rows.
         is_drift: Whether less than half of the rise under these weights is that of the update of `step`.
@@ -54,17 +71,13 @@ class Cause:
         left_out: Indices of the fewest of these completions without which it does not either.
         without: Numbers without those.
         metrics: Numbers of the update of `step`.
-        influence: Influence of each completion of `step`; those that it did not train on have none.
-        completions: Indices of these completions.
-        rollouts: All completions of its rollout.
-        prompts: Their prompts as the run had them.
+        shares: Shares of the completions of `step` in its gradient.
         num_updates: Updates that were computed to find it.
     """
 
     step: int
     shown_at: int
-    metric: str
-    before: float | None
+    rise: Rise
     under: Mapping[int, Numbers]
     is_own: bool
     is_drift: bool
@@ -75,17 +88,8 @@ class Cause:
     left_out: tuple[int, ...]
     without: Numbers
     metrics: Numbers
-    influence: Influence
-    completions: tuple[int, ...]
-    rollouts: Sequence[Rollout]
-    prompts: Sequence[str]
+    shares: Shares
     num_updates: int
-
-    def undone(self, without: Numbers) -> float | None:
-        """Returns the part of the rise that is undone without some rows; None if it is no number."""
-        low = self.before if self.is_own else self.under[self.step].get(self.metric)
-        shown = self.under[self.shown_at].get(self.metric)
-        return ratio((without.get(self.metric), shown), (low, shown))
 
 
 class NoCauseError(ValueError):
@@ -132,35 +136,43 @@ class Search:
         values = {step: numbers.get(metric) for step, numbers in under.items()}
         holds = {step: self.condition.holds(numbers) for step, numbers in under.items()}
         before = self.line_before.get(metric)
-        step, rise = to_blame(values, holds, before)
+        step, its_part = to_blame(values, holds, before)
+        is_own, is_drift = step == last, its_part is not None and its_part < MOST
+        rise = Rise(metric, before if is_own else values[step], values[last])
         moment = self.moments[step]
         return_to(self.trainer.learner, moment)
-        parts = moment.parts()
-        influence = influence_of(self.trainer.learner, moment.rows, [*parts.values()])
-        self._drops = bool(np.isnan(influence.norms).any())
-        is_own, is_drift = step == last, rise is not None and rise < MOST
+        shares = shares_of(self.trainer, step, moment)
+        self._drops = bool(np.isnan(shares.influence.norms).any())
         # completions that are sampled again all follow from the weights, and a small part of a rise is no single row's
-        is_searched = not (is_own and self._samples) and (rise is None or rise >= MUCH)
-        low = before if is_own else values[step]
-
-        def cures(numbers: Numbers) -> bool:
-            undone = ratio((numbers.get(metric), values[last]), (low, values[last]))
-            return not self.condition.holds(numbers) and (undone is None or undone >= MOST)
-
-        found = self._narrowed(step, last, parts, influence, cures) if is_searched else ((), {}, (), {})
+        is_searched = not (is_own and self._samples) and (its_part is None or its_part >= MUCH)
+        found = self._narrowed(step, last, shares, rise) if is_searched else ((), {}, (), {})
+        group, without_group, left_out, without = found
         metrics = self._updated(moment, moment.rows)
-        prompts = shown_prompts(self.trainer.target.run, step, moment.completions)
-        given = influence, tuple(parts), moment.completions, prompts, self.num_updates
-        about = metric, before, under, is_own, is_drift, is_searched, self._samples
-        return Cause(step, last, *about, *found, metrics, *given)
+        return Cause(
+            step=step,
+            shown_at=last,
+            rise=rise,
+            under=under,
+            is_own=is_own,
+            is_drift=is_drift,
+            is_searched=is_searched,
+            is_sampled=self._samples,
+            group=group,
+            without_group=without_group,
+            left_out=left_out,
+            without=without,
+            metrics=metrics,
+            shares=shares,
+            num_updates=self.num_updates,
+        )
 
     def _check_metrics(self, last: int) -> None:
         """Finds whether completions must be sampled again."""
-        moment = self.moments[last]
-        of_update = self._updated(moment, moment.rows)
         fixed = next((name for name in self.condition.metrics if name in FIXED), None)
         if fixed is not None:
             raise NoCauseError(f"{fixed} follows from the settings, not from the weights or the completions")
+        moment = self.moments[last]
+        of_update = self._updated(moment, moment.rows)
         others = [name for name in self.condition.metrics if name not in of_update]
         unknown = [name for name in others if name not in moment.experience.metrics]
         if unknown:
@@ -226,29 +238,24 @@ class Search:
         return moment_of(self.trainer.learner, moment.experience, moment.cursor)
 
     def _narrowed(
-        self,
-        step: int,
-        last: int,
-        parts: Mapping[int, Sequence[int]],
-        influence: Influence,
-        is_cure: Callable[[Numbers], bool],
+        self, step: int, last: int, shares: Shares, rise: Rise
     ) -> tuple[tuple[int, ...], Numbers, tuple[int, ...], Numbers]:
         """Returns the groups' completions without which the metrics are right, and the fewest of these."""
         found: tuple[tuple[int, ...], Numbers] = (), {}
-        order = dict(zip(parts, influence.shares, strict=True))
+        order = dict(zip(shares.completions, shares.influence.shares, strict=True))
 
         def cures(completions: Sequence[int]) -> bool:
             nonlocal found
             metrics = self._after(step, last, completions)
-            if not is_cure(metrics):
+            undone = rise.undone(metrics)
+            if self.condition.holds(metrics) or (undone is not None and undone < MOST):
                 return False
             found = tuple(completions), metrics
             return True
 
-        completions = self.moments[step].completions
         groups: dict[int, list[int]] = {}
-        for each in parts:
-            groups.setdefault(completions[each].prompt_index, []).append(each)
+        for each in shares.completions:
+            groups.setdefault(shares.rollouts[each].prompt_index, []).append(each)
         by_share = sorted(groups.values(), key=lambda own: _order(sum(order[each] for each in own)))
         halves = halved(by_share, lambda own: cures([each for members in own for each in members]))
         of_groups = found

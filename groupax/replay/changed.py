@@ -1,7 +1,7 @@
 """A step of a recorded run under changes, from the state that the run had before it."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from groupax.config import GRPOConfig
 from groupax.replay.moves import observe_move
 from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import outcome_of, replay_steps
+from groupax.replay.session import outcome_of
 from groupax.replay.trainer import Make, SettingsAt, Target, first_of_rollout, link_checkpoint, prepared, trained
 from groupax.runs.step_record import STAGES, Stage
 from groupax.settings.compute import UpdateSettings
@@ -23,9 +23,12 @@ from groupax.settings.objective import (
     ReferenceSettings,
 )
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.prompts import PromptSettings
 from groupax.settings.sampling import RolloutSamplingSettings
 from groupax.settings.steps import OF_SCHEDULE, OF_SHAPES, QUIET, UNSEEN
 
+OF_ROLLOUTS = (RolloutSamplingSettings, PromptSettings)
+OF_ADVANTAGES = (AdvantageSettings,)
 OF_UPDATES = (
     *(ObjectiveSettings, EntropySettings, MaskSettings, ReferenceSettings, UpdateSettings),
     *(LearningRateSettings, OptimizerSettings),
@@ -34,12 +37,10 @@ OF_UPDATES = (
 
 def stage_of(changed: str) -> Stage:
     """Returns the first stage that a setting changes."""
-    if changed == "max_completion_length" or changed in {each.name for each in fields(RolloutSamplingSettings)}:
-        return "rollout"
-    if any(changed in {each.name for each in fields(part)} for part in OF_UPDATES):
-        return "loss"
-    if changed == "reward_weights" or changed in {each.name for each in fields(AdvantageSettings)}:
-        return "advantage"
+    stages: dict[Stage, Sequence[type]] = {"rollout": OF_ROLLOUTS, "loss": OF_UPDATES, "advantage": OF_ADVANTAGES}
+    for stage, parts in stages.items():
+        if any(changed == each.name for part in parts for each in fields(part)):
+            return stage
     return "rollout"
 
 
@@ -59,7 +60,7 @@ def changed_settings(changes: Mapping[str, Any], args: GRPOConfig, other_weights
         if name not in known:
             raise ValueError(f"{name!r} is no setting of groupax train{nearest(name, known)}")
         if name in UNSEEN:
-            raise ValueError(f"{name} changes nothing of a step")
+            raise ValueError(f"{name} has no effect on a replay")
         if name in OF_SCHEDULE:
             raise ValueError(f"{name} says which rows a step has, so that a step is another one under it")
         if name in OF_SHAPES and not other_weights:
@@ -72,24 +73,26 @@ def changed_settings(changes: Mapping[str, Any], args: GRPOConfig, other_weights
 
 
 def changed_target(
-    run: RecordedRun, step: int, stage: Stage | None, other_rewards: bool = False, other_weights: bool = False
+    run: RecordedRun,
+    step: int,
+    stage: Stage | None,
+    changes: Collection[str],
+    other_rewards: bool = False,
+    other_weights: bool = False,
 ) -> Target:
-    """Returns a step as the target of a replay under changes, with the first stage that these reach but for settings.
+    """Returns a step as the target of a replay under changes, with the first stage that these reach.
 
     Args:
         run: The recorded run.
         step: The step.
         stage: First stage to compute again at the latest; None for the first that is reached.
+        changes: Names of the settings that differ.
         other_rewards: Whether rewards differ.
         other_weights: Whether the weights that sample differ.
     """
-    reached: Stage = "rollout" if other_weights else "reward" if other_rewards else "update"
-    return Target(run, step, first_stage(reached, stage or reached), is_changed=True)
-
-
-def first_stage(*stages: Stage) -> Stage:
-    """Returns the one that comes first in a step."""
-    return min(stages, key=STAGES.index)
+    of_parts: Stage = "rollout" if other_weights else "reward" if other_rewards else "update"
+    reached: tuple[Stage, ...] = (stage or of_parts, of_parts, *map(stage_of, changes))
+    return Target(run, step, STAGES[min(map(STAGES.index, reached))], is_changed=True)
 
 
 def replay_changed(
@@ -103,7 +106,7 @@ def replay_changed(
     """Computes a step again under changes, from the state that the run had before it.
 
     Args:
-        target: The step, with the first stage that the changes reach if they are more than settings.
+        target: The step, with the first stage that the changes reach (see `changed_target`).
         make: Makes the trainer of the run.
         make_changed: Makes the trainer with other rewards or weights.
         settings: Returns the settings of the run at a step.
@@ -114,30 +117,29 @@ def replay_changed(
         ValueError: The step was not recorded, or a changed setting cannot be used.
     """
     target.check()
-    args = settings(target.step)
-    stage = first_stage(target.stage, *map(stage_of, changes))
-    start = target.step - 1 if stage == "loss" else first_of_rollout(target.step, args)
-    changed = replace(target, stage=stage, is_changed=True, starts_at=start if other_weights else 0)
+    args = replace(settings(target.step), **QUIET, resume="never")
+    start = target.step - 1 if target.stage == "loss" else first_of_rollout(target.step, args)
     with tempfile.TemporaryDirectory(prefix="groupax-replay-") as folder:
-        args = replace(args, **{**QUIET, **changes}, output_dir=str(Path(folder) / "changed"), resume="never")
-        saved = target.run.checkpoint(start) if start else None
-        if saved is not None and saved.step == start and not other_weights:
-            link_checkpoint(saved, Path(folder) / "before")
-            changed = replace(changed, identity=saved.state["identity"])
-            args = replace(args, resume=str(Path(folder) / "before"))
-        elif start and not other_weights:
-            with prepared(Target(target.run, start, "update", saves=True), make, settings) as (before, own):
-                identity = trained(before, make, replace(own, output_dir=str(Path(folder) / "before")))
-            changed = replace(changed, identity=identity)
-            args = replace(args, resume=str(Path(folder) / "before"))
+        place = Path(folder) / "before"
+        if other_weights:
+            target = replace(target, starts_at=start)
+        elif start:
+            saved = target.run.checkpoint(start)
+            if saved is not None and saved.step == start:
+                link_checkpoint(saved, place)
+                identity = saved.state["identity"]
+            else:
+                with prepared(Target(target.run, start, "update", saves=True), make, settings) as (before, own):
+                    identity = trained(before, make, replace(own, output_dir=str(place)))
+            target, args = replace(target, identity=identity), replace(args, resume=str(place))
         moves: list[float] = []
-        has_tokens = stage in ("reward", "advantage", "loss")  # of the run
-        if has_tokens:
-            replay_steps(
-                Target(target.run, target.step, "update"), make, settings, lambda own: observe_move(own, moves)
-            )
-        trainer = make_changed(changed, args)
-        if has_tokens:
+        if target.stage in ("reward", "advantage", "loss"):  # on the tokens of the run
+            as_it_was = replace(target, stage="update", is_changed=False)
+            own_trainer = make(as_it_was, replace(args, output_dir=str(Path(folder) / "as_it_was")))
+            observe_move(own_trainer, moves)
+            own_trainer.train()
+        trainer = make_changed(target, replace(args, **changes, output_dir=str(Path(folder) / "changed")))
+        if moves:
             observe_move(trainer, moves)
         trainer.train()
-        return replace(outcome_of(changed, trainer), moves=tuple(moves))
+        return replace(outcome_of(target, trainer), moves=tuple(moves))

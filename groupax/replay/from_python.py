@@ -73,7 +73,7 @@ def replay_step(
     others = {"reward_funcs": other_rewards, "model": other_model}
     make = _maker({**given, **{name: value for name, value in others.items() if value is not None}})
     changed = changed_settings(changes or {}, settings(step), other_model is not None)
-    target = changed_target(recorded, step, stage, other_rewards is not None, other_model is not None)
+    target = changed_target(recorded, step, stage, changed, other_rewards is not None, other_model is not None)
     return replay_changed(target, _maker(given), make, settings, changed, other_model is not None)
 
 

@@ -60,7 +60,9 @@ class Outcome:
         return self.parted_at is None and all(stage.is_equal for stage in self.stages)
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, outcome_lines(self)))
+        lines = changes(self) if self.target.is_changed else comparison(self)
+        shares = () if self.shares is None else self.shares.lines()
+        return "\n".join(map(printable, [*lines, *shares]))
 
 
 def comparison(outcome: Outcome) -> Iterator[str]:
@@ -76,13 +78,6 @@ def comparison(outcome: Outcome) -> Iterator[str]:
         yield f"  the weights already differ after step {outcome.parted_at}"
     for stage in outcome.stages:
         yield f"  {stage.stage:10} {'equal' if stage.is_equal else f'DIFFERS: {stage.text}'}"
-
-
-def outcome_lines(outcome: Outcome) -> Iterator[str]:
-    """Yields the lines of a replay: its comparison, or what is under changes; then the shares of rows, if known."""
-    yield from changes(outcome) if outcome.target.is_changed else comparison(outcome)
-    if outcome.shares is not None:
-        yield from outcome.shares.lines()
 
 
 def changes(outcome: Outcome) -> Iterator[str]:

@@ -8,7 +8,7 @@ from groupax.config import GRPOConfig
 from groupax.replay.compare import compare_step
 from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun
-from groupax.replay.shares import Shares, observe_shares
+from groupax.replay.shares import Shares, shares_of
 from groupax.replay.trainer import (
     Make,
     ReplayTrainer,
@@ -17,10 +17,8 @@ from groupax.replay.trainer import (
     first_of_rollout,
     prepared,
 )
-from groupax.runs.checkpoints.fingerprint import process_of
+from groupax.runs.process import process_of
 from groupax.runs.step_record import Stage
-
-OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
 
 
 def target_of(run: RecordedRun, step: int, stage: Stage | None = None) -> Target:
@@ -62,12 +60,22 @@ def replay_target(
         if use is not None:
             use(trainer)
         if why:
-            observe_shares(trainer, shares)
+            trainer.observe = lambda step, moment: shares.append(shares_of(trainer, step, moment))
 
     outcome = replay_steps(target, make, settings, prepare, weights_text)[-1]
-    if shares and not all(stage.is_equal for stage in outcome.stages if stage.stage in OF_INPUTS):
-        replay_steps(replace(target, stage="loss"), make, settings, prepare)  # the rows that it had
-    return replace(outcome, shares=shares[-1]) if shares else outcome
+    if why and not has_inputs(outcome):  # today's dataset or rewards are others than the run's
+        [of_record] = replay_steps(replace(target, stage="loss"), make, settings, prepare)
+        if not has_inputs(of_record):
+            raise ValueError(
+                f"the completions of step {target.step} were not kept, and others come out today, so that the shares "
+                "of its rows are not known"
+            )
+    return replace(outcome, shares=shares[-1]) if why else outcome
+
+
+def has_inputs(outcome: Outcome) -> bool:
+    """Returns whether the update of a step had the completions, rewards and advantages of the run."""
+    return all(stage.is_equal for stage in outcome.stages if stage.stage in ("rollout", "reward", "advantage"))
 
 
 def replay_steps(

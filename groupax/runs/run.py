@@ -31,17 +31,17 @@ from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.adapters import adapter_models, result_folders, save_adapters
 from groupax.runs.build import check_adapter, model_for
 from groupax.runs.checkpoints.choose import Saved, complete_identity
-from groupax.runs.checkpoints.fingerprint import Identity, differences, process_of
+from groupax.runs.checkpoints.fingerprint import Identity, differences
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
 from groupax.runs.checkpoints.store import LocalStore
-from groupax.runs.commit import commit_of, program_folder
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.files import complete_run, free_name
 from groupax.runs.folder import RunFolder
 from groupax.runs.guards import report_skipped_update
 from groupax.runs.log import Evaluation, RunLog
 from groupax.runs.model_card import shown_name
+from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
@@ -299,11 +299,8 @@ class Run(Generic[ConfigT]):
             if self.cursor.step >= self.num_steps:
                 self._report_complete_run()
         processes.run_on_primary(lambda: self._check_destination(model_folder))
-        commit = commit_of(program_folder()) if processes.is_primary() else None
-        about = {**process_of(self._model.mesh), **({"commit": commit} if commit else {})}
-        begun = {"step": self.cursor.step, **({"checkpoint": saved.location} if saved is not None else {})}
-        facts = {"num_steps": self.num_steps, "run": self._facts | self._plans}
-        self.run_folder.write_process({**about, **begun, **facts, "settings": self.args.to_dict()})
+        facts = {"num_steps": self.num_steps, "run": self._facts | self._plans, "settings": self.args.to_dict()}
+        self.run_folder.write_process({**begun_process(self._model.mesh, saved), **facts})
         self.emit(RunStarted(self.cursor.step, self.num_steps))
         if self.run_folder.moved_aside:
             self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))

@@ -1,11 +1,8 @@
 """The identity of a run: model, tokenizer, data, rewards, settings. Checkpoints continue only runs that agree in it."""
 
-import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -16,7 +13,6 @@ from jax.sharding import Mesh
 from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
 from groupax.models.checkpoint import Model
 from groupax.parallel.digest import weights_digest
-from groupax.parallel.processor import instruction_set, processor_name
 
 # How each setting may change when a run is resumed (see `settings.fields.Resume`).
 _RESUME = {
@@ -72,21 +68,6 @@ def versions() -> Mapping[str, str]:
 def devices_of(mesh: Mesh) -> Mapping[str, Any]:
     """Returns the kind and the mesh of a run's devices, as plain data."""
     return {"kind": mesh.devices.flat[0].device_kind, "mesh": {name: int(size) for name, size in mesh.shape.items()}}
-
-
-def process_of(mesh: Mesh) -> Mapping[str, Any]:
-    """Returns the start time, the machine and the libraries of this process, as plain data."""
-    return {
-        "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "platform": mesh.devices.flat[0].platform,
-        "num_devices": int(mesh.devices.size),
-        **devices_of(mesh),
-        "processor": processor_name(),
-        "instruction_set": instruction_set(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": dict(versions()),
-    }
 
 
 def differences(saved: Identity, now: Identity) -> dict[str, tuple[Any, Any]]:

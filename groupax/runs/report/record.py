@@ -67,7 +67,7 @@ class RunRecord:
         metrics: Lines of training, by step.
         evaluations: Lines of evaluations during training, with `eval_...`.
         settings: Value and default of each setting that differs from its default.
-        processes: what worked on it (see `checkpoints.identity.process_of`).
+        processes: what worked on it (see `runs.process`).
         diagnostics: Records with `step`, `name`, `text`.
         result: Content of `result.json`, if it exists.
         samples: Completions early and late, of the same prompts if possible.
