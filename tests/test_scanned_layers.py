@@ -75,13 +75,15 @@ def test_alike_layers_are_compiled_once(change, compiled):
 @pytest.mark.heavy
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("change", "settings"),
-    [(ALTERNATING, {"gradient_checkpointing": "full"}), (MIXTURE, {"share_prefix": "never"})],
+    ("change", "scale", "settings"),
+    [(ALTERNATING, 32, {"gradient_checkpointing": "full"}), (MIXTURE, 4, {"share_prefix": "never"})],
     ids=["windows", "experts"],
 )
-def test_a_loop_gives_the_gradients_of_single_layers(change, settings):
+def test_a_loop_gives_the_gradients_of_single_layers(change, scale, settings):
+    # Small weights give small outputs of attention, and the norm behind them multiplies rounding: at a scale of 4 the
+    # last bits of the weights alone moved the windows' gradient by 1.4e-5.
     model = init_model({**TINY, **change}, mesh=one_device_mesh())
-    model = replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+    model = replace(model, params=jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, model.params))
     assert_same(model, **settings)
 
 
