@@ -4,13 +4,16 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
 from groupax.cli.main import main
@@ -170,6 +173,9 @@ def test_damaged_and_huge_files_are_refused(tmp_path):
             unpack(tmp_path / f"{name}.tar.zst", tmp_path / name, 10**9)
     with pytest.raises(ValueError, match=r"it has no bundle\.json"):
         unpack(written(tmp_path / "no.tar.zst", [("rows.jsonl", b"")]), tmp_path / "no", 10**9)
+    for size in (float("nan"), float("inf"), 0.0):
+        with pytest.raises(ValueError, match="max_gb must be a finite number above 0"):
+            open_bundle(big, tmp_path / "none", max_gb=size)
     manifest = {"format": 2, "groupax": "0.1.0"}
     with pytest.raises(ValueError, match=r"bundle\.json is damaged: step is None"):
         open_bundle(written(tmp_path / "m.tar.zst", [("bundle.json", json.dumps(manifest).encode())]), tmp_path / "m")
@@ -206,6 +212,117 @@ def test_a_run_with_damaged_files_is_refused_in_one_line(run, tmp_path, name, co
     damaged = RecordedRun(tmp_path / "run")
     with pytest.raises(ValueError, match=fault):
         _ = damaged.config, damaged.changes, damaged.command(1), damaged.settings(1)
+
+
+def test_files_of_any_size_are_packed(tmp_path):
+    header = tarfile.TarInfo("state/params.safetensors")
+    header.size = 9 * 2**30
+    with pyarrow.CompressedOutputStream(str(tmp_path / "state.tar.zst"), "zstd") as stream:
+        stream.write(header.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(ValueError, match="unpacks to more than 8 GB"):
+        unpack(tmp_path / "state.tar.zst", tmp_path / "small", 8 * 10**9)
+    with pytest.raises(ValueError, match="it ends too early"):
+        unpack(tmp_path / "state.tar.zst", tmp_path / "large", 10 * 10**9)
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("bundle.json", {"tools": [{"is_async": False}]}, r"bundle\.json is damaged: tools is \[\{'is_async"),
+        ("bundle.json", {"tools": [1]}, r"bundle\.json is damaged: tools is \[1\]"),
+        ("bundle.json", {"rewards": [1]}, r"bundle\.json is damaged: rewards is"),
+        ("bundle.json", {"visits": {"-1": 0}}, r"bundle\.json is damaged: visits is"),
+        ("bundle.json", {"visits": {"1": 99}}, r"has \d rows, and the step visited its row 99"),
+        ("bundle.json", {"identity": {"adapter": [1]}}, r"bundle\.json is damaged: identity is"),
+        (
+            "bundle.json",
+            {"start": 0, "identity": {"adapter": {"rank": 8}}},
+            "the adapter that bundle.json describes is none",
+        ),
+        ("bundle.json", {"model": nested(900)}, r"bundle\.json of the bundle is nested more than 64 levels deep"),
+        ("rows.jsonl", {"more": nested(900)}, r"rows\.jsonl of the bundle is nested more than 64 levels deep"),
+        ("rows.jsonl", {"more": nested(99_000)}, r"rows\.jsonl of the bundle is nested more than 64 levels deep"),
+        ("run/record.jsonl", {"num_prompts": "x"}, r"has no step in record\.jsonl"),
+        ("run/record.jsonl", {"data": nested(99_000)}, r"has no step in record\.jsonl"),
+        ("state/state.json", {"cursor": nested(99_000)}, r"state\.json of the bundle is nested more than 64 levels"),
+        (
+            "state/state.json",
+            {"identity": {"settings": 1}},
+            r"state\.json of the bundle is damaged: it is not of the run",
+        ),
+    ],
+)
+def test_content_that_is_no_run_s_is_refused_in_one_line(archive, tmp_path, name, change, fault):
+    unpack(archive, tmp_path / "bundle", 10**9)
+    path = tmp_path / "bundle" / name
+    text = path.read_text()
+    parts = text.splitlines() if path.suffix == ".jsonl" else [text]
+    path.write_text("".join(as_json({**json.loads(part), **change}) for part in parts))
+    pack(tmp_path / "bundle", tmp_path / "bug.tar.zst")
+    with pytest.raises(ValueError, match=fault):
+        replay_bundle(tmp_path / "bug.tar.zst")
+
+
+def as_json(content):
+    """Returns a line of JSON, also of lists that are nested more deeply than `json` writes them."""
+    depths = {name: depth for name, value in content.items() if (depth := depth_of(value)) > 100}
+    text = json.dumps({**content, **{name: f"<{name}>" for name in depths}}) + "\n"
+    for name, depth in depths.items():
+        text = text.replace(f'"<{name}>"', "[" * depth + "1" + "]" * depth)
+    return text
+
+
+def depth_of(value):
+    depth = 0
+    while isinstance(value, list) and value:
+        value, depth = value[0], depth + 1
+    return depth
+
+
+def with_column(name, values, kind=None):
+    return lambda table: table.set_column(table.schema.get_field_index(name), name, pyarrow.array(values(table), kind))
+
+
+def bomb(table):
+    count = 10**9
+    ids = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], "int32"), pyarrow.nulls(count, "int32"))
+    return pyarrow.table({"completion_ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda table: table.drop_columns("sampler_logps"), "its column sampler_logps is missing, not"),
+        (with_column("prompt_index", lambda table: ["x"] * len(table)), "its column prompt_index is string, not int32"),
+        (with_column("advantage", lambda table: [None] * len(table), "float"), "advantage has no value in some row"),
+        (
+            with_column("prompt_index", lambda table: [-1000] * len(table), "int32"),
+            "row 0 of the completions .* damaged",
+        ),
+        (with_column("sampler_logps", lambda table: [[0.0]] * len(table), pyarrow.list_(pyarrow.float32())), "damaged"),
+        (lambda table: table.append_column("turns", pyarrow.array(["[1]"] * len(table))), "row 0 of the completions"),
+        (bomb, "needs more than 1.1 GB of memory"),
+        (None, "is damaged"),
+    ],
+    ids=["lacking", "type", "null", "index", "lengths", "turns", "bomb", "garbage"],
+)
+def test_completions_that_are_none_are_refused_in_one_line(archive, tmp_path, change, fault):
+    unpack(archive, tmp_path / "bundle", 10**9)
+    path = tmp_path / "bundle/run/rollouts/step_000003.parquet"
+    if change is None:
+        path.write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    else:
+        pyarrow.parquet.write_table(change(pyarrow.parquet.read_table(path)), path)
+    pack(tmp_path / "bundle", tmp_path / "bug.tar.zst")
+    with pytest.raises(ValueError, match=fault):
+        replay_bundle(tmp_path / "bug.tar.zst", stage="advantage")
 
 
 @pytest.mark.heavy
@@ -261,6 +378,39 @@ def test_a_bundle_can_be_changed(archive, tmp_path):
     outcome = replay_changed(target, bundle.make, bundle.make, bundle.settings, changes, other_weights=False)
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
     assert "learning_rate 0.01 in the run, 0.1 now" in outcome.stages[-1].text
+
+
+def with_other_weights(folder):
+    """Changes the weights before the step, as another machine's rounding would, only more."""
+    path, rng = folder / "state/params.safetensors", np.random.default_rng(0)
+    moved = {name: leaf + rng.normal(0, 1e-2, leaf.shape) for name, leaf in load_file(path).items()}
+    save_file({name: leaf.astype(np.float32) for name, leaf in moved.items()}, path)
+
+
+@pytest.mark.heavy
+def test_where_other_tokens_come_out_later_stages_have_the_run_s(archive, tmp_path):
+    unpack(archive, tmp_path / "bundle", 10**9)
+    with_other_weights(tmp_path / "bundle")
+    pack(tmp_path / "bundle", tmp_path / "other.tar.zst")
+    outcome = replay_bundle(tmp_path / "other.tar.zst")
+    assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["rollout", "loss", "update"]
+    assert re.search(
+        r"rollout +DIFFERS: .*\n  from here on with the completions of the run:\n  reward +equal", str(outcome)
+    )
+    assert "9728 of 9728 weights differ" in str(outcome)
+
+
+@pytest.mark.heavy
+def test_completions_that_were_not_kept_are_computed_for_the_bundle(tmp_path):
+    run = a_run(tmp_path, loss_type="dapo", log_completions=False)
+    made = bundled(run, 3, tmp_path / "bug.tar.zst")
+    assert made.outcome.is_equal
+    assert replay_bundle(tmp_path / "bug.tar.zst").is_equal
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    lines[2]["reward"] = ["00000000"] * 4
+    (run / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"completions of step 3 were not kept in .*, and others come out here"):
+        bundled(run, 3, tmp_path / "other.tar.zst")
 
 
 @pytest.mark.heavy

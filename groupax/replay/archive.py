@@ -27,7 +27,7 @@ NAMES = (
     r"run/calls/rollout_\d{6,12}\.\d{1,6}\.jsonl",
     r"state/state\.json",
     r"state/(params|optimizer|reference|policies)\.safetensors",
-    r"(run/tokenizer|model)/\w[\w.-]{0,99}\.(json|safetensors|txt|model|jinja)",
+    r"(run/tokenizer|model)/\w[\w.-]{0,71}\.(json|safetensors|txt|model|jinja)",
     r"sha256\.json",
 )
 SUMS = "sha256.json"  # the last file: the digests of all others, as a file may be damaged on its way
@@ -39,7 +39,6 @@ def pack(folder: Path, archive: Path) -> int:
 
     Raises:
         OSError: The archive cannot be written.
-        ValueError: A file has more than 8 GiB.
     """
     import pyarrow as pa
 
@@ -48,7 +47,7 @@ def pack(folder: Path, archive: Path) -> int:
     try:
         with (
             pa.CompressedOutputStream(str(partial), "zstd") as stream,
-            tarfile.open(fileobj=stream, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT) as tar,
         ):
             sums: dict[str, str] = {}
             for name in sorted(filter(_KNOWN.fullmatch, names), key=_place):

@@ -15,7 +15,7 @@ Arrays are safetensors, everything else is JSON or Parquet: nothing in a bundle 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ import numpy as np
 
 from groupax.data.images import as_urls, has_images, with_images
 from groupax.replay.collector import ReplayCollector
+from groupax.replay.foreign import plain_json
+from groupax.replay.manifest import FORMAT, Manifest
 from groupax.replay.recorded import RecordedRun
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, first_of_rollout, prepared
 from groupax.runs.checkpoints import arrays
@@ -33,77 +35,10 @@ from groupax.runs.process import process_of
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, row_digest
 
-FORMAT = 2
 Part = Literal["state", "model"]
 SMALL_STATE_BYTES = 64 * 2**20  # of a state that is included without being asked for
 FILES = ("config.json", "run.json", "command.json", "diagnostics.jsonl")
 TREES = ("params", "optimizer", "reference", "policies")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The content of `bundle.json`.
-
-    Attributes:
-        format: Version of bundles.
-        groupax: Version of groupax.
-        step: The step.
-        start: Number of steps before the state that a replay starts from.
-        run: Path of the run folder on the machine that made the bundle, or its URL.
-        model: Folder or hub id of the model that the run started from; empty for one made in memory.
-        num_steps: Number of optimizer steps of the run.
-        num_examples: Number of rows of its dataset.
-        visits: Index in `rows.jsonl` by the position in the run's order of prompts.
-        rewards: Names of the reward functions.
-        tools: Schema, time limit and kind of each tool.
-        identity: Everything that identifies the run (see `fingerprint`).
-        includes: Parts that are in the bundle.
-        plays: Whether completions can be sampled without code of the run: no environments, programs or functions that
-            sample.
-    """
-
-    format: int
-    groupax: str
-    step: int
-    start: int
-    run: str
-    model: str
-    num_steps: int
-    num_examples: int
-    visits: Mapping[str, int]
-    rewards: Sequence[str]
-    tools: Sequence[Mapping[str, Any]]
-    identity: Identity
-    includes: Sequence[str]
-    plays: bool
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of an unpacked bundle.
-
-    Raises:
-        ValueError: It is not one of this version, or is damaged.
-    """
-    try:
-        content = json.loads((folder / "bundle.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"bundle.json cannot be read: {error}") from error
-    known = {each.name: each.type for each in fields(Manifest)}
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        version = content.get("groupax") if isinstance(content, dict) else None
-        raise ValueError(f"the bundle was written by groupax {version!r:.40}, and this groupax reads format {FORMAT}")
-    kinds = {int: int, str: str, bool: bool, Identity: dict, Mapping[str, int]: dict}
-    for name, kind in known.items():
-        if type(content.get(name)) is not kinds.get(kind, list):
-            raise ValueError(f"bundle.json is damaged: {name} is {content.get(name)!r:.60}")
-    numbers = [*content["visits"].values(), *map(_position, content["visits"])]
-    if not all(type(each) is int and each >= 0 for each in numbers):
-        raise ValueError("bundle.json is damaged: visits must have rows by position")
-    return Manifest(**{name: content[name] for name in known})
-
-
-def _position(text: str) -> int:
-    return int(text) if text.isdecimal() else -1
 
 
 def collect_bundle(
@@ -151,6 +86,8 @@ def collect_bundle(
         manifest = _manifest(trainer, run, step, first, includes, identity)
         _write_rows(trainer, run, folder / "rows.jsonl", manifest)
         _copy_run(run, step, first, folder / "run")
+    if not run.keeps([step]):
+        _write_completions(run, step, make, settings, folder / "run" / "rollouts")
     (folder / "bundle.json").write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
     return manifest
 
@@ -285,6 +222,24 @@ def _copy_run(run: RecordedRun, step: int, start: int, folder: Path) -> None:
             shutil.copy(path, folder / "calls")
 
 
+def _write_completions(run: RecordedRun, step: int, make: Make, settings: SettingsAt, folder: Path) -> None:
+    """Writes the completions of a step that were not kept, as a replay computes them.
+
+    Raises:
+        ValueError: It computes others.
+    """
+    with prepared(Target(run, step), make, settings) as (ready, args):
+        trainer = make(ready, args)
+        trainer.train()
+        now, then = RecordedRun(trainer.run_folder.path), run.records[step]
+        if (now.records[step].rollout, now.records[step].reward) != (then.rollout, then.reward):
+            raise ValueError(
+                f"the completions of step {step} were not kept in {run.folder}, and others come out here, so that a "
+                "bundle would not show what the run did; groupax replay shows where they part"
+            )
+        shutil.copy(RolloutLog(now.folder / "rollouts").path(step), folder)
+
+
 def _write_model(trainer: ReplayTrainer, folder: Path) -> None:
     source = trainer.model_source
     if source is None:
@@ -299,12 +254,19 @@ def _write_model(trainer: ReplayTrainer, folder: Path) -> None:
 
 
 def restore_state(folder: Path, manifest: Manifest) -> None:
-    """Writes the state of an unpacked bundle as a checkpoint of its run folder, if it has one."""
+    """Writes the state of an unpacked bundle as a checkpoint of its run folder, if it has one.
+
+    Raises:
+        ValueError: It is damaged, or of another run.
+    """
     if not (folder / "state").is_dir():
         return
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    content = plain_json((folder / "state" / STATE).read_bytes(), f"state/{STATE}")
+    if not isinstance(content, dict) or content.get("identity") != manifest.identity:
+        raise ValueError(f"state/{STATE} of the bundle is damaged: it is not of the run that bundle.json describes")
     place = folder / "run" / "checkpoints" / OWN.name_of(manifest.start)
     place.mkdir(parents=True)
     shutil.copy(folder / "state" / STATE, place / STATE)

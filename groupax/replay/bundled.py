@@ -19,7 +19,9 @@ from groupax.events import Message
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.runtime import configure_jax
 from groupax.replay.archive import unpack
-from groupax.replay.bundle import BundleCollector, Manifest, read_manifest, restore_state
+from groupax.replay.bundle import BundleCollector, restore_state
+from groupax.replay.foreign import plain_json
+from groupax.replay.manifest import Manifest, read_manifest
 from groupax.replay.recorded import RecordedRun, recorded_run
 from groupax.replay.session import target_of
 from groupax.replay.trainer import ReplayTrainer, Target
@@ -30,7 +32,7 @@ from groupax.runs.checkpoints.store import OWN
 from groupax.runs.files import parsed_record
 from groupax.runs.step_record import Stage
 from groupax.settings.objective import AdvantageEstimator, KLEstimator, LossType
-from groupax.terminal.printable import one_line
+from groupax.terminal.printable import error_line, one_line
 from groupax.tools.tool import Tool
 from groupax.types import Rollout
 
@@ -120,8 +122,8 @@ class Bundle:
         num_steps = self.run.process(target.step).get("num_steps", self.manifest.num_steps)
         args = replace(args, max_steps=num_steps, chat_template=None)
         adapter = self.manifest.identity.get("adapter")
-        lora = LoRAConfig(**_tuples(adapter)) if adapter and not args.lora_r else None
-        rows = _rows(self.folder / "rows.jsonl")
+        lora = _lora(adapter) if adapter and not args.lora_r else None
+        rows = _rows(self.folder / "rows.jsonl", self.manifest)
         given = self.base, rewards, args, rows
         return BundleTrainer(self.manifest, target, *given, peft_config=lora, **parts)
 
@@ -152,6 +154,8 @@ def open_bundle(
     Raises:
         ValueError: It is no bundle, is damaged or too large, or lacks what is not given.
     """
+    if not 0 < max_gb < float("inf"):
+        raise ValueError(f"max_gb must be a finite number above 0, got {max_gb}")
     unpack(archive, folder, int(max_gb * 1e9))
     return bundle_in(folder, base, state, code)
 
@@ -174,8 +178,8 @@ def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> 
     own = folder / "model"
     if not own.is_dir() and base is None:
         raise ValueError(
-            f"the model that the run started from is not in the bundle, which calls it {manifest.model!r:.200}: give "
-            "--base with its folder or hub id"
+            f"the model that the run started from is not in the bundle, it is {manifest.origin}: give --base with its "
+            "folder or hub id"
         )
     if manifest.start:
         _place_state(folder, manifest, state)
@@ -223,16 +227,16 @@ class RecordedReward:
     table: Mapping[str, Sequence[Any]]
 
     def rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """Returns the reward of each completion, [B]."""
+        """Returns the reward of each completion, [B], None where there is none."""
         known: dict[tuple[int, int], tuple[Any, Any]] = {}
         if f"rewards/{self.name}" in self.table:
             columns = (self.table[each] for each in ("prompt_index", "sample_index", "completion_ids"))
             for prompt, sample, ids, value in zip(*columns, self.table[f"rewards/{self.name}"], strict=True):
                 known[prompt, sample] = ids, value
-        values = np.full(len(rollouts), np.nan)
+        values = np.full(len(rollouts), None, object)
         for index, rollout in enumerate(rollouts):
             ids, value = known.get((rollout.prompt_index, rollout.sample_index), (None, None))
-            if value is not None and rollout.completion_ids.tolist() == ids:
+            if rollout.completion_ids.tolist() == ids:
                 values[index] = value
         return values
 
@@ -262,8 +266,8 @@ class BundleTrainer(ReplayTrainer):
             return own if self.target.identity is None else self.target.identity
         if own["model"] != then.get("model"):
             raise ValueError(
-                f"{self.model_name} is another model than the run's, which is {self.manifest.model!r:.200}: give that "
-                "one as --base"
+                f"{self.model_name} is another model than the run's, which is {self.manifest.origin}: give that one as "
+                "--base"
             )
         if own["weights"] != then.get("weights"):
             self.emit(Message(f"the weights of {self.model_name} are not those the run started from", warning=True))
@@ -292,15 +296,13 @@ def weights_difference(path: Path, trainer: ReplayTrainer) -> str:
     )
 
 
-def _rows(path: Path) -> list[Any]:
-    import json
-
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"rows.jsonl of the bundle cannot be read: {error}") from error
+def _rows(path: Path, manifest: Manifest) -> list[Any]:
+    rows = [plain_json(line, "rows.jsonl") for line in path.read_bytes().splitlines()] if path.is_file() else []
     if not all(isinstance(row, dict) and has_only_urls(row) for row in rows):
         raise ValueError("rows.jsonl of the bundle has a row that is no mapping, or an image that is not in it")
+    last = max(manifest.visits.values(), default=0)
+    if last >= len(rows):
+        raise ValueError(f"rows.jsonl of the bundle has {len(rows)} rows, and the step visited its row {last}")
     return rows
 
 
@@ -322,5 +324,8 @@ def _recorded_tool(about: Mapping[str, Any]) -> Tool:
     return Tool(schema["function"]["name"], answer_of if opens else answer, schema, **limits, **more)
 
 
-def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+def _lora(content: Mapping[str, Any]) -> LoRAConfig:
+    try:
+        return LoRAConfig(**content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the adapter that bundle.json describes is none: {error_line(error)}") from error

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from groupax.replay.archive import pack
-from groupax.replay.bundle import Manifest, Part, collect_bundle, write_after
+from groupax.replay.bundle import Part, collect_bundle, write_after
 from groupax.replay.bundled import bundle_in
+from groupax.replay.manifest import Manifest
 from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun
 from groupax.replay.session import replay_target
@@ -37,8 +38,7 @@ class Made:
         manifest, needs = self.manifest, ""
         yield f"{self.path}: {self.num_bytes / 1e6:.2f} MB, replayed above"
         if "model" not in manifest.includes:
-            name = manifest.model or "one made in memory"
-            yield f"  the model is not in it ({name}; --include model adds it)"
+            yield f"  the model is not in it ({manifest.origin}; --include model adds it)"
             needs += " --base MODEL"
         if manifest.start and "state" not in manifest.includes:
             yield f"  the weights after step {manifest.start} are not in it (--include state adds them)"

@@ -11,6 +11,7 @@ import numpy as np
 
 from groupax.data.examples import with_values_from_json
 from groupax.episodes.as_json import branches_from_json, messages_from_json, turns_from_json
+from groupax.replay.completions import read_completions
 from groupax.runs.checkpoints.choose import Saved, readable_checkpoints, split_path, store_of
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import parsed_record
@@ -154,13 +155,13 @@ class RecordedRun:
         return any(RolloutLog(self.folder / "rollouts").path(step).is_file() for step in steps)
 
     def table(self, step: int) -> dict[str, list[Any]] | None:
-        """Returns the columns of the step's completions; None if they were not kept."""
-        path = RolloutLog(self.folder / "rollouts").path(step)
-        if not path.is_file():
-            return None
-        import pyarrow.parquet
+        """Returns the columns of the step's completions; None if they were not kept.
 
-        return pyarrow.parquet.read_table(path).to_pydict()
+        Raises:
+            ValueError: Their file is damaged.
+        """
+        path = RolloutLog(self.folder / "rollouts").path(step)
+        return read_completions(path, self.is_foreign) if path.is_file() else None
 
     def groups(self, steps: Sequence[int], examples: Any) -> list[list[Rollout]] | None:
         """Returns the scored completions of a rollout by group; None if they were not kept.
@@ -168,6 +169,9 @@ class RecordedRun:
         Args:
             steps: The steps that trained on the rollout, each of whose files has all of it.
             examples: Function that returns the dataset's rows of this many prompts.
+
+        Raises:
+            ValueError: They are damaged.
         """
         columns = next((table for step in steps if (table := self.table(step)) is not None), None)
         if columns is None:
@@ -175,7 +179,13 @@ class RecordedRun:
         rows = examples(len(set(columns["prompt_index"])))
         groups: dict[int, list[Rollout]] = {}
         for index, prompt in enumerate(columns["prompt_index"]):
-            groups.setdefault(prompt, []).append(_rollout(columns, index, rows[prompt]))
+            try:
+                rollout = _rollout(columns, index, rows[prompt])
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                raise ValueError(
+                    f"row {index} of the completions that {self.folder} has of step {steps[0]} is damaged: {error}"
+                ) from error
+            groups.setdefault(prompt, []).append(rollout)
         return [*groups.values()]
 
 
@@ -212,6 +222,9 @@ def _rollout(columns: Mapping[str, list[Any]], index: int, example: Mapping[str,
     for name, read in FROM_JSON.items():
         if name in columns:
             values[name] = read(columns[name][index])
+    lengths = {len(values[name]) for name in ("completion_ids", "policy_logps", "sampler_logps")}
+    if len(lengths) > 1:
+        raise ValueError(f"its tokens and log-probs have the lengths {sorted(lengths)}")
     if columns.get("experts") and (experts := columns["experts"][index]) is not None:
         values["experts"] = np.asarray(experts, np.int16).reshape(len(values["completion_ids"]), -1)
     if columns.get("turn_advantages") and columns["turn_advantages"][index] is not None:

@@ -43,6 +43,9 @@ def replay_target(
 ) -> Outcome:
     """Computes a step again and compares it with its record.
 
+    Where other tokens come out of a bundle, whose rewards are known for those of the run alone, the stages after the
+    rollout are computed with the run's.
+
     Args:
         target: The step.
         make: Makes the trainer of the run.
@@ -63,6 +66,9 @@ def replay_target(
             trainer.observe = lambda step, moment: shares.append(shares_of(trainer, step, moment))
 
     outcome = replay_steps(target, make, settings, prepare, weights_text)[-1]
+    if target.run.is_foreign and outcome.has_other_tokens:
+        of_record = replay_steps(replace(target, stage="reward"), make, settings, prepare, weights_text)[-1]
+        outcome = replace(of_record, target=target, stages=(*outcome.stages[:2], *of_record.stages[2:]), is_forced=True)
     if why and not has_inputs(outcome):  # today's dataset or rewards are others than the run's
         [of_record] = replay_steps(replace(target, stage="loss"), make, settings, prepare)
         if not has_inputs(of_record):

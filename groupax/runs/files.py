@@ -69,7 +69,7 @@ def parsed_record(text: bytes) -> Mapping[str, Any]:
     """Returns a record of an earlier process; empty if it is damaged."""
     try:
         content = json.loads(text or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

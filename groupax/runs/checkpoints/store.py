@@ -100,7 +100,7 @@ class Store(Protocol):
 def _parsed(text: str | bytes) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError:  # also for bytes that are no text
+    except (ValueError, RecursionError):  # also for bytes that are no text
         return {}
     return content if isinstance(content, dict) else {}
 
