@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
 from groupax.cli.main import main
+from groupax.replay import completions
 from groupax.replay.archive import pack, unpack
 from groupax.replay.bundled import open_bundle
 from groupax.replay.changed import changed_target, replay_changed
@@ -291,7 +292,7 @@ def with_column(name, values, kind=None):
 
 
 def bomb(table):
-    count = 10**9
+    count = 8 * 10**7  # 320 MB
     ids = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], "int32"), pyarrow.nulls(count, "int32"))
     return pyarrow.table({"completion_ids": ids})
 
@@ -308,12 +309,13 @@ def bomb(table):
         ),
         (with_column("sampler_logps", lambda table: [[0.0]] * len(table), pyarrow.list_(pyarrow.float32())), "damaged"),
         (lambda table: table.append_column("turns", pyarrow.array(["[1]"] * len(table))), "row 0 of the completions"),
-        (bomb, "needs more than 1.1 GB of memory"),
+        (bomb, r"needs more than 0\.1 GB of memory"),
         (None, "is damaged"),
     ],
     ids=["lacking", "type", "null", "index", "lengths", "turns", "bomb", "garbage"],
 )
-def test_completions_that_are_none_are_refused_in_one_line(archive, tmp_path, change, fault):
+def test_completions_that_are_none_are_refused_in_one_line(archive, tmp_path, change, fault, monkeypatch):
+    monkeypatch.setattr(completions, "LEAST_BYTES", 10**8)
     unpack(archive, tmp_path / "bundle", 10**9)
     path = tmp_path / "bundle/run/rollouts/step_000003.parquet"
     if change is None:
