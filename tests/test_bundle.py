@@ -215,7 +215,18 @@ def test_a_run_with_damaged_files_is_refused_in_one_line(run, tmp_path, name, co
         _ = damaged.config, damaged.changes, damaged.command(1), damaged.settings(1)
 
 
-def test_files_of_any_size_are_packed(tmp_path):
+@pytest.mark.long
+def test_files_above_8_gib_are_packed(tmp_path):
+    (tmp_path / "state").mkdir()
+    with (tmp_path / "state/params.safetensors").open("wb") as file:
+        file.truncate(2**33 + 1)
+    pack(tmp_path, tmp_path / "big.tar.zst")
+    with pyarrow.input_stream(str(tmp_path / "big.tar.zst"), compression="zstd") as stream:
+        member = tarfile.TarInfo.frombuf(stream.read(tarfile.BLOCKSIZE), "ascii", "strict")
+    assert (member.name, member.size) == ("state/params.safetensors", 2**33 + 1)
+
+
+def test_headers_of_files_above_8_gib_are_read(tmp_path):
     header = tarfile.TarInfo("state/params.safetensors")
     header.size = 9 * 2**30
     with pyarrow.CompressedOutputStream(str(tmp_path / "state.tar.zst"), "zstd") as stream:

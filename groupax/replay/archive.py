@@ -16,7 +16,7 @@ from groupax.runs.files import parsed_record
 
 MAX_FILES = 10_000
 CHUNK_BYTES = 2**20
-# Names in an archive, in the order in which they are packed.
+# Names in an archive, in the order in which they are packed. They fit in a header, which holds 100 characters.
 NAMES = (
     r"bundle\.json",
     r"rows\.jsonl",

@@ -254,13 +254,11 @@ def _write_model(trainer: ReplayTrainer, folder: Path) -> None:
 
 
 def restore_state(folder: Path, manifest: Manifest) -> None:
-    """Writes the state of an unpacked bundle as a checkpoint of its run folder, if it has one.
+    """Writes the state of an unpacked bundle as a checkpoint of its run folder.
 
     Raises:
         ValueError: It is damaged, or of another run.
     """
-    if not (folder / "state").is_dir():
-        return
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 

@@ -187,7 +187,7 @@ def bundle_in(folder: Path, base: str | None, state: str | None, code: bool) -> 
 
 
 def _place_state(folder: Path, manifest: Manifest, state: str | None) -> None:
-    if state is None and (folder / "state").is_dir():
+    if state is None and _is_state(folder / "state"):
         restore_state(folder, manifest)
         return
     name = OWN.name_of(manifest.start)

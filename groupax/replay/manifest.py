@@ -10,7 +10,7 @@ from groupax.replay.foreign import plain_json
 from groupax.runs.checkpoints.fingerprint import Identity
 
 FORMAT = 2
-# Entries of a tool, but for its schema.
+# Entries of a tool that are true or false.
 TOOL_FLAGS = ("is_async", "parallel", "opens")
 
 

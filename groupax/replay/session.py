@@ -81,7 +81,8 @@ def replay_target(
 
 def has_inputs(outcome: Outcome) -> bool:
     """Returns whether the update of a step had the completions, rewards and advantages of the run."""
-    return all(stage.is_equal for stage in outcome.stages if stage.stage in ("rollout", "reward", "advantage"))
+    inputs = ("reward", "advantage") if outcome.is_forced else ("rollout", "reward", "advantage")
+    return all(stage.is_equal for stage in outcome.stages if stage.stage in inputs)
 
 
 def replay_steps(
