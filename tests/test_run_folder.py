@@ -17,7 +17,7 @@ from groupax.cli.main import exit_status, main
 from groupax.errors import PREEMPTED, PreemptedError
 from groupax.parallel.preemption import before_training
 from groupax.rewards import RewardError
-from groupax.runs.checkpoints import saver
+from groupax.runs.checkpoints import saver, states
 from groupax.runs.checkpoints.files import damage
 from groupax.runs.metrics_file import MetricsFile
 from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
@@ -188,13 +188,16 @@ def give_to_another(run):
         quick=2,
     ),
 )
-def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, caplog, do, place, told):
+def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, caplog, monkeypatch, do, place, told):
+    monkeypatch.setattr(states, "TIMES_WAIT", 0.0)
+    monkeypatch.setattr(states, "LEAST_S", 0.0)
     done = []
 
     def losing(completion_ids, trainer_state):
         if trainer_state.step == 3 and not done:
             done.append(do)
             trainer_saver.writer.wait()
+            trainer_saver.states.writer.wait()
             do(tmp_path / "run")
         return count_a(completion_ids)
 
@@ -213,6 +216,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
     assert steps == [1, 2, 3, 4, 5, 6]
     assert (run / "rollouts" / "step_000006.parquet").exists()
     assert damage(run / "checkpoints" / "step_000006") is None
+    assert damage(run / "states" / "step_000005") is None
     assert load_model(run / "model").config.vocab_size == 13
     assert {"config.json", "run.json", "diagnostics.jsonl", "tokenizer"} <= set(os.listdir(run))
     assert len(re.findall(told, caplog.text)) == 1

@@ -79,7 +79,7 @@ class RunSaver:
         self.store: Store = RemoteStore(folder.remote, self.scratch) if folder.remote else store_in(folder.path)
         self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
         budget = int(args.part(RolloutLogSettings).replay_state_gb * 1e9) if isinstance(args, GRPOConfig) else 0
-        self.states = StateKeeper(folder.path, learner, budget, self.store)
+        self.states = StateKeeper(folder, learner, budget, self.store)
 
     def begin(self) -> Saved | None:
         """Restores the learner from the checkpoint that `resume` names, and prepares the run folder.

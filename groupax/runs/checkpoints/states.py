@@ -22,6 +22,7 @@ from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.record import trees_of, write_rollout
 from groupax.runs.checkpoints.store import OWN, LocalStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
+from groupax.runs.folder import RunFolder
 from groupax.runs.rollout_log import to_remove
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.training.adapters import PolicyLearner
@@ -35,18 +36,18 @@ class StateKeeper:
     """The states of one run.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, which the states follow when the run continues in another one.
         learner: Its learner.
         max_bytes: Budget of `states/`; models whose state exceeds a third of it have no states.
         checkpoints: Its checkpoints. Only runs of one process with checkpoints in their own folder have states.
     """
 
-    def __init__(self, folder: Path, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
-        self.learner, self.max_bytes = learner, max_bytes
+    def __init__(self, folder: RunFolder, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
+        self.folder, self.learner, self.max_bytes = folder, learner, max_bytes
         is_own = isinstance(checkpoints, LocalStore) and checkpoints.layout is OWN
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)))
         self.is_kept = is_own and num_processes() == 1 and 3 * num_bytes <= max_bytes
-        self.store = LocalStore(folder / FOLDER)
+        self.store = LocalStore(folder.path / FOLDER)
         self.writer = CheckpointWriter(self.store, BY_HAND, ignore, lambda: None)
         self._due_s = time.monotonic() + LEAST_S
 
@@ -74,6 +75,7 @@ class StateKeeper:
         begun_s = time.monotonic()
         if not self.is_kept or not cursor.step or begun_s < self._due_s or self.writer.is_writing:
             return
+        self.store = self.writer.store = LocalStore(self.folder.path / FOLDER)
         earlier = policies(cursor)
         trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.learner, True, earlier))
         text = json.dumps(state_of(earlier))
