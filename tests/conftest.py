@@ -57,8 +57,7 @@ def rooms():
     return found[True], found[False]
 
 
-# jaxtyping compares the shapes of all arguments of a call, for which it takes ten times as long as beartype for types:
-# together they are a quarter of the time of `make test`, which leaves them to the other targets.
+# The Makefile says when not to.
 if os.environ.get("CHECK_TYPES", "1") == "1":
     with_arrays, others = rooms()
     install_import_hook(with_arrays, "beartype.beartype")
@@ -130,11 +129,28 @@ def one_device_mesh():
     return jax.sharding.Mesh(make_mesh().devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES)
 
 
+MAX_BYTES, MAX_MAPS = 2.5e9, 20_000  # of a worker; Linux allows a process 65,530 maps
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_given_back():
-    """Compiled programs of a whole suite take gigabytes; those on disk are quick to load again."""
+    """Compiled programs of a whole suite take gigabytes; many modules use the same ones."""
     yield
-    jax.clear_caches()
+    num_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > MAX_BYTES or Path("/proc/self/maps").read_text().count("\n") > MAX_MAPS:
+        jax.clear_caches()
+
+
+TRACED = tuple(f"groupax.{room}." for room in ("engine", "models", "objective", "parallel", "rewards", "training"))
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch):
+    """Programs that were traced while a part of them was replaced serve no other test."""
+    yield monkeypatch
+    owners = {getattr(owner, "__module__", None) or owner.__name__ for owner, *_ in monkeypatch._setattr}
+    if any(f"{owner}.".startswith(TRACED) for owner in owners):
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

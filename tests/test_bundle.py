@@ -269,6 +269,14 @@ def nested(depth):
             {"identity": {"settings": 1}},
             r"state\.json of the bundle is damaged: it is not of the run",
         ),
+        ("state/state.json", {"step": 99}, r"state\.json of the bundle is damaged: it is of steps \(99, \d\)"),
+        ("state/state.json", {"cursor": {"step": 1}}, r"state\.json of the bundle is damaged: cursor is \{'step': 1"),
+        ("state/state.json", {"learner": {"shapes": 3}}, r"state\.json of the bundle is damaged: learner is"),
+        ("state/state.json", {"learner": {"adapters": {"a": 1}}}, r"state\.json of the bundle is damaged: learner is"),
+        ("state/state.json", {"rollout": {}}, r"state\.json of the bundle is damaged: rollout is \{\}"),
+        ("state/state.json", {"policies": [[1]]}, r"state\.json of the bundle is damaged: policies is \[\[1\]\]"),
+        ("state/state.json", {"versions": "x"}, r"state\.json of the bundle is damaged: versions is 'x'"),
+        ("state/state.json", {"log": {"history": [1]}}, r"state\.json of the bundle is damaged: log is"),
     ],
 )
 def test_content_that_is_no_run_s_is_refused_in_one_line(archive, tmp_path, name, change, fault):

@@ -6,8 +6,9 @@ To add a weight to a family, add a line here, or to the part that sees images in
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import jax
@@ -335,8 +336,15 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
 
 def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:
     """Initializes random weights on `mesh`; a weight's values depend only on the key and its name in a checkpoint."""
+    return _initializer(config, mesh, jnp.dtype(dtype))(key)
 
-    def init(spec: Spec) -> Array:
+
+@lru_cache(maxsize=16)
+def _initializer(config: ModelConfig, mesh: Mesh, dtype: Any) -> Callable[[Key[Array, ""]], Params]:
+    """Returns a jitted function that initializes weights with a key."""
+    specs = model_specs(config)
+
+    def init(spec: Spec, key: Array) -> Array:
         own = jnp.float32 if spec.is_float32 else dtype
         if spec.init in ("ones", "zeros"):
             return jnp.full(spec.shape, float(spec.init == "ones"), own)
@@ -346,8 +354,10 @@ def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any
             return jnp.log(jax.random.uniform(weight_key, spec.shape, minval=0.01, maxval=16.0)).astype(own)
         return (0.02 * jax.random.normal(weight_key, spec.shape, jnp.float32)).astype(dtype)
 
-    specs = model_specs(config)
-    return jax.jit(lambda: jax.tree.map(init, specs), out_shardings=param_shardings(config, mesh))()
+    def init_weights(key: Array) -> Params:
+        return jax.tree.map(lambda spec: init(spec, key), specs)
+
+    return jax.jit(init_weights, out_shardings=param_shardings(config, mesh))
 
 
 def weight_dtype(path: tuple[Any, ...], dtype: Any) -> Any:

@@ -23,9 +23,9 @@ import numpy as np
 
 from groupax.data.images import as_urls, has_images, with_images
 from groupax.replay.collector import ReplayCollector
-from groupax.replay.foreign import plain_json
 from groupax.replay.manifest import FORMAT, Manifest
 from groupax.replay.recorded import RecordedRun
+from groupax.replay.state import check_state
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, first_of_rollout, prepared
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE, seal
@@ -262,9 +262,7 @@ def restore_state(folder: Path, manifest: Manifest) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    content = plain_json((folder / "state" / STATE).read_bytes(), f"state/{STATE}")
-    if not isinstance(content, dict) or content.get("identity") != manifest.identity:
-        raise ValueError(f"state/{STATE} of the bundle is damaged: it is not of the run that bundle.json describes")
+    check_state(folder / "state", manifest)
     place = folder / "run" / "checkpoints" / OWN.name_of(manifest.start)
     place.mkdir(parents=True)
     shutil.copy(folder / "state" / STATE, place / STATE)

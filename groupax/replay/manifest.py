@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from groupax.replay.foreign import plain_json
+from groupax.replay.foreign import is_count, is_flag, is_text, list_of, plain_json
 from groupax.runs.checkpoints.fingerprint import Identity
 
 FORMAT = 2
@@ -73,31 +73,15 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**{each.name: content[each.name] for each in fields(Manifest)})
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
 def _are_visits(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.isdecimal() and _is_count(row) for key, row in value.items())
-
-
-def _are_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_tool, value))
+    return isinstance(value, dict) and all(key.isdecimal() and is_count(row) for key, row in value.items())
 
 
 def _is_tool(value: Any) -> bool:
     if not isinstance(value, dict) or not all(isinstance(value.get(name), bool) for name in TOOL_FLAGS):
         return False
     function = schema.get("function") if isinstance(schema := value.get("schema"), dict) else None
-    named = isinstance(function, dict) and _is_text(function.get("name")) and function["name"] != ""
+    named = isinstance(function, dict) and is_text(function.get("name")) and function["name"] != ""
     limit = value.get("timeout_s")
     return named and (limit is None or (type(limit) in (int, float) and math.isfinite(limit) and limit > 0))
 
@@ -107,17 +91,17 @@ def _is_identity(value: Any) -> bool:
 
 
 _CHECKS = {
-    "groupax": _is_text,
-    "step": _is_count,
-    "start": _is_count,
-    "run": _is_text,
-    "model": _is_text,
-    "num_steps": _is_count,
-    "num_examples": _is_count,
+    "groupax": is_text,
+    "step": is_count,
+    "start": is_count,
+    "run": is_text,
+    "model": is_text,
+    "num_steps": is_count,
+    "num_examples": is_count,
     "visits": _are_visits,
-    "rewards": _are_texts,
-    "tools": _are_tools,
+    "rewards": list_of(is_text),
+    "tools": list_of(_is_tool),
     "identity": _is_identity,
-    "includes": _are_texts,
-    "plays": lambda value: isinstance(value, bool),
+    "includes": list_of(is_text),
+    "plays": is_flag,
 }

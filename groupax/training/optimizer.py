@@ -1,6 +1,7 @@
 """Optimizers and learning rate schedules, from optax."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -13,9 +14,16 @@ from groupax.settings.optimizer import (
     OptimizerSettings,
 )
 
+Mask = Callable[[Any], Any] | None
+MakeOptimizer = Callable[[OptimizerSettings, optax.Schedule, Mask], optax.GradientTransformation]
 
+
+@lru_cache(maxsize=64)
 def make_schedule(settings: LearningRateSettings, num_steps: int) -> optax.Schedule:
-    """Creates the learning rate schedule: linear warm-up to the peak, then decay to the end at `num_steps`."""
+    """Returns the learning rate schedule: linear warm-up to the peak, then decay to the end at `num_steps`.
+
+    Equal settings have the same schedule, so that runs with them in one process share their compiled programs.
+    """
     peak, end = settings.learning_rate, settings.learning_rate_end
     warmup_steps = settings.warmup_steps or round(settings.warmup_ratio * num_steps)
     decay_steps = max(1, num_steps - warmup_steps)
@@ -31,14 +39,22 @@ def make_schedule(settings: LearningRateSettings, num_steps: int) -> optax.Sched
 
 
 def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """Creates the optimizer, which first clips the gradient to a global norm of `max_grad_norm` (0 does not clip).
+    """Returns the optimizer, which first clips the gradient to a global norm of `max_grad_norm` (0 does not clip).
 
-    Its `update` takes the `grad_norm` of all gradients where it is given only some of them, and computes it otherwise.
-    Apart from that, the update of a weight depends on no other weight. Weight decay is decoupled in all optimizers:
-    each step subtracts learning_rate * weight_decay * weight.
+    Equal settings with the same schedule have the same optimizer. Its `update` takes the `grad_norm` of all gradients
+    where it is given only some of them, and computes it otherwise. Apart from that, the update of a weight depends on
+    no other weight. Weight decay is decoupled in all optimizers: each step subtracts
+    learning_rate * weight_decay * weight.
     """
+    return _made(OPTIMIZERS[settings.optimizer], settings, schedule)
+
+
+@lru_cache(maxsize=64)
+def _made(
+    make: MakeOptimizer, settings: OptimizerSettings, schedule: optax.Schedule
+) -> optax.GradientTransformationExtraArgs:
     mask = _matrices if settings.weight_decay_scope == "matrices" else None
-    optimizer = OPTIMIZERS[settings.optimizer](settings, schedule, mask)
+    optimizer = make(settings, schedule, mask)
     if settings.max_grad_norm > 0:
         optimizer = optax.chain(_clipping(settings.max_grad_norm), optimizer)
     return _promoting(optimizer)
@@ -59,9 +75,6 @@ def _clipping(max_norm: float) -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(lambda x: jnp.where(norm < max_norm, x, (x / norm) * max_norm), updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-Mask = Callable[[Any], Any] | None
 
 
 def _adamw(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
@@ -115,7 +128,7 @@ def _sgd(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> o
 
 
 # By `GRPOConfig.optimizer`.
-OPTIMIZERS: dict[str, Callable[[OptimizerSettings, optax.Schedule, Mask], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": _adamw,
     "adafactor": _adafactor,
     "lion": _lion,

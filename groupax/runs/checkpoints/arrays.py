@@ -13,6 +13,9 @@ import numpy as np
 
 from groupax.parallel.processes import num_processes
 
+# Of arrays that all devices have, each device copies a part to the host; every shape of a part takes a compilation.
+LEAST_PART_BYTES = 8 * 2**20
+
 
 def _quiet(record: logging.LogRecord) -> bool:
     """Drops records of orbax, which logs every error with its traceback before it raises it."""
@@ -36,7 +39,7 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
 
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     options: dict[str, Any] = {"multiprocessing_options": alone} if num_processes() > 1 else {}
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, **options)
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=_handlers(), **options)
     checkpointer = ocp.AsyncCheckpointer(handler, **options)
     checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_flat(tree)))
 
@@ -47,6 +50,13 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
             checkpointer.close()
 
     return wait
+
+
+def _handlers() -> Any:
+    from orbax.checkpoint import type_handlers
+
+    arrays = type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=LEAST_PART_BYTES)
+    return type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, type_handlers.NumpyHandler()))
 
 
 def read(folder: Path, like: Any) -> Any:
