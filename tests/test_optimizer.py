@@ -134,3 +134,17 @@ def test_schedules():
     np.testing.assert_allclose(rates([0, 1, 2, 6, 10], warmup_steps=2), [0, 0.5, 1, 0.5, 0])
     assert rates(range(10), warmup_ratio=0.2) == rates(range(10), warmup_steps=2)
     assert make_schedule(LearningRateSettings(learning_rate=0.0, lr_scheduler_type="cosine"), 10)(3) == 0
+
+
+def test_equal_settings_share_an_optimizer_and_with_it_compiled_programs(monkeypatch):
+    def made(rate=0.1, **settings):
+        return make_optimizer(
+            OptimizerSettings(**settings), make_schedule(LearningRateSettings(learning_rate=rate), 10)
+        )
+
+    assert made() is made()
+    assert made() is not made(rate=0.2)
+    assert made() is not made(weight_decay=0.3)
+    before = made()
+    monkeypatch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["sgd"])  # somebody else's optimizer of that name
+    assert made() is not before
