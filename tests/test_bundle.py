@@ -269,6 +269,8 @@ def nested(depth):
             {"identity": {"settings": 1}},
             r"state\.json of the bundle is damaged: it is not of the run",
         ),
+        ("state/state.json", {"format": 1}, r"state\.json of the bundle has format 1, and this groupax reads \d"),
+        ("state/state.json", {"model": 3}, r"state\.json of the bundle is damaged: model is 3"),
         ("state/state.json", {"step": 99}, r"state\.json of the bundle is damaged: it is of steps \(99, \d\)"),
         ("state/state.json", {"cursor": {"step": 1}}, r"state\.json of the bundle is damaged: cursor is \{'step': 1"),
         ("state/state.json", {"learner": {"shapes": 3}}, r"state\.json of the bundle is damaged: learner is"),

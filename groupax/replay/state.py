@@ -16,6 +16,7 @@ from groupax.replay.foreign import (
 )
 from groupax.replay.manifest import Manifest
 from groupax.rollouts.state import Cursor
+from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.files import STATE
 from groupax.settings.compute import Checkpointing
 
@@ -30,6 +31,10 @@ def check_state(folder: Path, manifest: Manifest) -> None:
     content = plain_json((folder / STATE).read_bytes(), name)
     if not isinstance(content, dict) or content.get("identity") != manifest.identity:
         raise ValueError(f"{name} of the bundle is damaged: it is not of the run that bundle.json describes")
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"{name} of the bundle has format {content.get('format')!r:.40}, and this groupax reads {FORMAT}"
+        )
     for entry, is_right in _CHECKS.items():
         if not is_right(content.get(entry)):
             raise ValueError(f"{name} of the bundle is damaged: {entry} is {content.get(entry)!r:.60}")
@@ -38,6 +43,10 @@ def check_state(folder: Path, manifest: Manifest) -> None:
         raise ValueError(
             f"{name} of the bundle is damaged: it is of steps {steps}, and bundle.json says {manifest.start}"
         )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_size(value: Any) -> bool:
@@ -74,7 +83,9 @@ _CHECKS = {
     "learner": _is_learner,
     "rollout": lambda value: value is None,
     "policies": list_of(record_of({"rollout": is_count, "version": is_count})),
-    "versions": lambda value: isinstance(value, dict),
+    "versions": _is_mapping,
+    "devices": _is_mapping,
+    "model": _is_mapping,
     "metrics": _are_metrics,
     "metrics_bytes": is_count,
     "log": record_of(

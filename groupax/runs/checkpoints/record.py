@@ -145,7 +145,7 @@ def restore_learner(learner: PolicyLearner, folder: Path, state: Mapping[str, An
     """Restores the saved state of a new learner on its own mesh, after freeing its arrays.
 
     Raises:
-        ValueError: The folder has other arrays.
+        ValueError: The folder has other arrays, or the state other adapters.
     """
     _restore_progress(learner, state)
     like = {name: arrays.abstract(tree) for name, tree in trees_of(learner, with_optimizer=True).items()}
@@ -168,9 +168,13 @@ def _new_optimizer(learner: PolicyLearner, params: Any) -> Any:
 
 
 def _restore_progress(learner: PolicyLearner, state: Mapping[str, Any]) -> None:
+    each = learner.each if isinstance(learner, AdapterLearners) else {}
+    saved = state.get("adapters", {})
+    if each.keys() != saved.keys():
+        raise ValueError(f"the saved state has the adapters {sorted(saved)}, this run has {sorted(each)}")
     if isinstance(learner, AdapterLearners):
-        for name, each in learner.each.items():
-            _restore_progress(each, state["adapters"][name])
+        for name, own in each.items():
+            _restore_progress(own, saved[name])
         return
     learner.num_updates = state["num_updates"]
     learner.entropy = EntropyState(**state["entropy"])
