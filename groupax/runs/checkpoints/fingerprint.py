@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ def identity_of(
     )
 
 
+@cache
 def versions() -> Mapping[str, str]:
     """Returns the versions of the libraries that affect a run's numbers."""
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
