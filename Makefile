@@ -9,10 +9,6 @@ CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums trainer
 # Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
 QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
 
-# jaxtyping compares the shapes of all arguments of a call, for which it takes ten times as long as beartype for types:
-# together they take a quarter of the time, so that .ci/run alone asks for them, of the tests of `make test`.
-export CHECK_TYPES ?= 0
-
 # Modules are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -23,7 +19,7 @@ demo: $(VENV)/.demo
 	@echo "The command is $(BIN)/groupax, or groupax after: . $(BIN)/activate"
 
 test: $(VENV)/.test
-	$(QUICKLY) -m "not parity and not heavy and not long"
+	CHECK_TYPES=0 $(QUICKLY) -m "not parity and not heavy and not long"
 
 # This processor's own instruction set on 1 and 2 devices, and every other one that it has on 4; `make test` runs all
 # tests with its own on 4.

@@ -57,7 +57,8 @@ def rooms():
     return found[True], found[False]
 
 
-# The Makefile says when not to.
+# jaxtyping compares the shapes of all arguments of a call, for which it takes ten times as long as beartype for types:
+# together they are a quarter of the time of `make test`, which leaves them to the other targets.
 if os.environ.get("CHECK_TYPES", "1") == "1":
     with_arrays, others = rooms()
     install_import_hook(with_arrays, "beartype.beartype")
