@@ -1,85 +1,32 @@
-"""Regular expressions and JSON schemas as automata, over bytes and over tokens."""
+"""Which texts expressions and schemas allow, what is refused, and what the worst ones cost."""
 
 import json
-import re
+import sys
+import time
 
 import numpy as np
 import pytest
 
-from groupax.constraints.byte_automaton import MAX_BYTE_STATES, compile_regex
-from groupax.constraints.characters import complement, encodings, union
-from groupax.constraints.json_schema import regex_of_schema
-from groupax.constraints.token_automaton import TokenTrie, token_automaton
-from groupax.constraints.token_bytes import token_bytes
+from groupax.constraints import MAX_CHARACTERS, ConstraintCompiler, fault_of
+from groupax.data.token_bytes import token_bytes
 
-from .automata import accepts, automaton_of, random_text, schema_automaton
-from .conftest import rest_heavy
-
-REGEXES = [
-    "a|ab|abc",
-    "[1-9][0-9]{0,4}|0",
-    "(?i)[a-f]+?x{2,}",
-    "^[^a-zé€]{1,3}$",
-    r"\w+@\w+\.(?:com|org)",
-    "(a|b)*abb",
-    "x{0}|(?:yz?){2,3}",
-    r"(?s)..|\S\D\W",
-    "[\u0800-\U00012345]",
-]
-TEXTS = ["", "a", "ab", "abc", "abcd", "0", "07", "12345", "123456", "BADxx", "bx", "é", "€a", "ABC", "me@here.org"]
-TEXTS += ["a.b", "babb", "abba", "yy", "yzyzy", "yzyzyzy", "\n\n", "x y", "-- ", "\u0800", "\U00012345", "\U00012346"]
+from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
 
-@pytest.mark.parametrize("regex", REGEXES)
-def test_an_automaton_accepts_what_the_expression_matches(regex):
-    automaton = automaton_of(regex)
-    for text in TEXTS:
-        assert accepts(automaton, text) == bool(re.fullmatch(regex, text, re.ASCII)), (regex, text)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        assert re.fullmatch(regex, random_text(automaton, rng), re.ASCII)
+@pytest.fixture(scope="module")
+def compiler():
+    tokenizer = chat_tokenizer()
+    return ConstraintCompiler(tokenizer, VOCAB_SIZE, (tokenizer.eos_token_id,))
 
 
-@pytest.mark.parametrize("regex", rest_heavy(["a|ab|abc", r"(?:a|b){0,9}c", "é*x"]))
-def test_a_compiled_automaton_is_the_smallest(regex):
-    compiled, whole = compile_regex(regex), automaton_of(regex)
-    assert len(compiled.next_state) <= len(whole.next_state)
-    for text in [*TEXTS, "éx", "ababc", "c"]:
-        assert accepts(compiled, text) == accepts(whole, text)
+def matcher_of(compiler, constraint):
+    kind = "regex" if isinstance(constraint, str) else "json_schema"
+    return compiler.matcher(kind, constraint if kind == "regex" else json.dumps(constraint))
 
 
-REFUSED = [
-    ("(", "is not valid: missing \\)"),
-    ("(?=a)b", "look-around"),
-    (r"(a)\1", "a backreference"),
-    (r"a\bc", "an anchor or a word boundary"),
-    ("(?m)^a$", "flag m"),
-    ("(?:a|b)*a(?:a|b){20}", f"more than {MAX_BYTE_STATES:,} states"),
-    ("(?:a{1000}){10000}", "lower the bounds of its repetitions|takes more than"),
-]
-
-
-@pytest.mark.parametrize(("regex", "message"), rest_heavy(REFUSED))
-def test_expressions_that_cannot_be_compiled_are_refused(regex, message):
-    with pytest.raises(ValueError, match=message):
-        compile_regex(regex)
-
-
-def test_sets_of_characters():
-    assert union([(5, 7), (1, 2), (3, 3)]) == ((1, 3), (5, 7))
-    assert complement(((0, 4), (9, 0x10FFFF))) == ((5, 8),)
-    wanted = {chr(code).encode() for code in range(0x7E0, 0x900)}
-    found = set()
-    for ranges in encodings(((0x7E0, 0x8FF),)):
-        found |= {bytes(each) for each in _product(ranges)}
-    assert found == wanted
-
-
-def _product(ranges):
-    if not ranges:
-        return [()]
-    (low, high), *rest = ranges
-    return [(byte, *others) for byte in range(low, high + 1) for others in _product(rest)]
+def allows(compiler, matcher, text):
+    matcher, ids = matcher.deep_copy(), compiler.tokenizer(text)["input_ids"]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 PET = {
@@ -90,133 +37,163 @@ PET = {
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
     },
     "required": ["age"],
-    "additionalProperties": False,
 }
 TREE = {
-    "$ref": "#/$defs/node",
+    "$ref": "#/$defs/a%25%20node",
     "$defs": {
-        "node": {
+        "a% node": {
             "type": "object",
-            "properties": {"value": {"type": "null"}, "left": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "properties": {
+                "value": {"type": "null"},
+                "left": {"anyOf": [{"$ref": "#/$defs/a%25 node"}, {"type": "null"}]},
+            },
             "required": ["value"],
         }
     },
 }
-SCHEMAS = [
-    PET,
-    TREE,
-    {"type": ["number", "null"], "minimum": 0.25, "maximum": 3},
-    {"type": "number", "exclusiveMinimum": -1.5, "exclusiveMaximum": 0},
-    {"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 23},
-    {"type": "array", "prefixItems": [{"type": "string", "format": "date"}, {"type": "boolean"}], "items": False},
-    {"type": "array", "items": {"type": "integer"}, "minItems": 2},
-    {"type": "string", "pattern": '^[A-Z"]{2}-\\d+\\.$'},
-    {"type": "string", "minLength": 2, "maxLength": 4},
-    {"type": "object", "additionalProperties": {"const": [1, {"a": "é"}]}, "minProperties": 1, "maxProperties": 2},
-    {"allOf": [{"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"properties": {"b": {"const": 1}}}]},
-    {"oneOf": [{"type": "object", "properties": {"k": {"const": "A"}}, "required": ["k"]}, {"type": "boolean"}]},
-    {"type": "object"},
+NAMED = {"allOf": [{"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"properties": {"b": {"const": 1}}}]}
+EITHER = {"oneOf": [{"type": "object", "properties": {"k": {"const": "A"}}, "required": ["k"]}, {"type": "boolean"}]}
+ALLOWED = [
+    ("a*", ["", "aa"], ["b"]),
+    ("[a-z ]*", ["", "a b"], ["A"]),
+    (r"\d*", ["", "12"], ["\u0661", "a"]),
+    ("(a|b)*", ["", "ab"], ["c"]),
+    ("", [""], ["a"]),
+    ("^a|b$", ["a", "b"], ["ab", ""]),
+    (r"a\$", ["a$"], ["a"]),
+    (r"[^\]é€/]{1,3}/", ["a/", "[\n\u0800/"], ["]/", "é/", "/"]),
+    ("(?i)[a-f]+?x{2,}", ["Bxx", "axX"], ["bx"]),
+    (r"(?s)..|\S\D\W", ["\n\n", "é€", "ab-"], ["a", "a1-"]),
+    (PET, ['{"age": 119}', '{"kind": "cat", "age":-3,"tags":["ab", "é"]}'], ['{"age": 120}', '{"tags": []}', "{}"]),
+    (PET, ['{"kind": "a \\"dog\\"\\\\", "age": 0}'], ['{"age": 1, "more": 2}', '{"age":  1}', ' {"age": 1}']),
+    (TREE, ['{"value": null, "left": {"value": null, "left": null}}'], ['{"left": null}', '{"value": 1}']),
+    (NAMED, ['{"a": null}', '{"a": null, "b": 1}'], ['{"b": 1}', '{"a": null, "b": 2}']),
+    (EITHER, ["true", '{"k": "A"}'], ['{"k": "B"}', "1"]),
+    ({"type": "integer", "minimum": -15, "maximum": 1203}, ["-15", "0", "99", "1203"], ["-16", "1204", "007"]),
+    ({"type": "number", "minimum": 0.2, "maximum": 0.57}, ["0.2", "0.569", "0.57"], ["0.19", "0.571", "1"]),
+    ({"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 23}, ["5", "20"], ["0", "21", "25"]),
+    ({"type": "number", "multipleOf": 0.01}, ["1.25", "-3"], ["1.255"]),
+    ({"type": "array", "maxItems": 1}, ["[]", '[{"a": [1e5]}]'], ["[1, 2]"]),
+    ({"type": "array", "minItems": 2, "uniqueItems": False}, ["[1, 1]"], ["[1]"]),
+    ({"prefixItems": [{"type": "string", "format": "date"}], "type": "array", "items": False}, ['["2024-02-29"]'], ["[1]"]),
+    ({"type": "string", "pattern": "^[A-Z]+$", "minLength": 2, "maxLength": 3}, ['"AB"'], ['"A"', '"ABCD"', '"ab"']),
+    ({"type": "string", "pattern": "a|^b", "format": "date"}, [], ['"2024-02-29"', '"a"']),
+    ({"type": "object", "patternProperties": {"^x": {"type": "null"}}, "additionalProperties": False}, ['{"xy": null}'], ['{"y": null}']),
+    ({"type": "object", "minProperties": 1}, ['{"a": 1}'], ["{}"]),
+    ({}, ["null", '"\\n"', '{"a": {"b": [-0.5E+3, true]}}'], ['"\n"', "[1,]", '"\\ud800"', "01"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("constraint", "allowed", "refused"), ALLOWED)
+def test_constraints_allow_what_they_describe(compiler, constraint, allowed, refused):
+    if not allowed:
+        with pytest.raises(ValueError, match="no text satisfies it|empty"):
+            matcher_of(compiler, constraint)
+        return
+    matcher = matcher_of(compiler, constraint)
+    assert [text for text in allowed if not allows(compiler, matcher, text)] == []
+    assert [text for text in refused if allows(compiler, matcher, text)] == []
+
+
+REFUSED = [
+    ("(", "regex is not valid: missing \\)"),
+    ("(?=a)b", "look-around"),
+    (r"(a)\1", "backreferences"),
+    (r"a\bc", "lookarounds not supported"),
+    ("(?m)^a$", "lookarounds not supported"),
+    ("a++b", "possessive"),
+    ("[a&&[b]]", "operations on sets"),
+    ("\ud800", "half of a surrogate pair"),
+    ("a" * (MAX_CHARACTERS + 1), "65,537 characters, more than 65,536"),
+    ({"not": {}}, "'not', which is not supported"),
+    ({"typo": 1}, "'typo', which is not supported"),
+    ({"type": "string", "nullable": True}, "'nullable'"),
+    ({"anyOf": [{"properties": {"a": {"if": {}}}}]}, "'if'"),
+    ({"type": "object", "x-guidance": {"lenient": True}}, "'x-guidance'"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "strin"}, "Invalid type: strin"),
+    ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+    ({"type": "string", "format": "color"}, "Unknown format"),
+    ({"$ref": "http://somewhere/else"}, "not present"),
+    ({"$ref": "#/$defs/a"}, "does not exist"),
+    ({"$ref": "#"}, "no text satisfies it"),
+    ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum .2. is greater"),
+    ({"type": "integer", "minimum": "2"}, "Expected f64 for 'minimum'"),
+    ({"properties": []}, "must be an object"),
+    ([], "must be an object or a boolean"),
+    (False, "allows no document"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
+    ({"type": "object", "minProperties": 2}, "minProperties of 2"),
+    ({"type": "number", "minimum": float("inf")}, "Infinity"),
+    *(({"type": "integer", key: 10**309}, "integers up to 2\\^53") for key in ("minimum", "maximum", "multipleOf")),
+    *(({key: 10**309}, "integers up to 2\\^53") for key in ("minItems", "maxLength", "const")),
+    ({"enum": [1, [2**53 + 1]]}, "9007199254740993 in 'enum'"),
+    ({"type": "integer", "multipleOf": 99991}, "at most 10,000"),
+    ({"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}, "2 of multipleOf"),
+    ({"allOf": [{"type": "string", "pattern": "[a-z]" + "x" * n} for n in range(40)]}, "40 of pattern"),
+    ({"type": "string", "maxLength": 10**12}, "decimal literal invalid"),
+    ({"enum": [f"value {n}" for n in range(10_000)]}, "more than 65,536"),
 ]
 
 
-@pytest.mark.parametrize("schema", rest_heavy(SCHEMAS, 4))
-def test_documents_of_a_schema_are_valid(schema):
-    validators = pytest.importorskip("jsonschema")
-    validator = validators.Draft202012Validator(schema, format_checker=validators.FormatChecker(("date",)))
-    automaton, rng = schema_automaton(schema), np.random.default_rng(0)
-    documents = {random_text(automaton, rng) for _ in range(20)}
-    for document in documents:
-        validator.validate(json.loads(document))
-
-
-@pytest.mark.parametrize(
-    ("schema", "valid", "invalid"),
-    [
-        (PET, ['{"age": 119}', '{"kind": "cat", "age":-3,"tags":["ab", "é"]}'], ['{"age": 120}', '{"tags": []}', "{}"]),
-        ({"type": "integer", "minimum": -15, "maximum": 1203}, ["-15", "0", "99", "1203"], ["-16", "1204", "007"]),
-        ({"type": "number", "minimum": 0.2, "maximum": 0.57}, ["0.2", "0.569", "0.57"], ["0.19", "0.571", "1"]),
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.001", "1", "1.0"], ["0", "0.00", "1.01"]),
-        ({"type": "array", "maxItems": 1}, ["[]", '[{"a": [1e5]}]'], ["[1, 2]"]),
-        ({}, ["null", '"\\u00e9\\n"', '{"a": {"b": [-0.5E+3, true]}}'], ['"\n"', "[1,]", '"\\ud800"', "01"]),
-    ],
-)
-def test_bounds_of_a_schema(schema, valid, invalid):
-    automaton = schema_automaton(schema)
-    assert [text for text in valid if not accepts(automaton, text)] == []
-    assert [text for text in invalid if accepts(automaton, text)] == []
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"not": {}}, "'not', which is not supported"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "strin"}, "types are object, array"),
-        ({"type": "string", "pattern": "a", "minLength": 2}, "two of pattern, format and a length"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
-        ({"$ref": "http://somewhere/else"}, "only those within the schema"),
-        ({"$ref": "#/$defs/a"}, "leads nowhere"),
-        ({"$ref": "#"}, "no document of finite depth"),
-        ({"type": "integer", "minimum": 2, "maximum": 1}, "no document of finite depth"),
-        ({"type": "integer", "minimum": "2"}, "must be a number"),
-        ({"properties": []}, "must be an object"),
-        (
-            {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]},
-            "rule it out",
-        ),
-        ([], "must be an object or a boolean"),
-        ({"type": "number", "minimum": float("inf")}, "must be a number"),
-        ({"type": "array", "minItems": float("inf")}, "must be a natural number"),
-        ({"properties": {f"p{n}": {"type": "null"} for n in range(3000)}}, "of which none is required"),
-    ],
-)
-def test_schemas_that_cannot_be_kept_are_refused(schema, message):
+@pytest.mark.parametrize(("constraint", "message"), REFUSED)
+def test_what_cannot_be_kept_is_refused(compiler, constraint, message):
     with pytest.raises(ValueError, match=message):
-        regex_of_schema(json.dumps(schema))
+        matcher_of(compiler, constraint)
 
 
-@pytest.mark.heavy
-def test_references_that_multiply_are_refused():
-    definitions = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
-    schema = {"$ref": "#/$defs/d0", "$defs": {**definitions, "d40": {"type": "integer"}}}
-    with pytest.raises(ValueError, match="simplify its references"):
-        regex_of_schema(json.dumps(schema))
+def sampled(compiler, matcher, rng, most):
+    """Random tokens that may follow each other, with a preference for ends, and whether they are a whole text."""
+    tokens, eos = [], compiler.eos_ids[0]
+    while len(tokens) < most and not fault_of(matcher):
+        [words] = compiler.masks([(matcher, 0)], 1)
+        may_follow = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE])
+        endings = [token for token in may_follow if compiler.tokenizer.decode(token) in ('"', "]", "}", "<|im_end|>")]
+        token = int(rng.choice(endings if endings and rng.random() < 0.3 else may_follow))
+        if token == eos:
+            return compiler.tokenizer.decode(tokens), True
+        if not matcher.consume_token(token):
+            assert fault_of(matcher)
+            break
+        tokens.append(token)
+    return compiler.tokenizer.decode(tokens), False
 
 
-TOKENS = [b"", b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"ba", b"c", b"abc"]
+def is_pet(pet):
+    tags = pet.get("tags", [])
+    is_sound = pet.keys() <= PET["properties"].keys() and pet.get("kind") in PET["properties"]["kind"]["enum"]
+    return is_sound and -3 <= pet["age"] < 120 and len(tags) <= 2 and all(len(tag) <= 3 for tag in tags)
 
 
-def test_tokens_follow_the_bytes():
-    found = token_automaton(automaton_of("(ab)*é?"), TokenTrie(TOKENS), eos_ids=(1,))
-    spelled = {
-        (): True,
-        (4, 4): True,
-        (2, 3, 5, 6): True,
-        (4, 5): False,
-        (2, 7, 3): True,
-        (3,): False,
-        (5, 6, 4): False,
-    }
-    for tokens, is_whole in spelled.items():
-        state = 0
-        for token in tokens:
-            state = found.next_state[state, found.token_class[token]] if state >= 0 else -1
-        can_end = state >= 0 and found.next_state[state, found.token_class[1]] >= 0
-        assert can_end == is_whole, tokens
-    assert found.min_tokens == 1
-    assert found.token_class[8] == found.token_class[9] == found.token_class[0]  # never occur
-    assert token_automaton(automaton_of("abab"), TokenTrie(TOKENS), (1,)).min_tokens == 3
+def is_tree(tree):
+    return "value" in tree and tree["value"] is None and (tree.get("left") is None or is_tree(tree["left"]))
 
 
-def test_what_no_tokens_spell_is_refused():
-    with pytest.raises(ValueError, match="no tokens that spell"):
-        token_automaton(automaton_of("x"), TokenTrie(TOKENS), (1,))
-    with pytest.raises(ValueError, match="end-of-sequence token"):
-        token_automaton(automaton_of("a"), TokenTrie(TOKENS), ())
+@pytest.mark.parametrize(
+    ("schema", "is_valid"),
+    [
+        (PET, is_pet),
+        (TREE, is_tree),
+        ({"type": "string", "minLength": 2, "maxLength": 4}, lambda text: 2 <= len(text) <= 4),
+        ({"type": ["number", "null"], "minimum": 0.25, "maximum": 3}, lambda x: x is None or 0.25 <= x <= 3),
+        ({"type": "object"}, lambda value: isinstance(value, dict)),
+    ],
+)
+def test_sampled_documents_are_valid(compiler, schema, is_valid):
+    rng, prototype = np.random.default_rng(0), matcher_of(compiler, schema)
+    texts = [
+        text for text, is_whole in (sampled(compiler, prototype.deep_copy(), rng, 60) for _ in range(20)) if is_whole
+    ]
+    assert texts
+    for text in texts:
+        assert is_valid(json.loads(text)), text
 
 
-@pytest.mark.heavy
-def test_bytes_of_the_tokens_of_a_real_tokenizer(stories):
+def test_only_what_spells_text_may_follow(compiler, stories):
+    [words] = compiler.masks([(compiler.matcher("regex", "[^a]*"), 0)], 1)
+    may_follow = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    special = [token for token, each in compiler.tokenizer.added_tokens_decoder.items() if each.special]
+    assert [token for token in special if may_follow[token]] == [compiler.tokenizer.eos_token_id]
     from groupax.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(stories)
@@ -224,3 +201,43 @@ def test_bytes_of_the_tokens_of_a_real_tokenizer(stories):
     assert found[tokenizer.convert_tokens_to_ids("<0x0A>")] == b"\n"
     assert found[tokenizer.convert_tokens_to_ids("\u2581the")] == b" the"
     assert found[tokenizer.eos_token_id] == b""
+
+
+WORST = [
+    *(f"a{{{n}}}" for n in (1200, 4000)),
+    "(?:a{1000}){10000}",
+    "(?:a|b)*a(?:a|b){20}",
+    "(?s:.*)a(?s:.){500}",
+    "(?:.*[a-f].*[g-k]){50}.*",
+    "(?:(?:a?){100}){100}b",
+    {"type": "object"},
+    {"type": "string", "maxLength": 500_000},
+    {"type": "integer", "multipleOf": 9973, "minimum": 1, "maximum": 1e300},
+    {"enum": [f"v{n}" for n in range(5000)]},
+    {"properties": {f"p{n}": {"type": "null"} for n in range(2000)}, "type": "object"},
+    {"allOf": [{"type": "string", "pattern": f"(a|b)*{c}(a|b){{500}}"} for c in "ab"]},
+    {"anyOf": [{"properties": {f"a{n}": {}}} for n in range(60)], "type": "object"},
+    {"$ref": "#/$defs/d0", "$defs": {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{(n + 1) % 40}"}] * 2} for n in range(40)}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("constraint", WORST)
+def test_the_worst_constraints_cost_little_or_are_given_up(compiler, constraint):
+    started_s = time.process_time()
+    try:
+        matcher = matcher_of(compiler, constraint)
+    except ValueError as error:
+        assert "not supported" in str(error)
+    else:
+        sampled(compiler, matcher, np.random.default_rng(0), 100)
+    assert time.process_time() - started_s < 1.5
+
+
+def test_what_a_constraint_needs(compiler, monkeypatch):
+    for changes, message in (({"tokenizer": None}, "needs a tokenizer"), ({"eos_ids": ()}, "an end-of-sequence token")):
+        given = {"tokenizer": compiler.tokenizer, "vocab_size": VOCAB_SIZE, "eos_ids": compiler.eos_ids} | changes
+        with pytest.raises(ValueError, match=message):
+            ConstraintCompiler(**given).matcher("regex", "a")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"need llguidance: pip install 'groupax\[constraints\]'"):
+        ConstraintCompiler(compiler.tokenizer, VOCAB_SIZE, compiler.eos_ids).matcher("regex", "a")

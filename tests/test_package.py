@@ -72,7 +72,7 @@ WITHOUT_JAX = [
     "groupax.rewards.runner",
     "groupax.rewards.main_thread",
     "groupax.rewards.scoring",
-    "groupax.constraints.cache",
+    "groupax.constraints",
     "groupax.engine.scheduler",
     "groupax.serve.requests",
     "groupax.serve.text",

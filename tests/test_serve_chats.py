@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from groupax.constraints.cache import AutomatonCache
+from groupax.constraints import ConstraintCompiler
 from groupax.serve.chat_prompt import chat_prompt
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import TokenTexts
@@ -38,7 +38,13 @@ def incoming(**fields):
 
 def served(tokenizer):
     return ServedModel(
-        "m", tokenizer, TurnFormats(tokenizer), TokenTexts(tokenizer), AutomatonCache(tokenizer, 300, (1,)), 300, 4096
+        "m",
+        tokenizer,
+        TurnFormats(tokenizer),
+        TokenTexts(tokenizer),
+        ConstraintCompiler(tokenizer, 300, (1,)),
+        300,
+        4096,
     )
 
 

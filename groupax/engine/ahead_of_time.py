@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Traced
 
 from groupax.engine.cache import ROWS, Cache, abstract_cache, cache_maker, pspec_of
@@ -23,7 +23,7 @@ from groupax.engine.cache_ops import (
     widen,
     widen_slots,
 )
-from groupax.engine.constraint import Constraints, TableSize, abstract_constraints
+from groupax.engine.constraint import TokenMasks
 from groupax.engine.decode import decode_chunk
 from groupax.engine.plan import CacheShape, admission_prompts
 from groupax.engine.prefill import Known, admit
@@ -57,11 +57,11 @@ class Create:
 
 @dataclass(frozen=True)
 class Decode:
-    """A chunk with this kind of sampling and tables of constraints, and freeing the slots of finished sequences."""
+    """A chunk with this kind of sampling, with or without constraints, and freeing the slots of finished sequences."""
 
     shape: CacheShape
     sampling: SamplingKind
-    tables: TableSize | None = None
+    is_constrained: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class Tracer:
         match program:
             case Create(shape):
                 yield cache_maker(self.config, self.mesh, shape, self.kv_dtype).trace()
-            case Decode(shape, sampling, tables):
+            case Decode(shape, sampling, is_constrained):
                 cache, slots = self.cache(shape), self._slots(shape)
-                yield self.decode_chunk(shape, sampling, tables)
+                yield self.decode_chunk(shape, sampling, is_constrained)
                 yield release.trace(slots, self._rows(shape.num_slots, dtype=bool))
                 if self.has_prefixes:
                     yield read_slots.trace(cache, self._rows(1), self._rows(1), mesh=self.mesh)
@@ -134,14 +134,14 @@ class Tracer:
         """Returns the shapes of a cache."""
         return abstract_cache(self.config, self.mesh, shape, self.kv_dtype)
 
-    def decode_chunk(self, shape: CacheShape, sampling: SamplingKind, tables: TableSize | None = None) -> Traced:
-        """Returns the traced `decode_chunk` for caches of a shape, a kind of sampling and tables of a size."""
+    def decode_chunk(self, shape: CacheShape, sampling: SamplingKind, is_constrained: bool = False) -> Traced:
+        """Returns the traced `decode_chunk` for caches of a shape and a kind of sampling, with masks or without."""
         cache, slots = self.cache(shape), self._slots(shape)
-        constraints = None if tables is None else self._constraints(shape, tables)
+        masks = self._masks(shape) if is_constrained else None
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
         static["records_experts"] = self.records_experts
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
-        return decode_chunk.trace(self.params, cache, slots, constraints, limit if self.is_served else None, **static)
+        return decode_chunk.trace(self.params, cache, slots, masks, limit if self.is_served else None, **static)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
@@ -176,10 +176,13 @@ class Tracer:
         table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS, self.has_adapters)
         return self._sharded(jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
 
-    def _constraints(self, shape: CacheShape, tables: TableSize) -> Constraints:
-        rows, on_all = self._rows(shape.num_slots), NamedSharding(self.mesh, PartitionSpec())
-        sizes = (tables.constraints, self.config.vocab_size), (tables.states, tables.classes), (tables.states,)
-        return abstract_constraints(rows, [jax.ShapeDtypeStruct(size, np.int32, sharding=on_all) for size in sizes])
+    def _masks(self, shape: CacheShape) -> TokenMasks:
+        num_slots = num_data_shards(self.mesh) * shape.num_slots
+        words, constrained = (
+            np.zeros((num_slots, -(-self.config.vocab_size // 32)), np.int32),
+            np.zeros(num_slots, bool),
+        )
+        return self._sharded(jax.eval_shape(lambda: TokenMasks(jnp.asarray(words), jnp.asarray(constrained))))
 
     def _sharded(self, shapes: Any) -> Any:
         return jax.tree.map(lambda x: x.update(sharding=NamedSharding(self.mesh, pspec_of(x))), shapes)

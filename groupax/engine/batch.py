@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from groupax.engine.cache import ROWS, Cache, cache_maker, pspec_of
 from groupax.engine.cache_ops import move_slots, read_slots, release, resize, widen_slots
-from groupax.engine.constraint import Constraints, ConstraintTables, TableSize, automata_of
+from groupax.engine.constraint import TokenMasks, consume, next_masks
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, decode_chunk
 from groupax.engine.images import AdmittedImages, admitted_images, lookup_tokens
@@ -70,8 +70,6 @@ class Batch:
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
-        self.table_size: TableSize | None = self._table_size_with(sequences)
-        self._tables = ConstraintTables(core.config.vocab_size, self._on_rows, self._on_all)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
         self.slots = to_slots(self._idle_slots(), self._on_rows)
 
@@ -124,7 +122,6 @@ class Batch:
             sequences = [*self.scheduler.running, *self.scheduler.queued]
             self.demand = self.demand_of(sequences)
             self._widen_slots(sequences)
-            self.table_size = self._table_size_with(sequences, self.table_size)
             self._change_to(self.shape_with())
 
     def fit_columns(self) -> None:
@@ -143,12 +140,12 @@ class Batch:
         """Decodes another chunk and returns the running sequences with their numbers of tokens before."""
         running = self.scheduler.running
         lengths = {id(sequence): len(sequence.tokens) for sequence in running}
-        sampling, table_size = self._decoding(running)
+        sampling, is_constrained = self._decoding(running)
         self.cache, self.slots, chunk = decode_chunk(
             params,
             self.cache,
             self.slots,
-            self._constraints(table_size),
+            self._masks() if is_constrained else None,
             self._limit(),
             config=self.core.config,
             mesh=self.mesh,
@@ -159,9 +156,9 @@ class Batch:
         )
         fetched = _fetched(chunk, running)
         grown = self.scheduler.append(fetched)
-        if fetched.state is not None:
-            self._tables.update(self.scheduler.slots, np.asarray(fetched.state))
-        return [(sequence, lengths[id(sequence)]) for sequence in grown]
+        new = [(sequence, lengths[id(sequence)]) for sequence in grown]
+        consume(new)
+        return new
 
     def store_prefixes(self) -> None:
         """Stores the keys and values of the sequences that have just finished, if prefixes are kept."""
@@ -243,18 +240,13 @@ class Batch:
         """Returns the number of steps of the next chunk where that varies; None for `chunk_steps`."""
         return None
 
-    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
-        """Returns the kind of sampling of the program that decodes these sequences, and the size of its tables."""
-        is_constrained = any(each.automaton is not None for each in sequences)
-        return sampling_kind(each.params for each in sequences), self.table_size if is_constrained else None
+    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, bool]:
+        """Returns the kind of sampling of the program that decodes these sequences, and whether it has masks."""
+        is_constrained = any(each.matcher is not None for each in sequences)
+        return sampling_kind(each.params for each in sequences), is_constrained
 
-    def _table_size_with(self, sequences: list[Sequence], now: TableSize | None = None) -> TableSize | None:
-        """Returns the size of tables for the constraints of these sequences, at least what they have now."""
-        automata = automata_of(sequences)
-        return (now or TableSize()).including(automata) if automata else now
-
-    def _constraints(self, size: TableSize | None) -> Constraints | None:
-        return None if size is None else self._tables.of(self.scheduler.slots, size)
+    def _masks(self) -> TokenMasks:
+        return TokenMasks(*map(self._on_rows, next_masks(self.core.constraints, self.scheduler.slots)))
 
     def _first_shape(self, sequences: list[Sequence]) -> CacheShape:  # noqa: ARG002
         """Returns the shape to start with."""
@@ -389,9 +381,6 @@ class Batch:
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
         return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
-
-    def _on_all(self, array: np.ndarray) -> jax.Array:
-        return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, PartitionSpec()))
 
 
 def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.constraints.cache import AutomatonCache
+from groupax.constraints import ConstraintCompiler
 from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import cache_dtype, plan_for, token_bytes
 from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
@@ -76,7 +76,7 @@ class EngineCore:
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
         self.tokenizer = tokenizer
-        self.automata = AutomatonCache(tokenizer, config.vocab_size, eos_ids)
+        self.constraints = ConstraintCompiler(tokenizer, config.vocab_size, eos_ids)
         self.kv_bytes = kv_bytes
         check_decoding_weights(params, weights)
         self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0])

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, pspec_of
-from groupax.engine.constraint import Constraints, allowed_tokens, constraint_pspecs, slot_classes, state_after
+from groupax.engine.constraint import TokenMasks
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
 from groupax.models.adapter_stack import select_adapters
@@ -55,7 +55,6 @@ class Chunk:
         alternatives: The policy's likeliest tokens for each token, if a slot requests them; None if not fetched, and of
             plain sampling.
         alternative_logps: Log-probs of the alternatives.
-        state: State of each slot in its constraint (see `constraint.Constraints`); None without constraints.
         experts: Experts that the token before each sampled one went through in each layer with experts, layer by layer;
             None unless they are recorded.
     """
@@ -67,7 +66,6 @@ class Chunk:
     stopped: Bool[Array, "B"]
     alternatives: Int[Array, "B C A"] | None
     alternative_logps: Float[Array, "B C A"] | None
-    state: Int[Array, "B"] | None = None
     experts: Int[Array, "B C LA"] | None = None
 
 
@@ -83,7 +81,7 @@ def decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
-    constraints: Constraints | None = None,
+    masks: TokenMasks | None = None,
     limit: Int[Array, ""] | None = None,
     *,
     config: ModelConfig,
@@ -98,7 +96,7 @@ def decode_chunk(
     Args:
         params: The weights.
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
-        constraints: Constraints of the slots; None without any.
+        masks: Tokens that the slots may sample; None without constraints.
         limit: A smaller number of steps, which needs no other program; on GPUs it is rounded up to `GPU_STEPS`. None
             for `num_steps`.
         config, mesh, num_steps: Static.
@@ -110,15 +108,16 @@ def decode_chunk(
     attend_past = select_attend_past(mesh.devices.flat[0], config, by_block)
 
     def local(
-        params: Params, cache: Cache, slots: Slots, constraints: Constraints | None, limit: Array | None
+        params: Params, cache: Cache, slots: Slots, masks: TokenMasks | None, limit: Array | None
     ) -> tuple[Cache, Slots, Chunk]:
         chunk = _empty_chunk(slots.token.shape[0], num_steps, config, sampling, records_experts)
-        return _decode_chunk(config, attend_past, chunk, sampling, params, cache, slots, constraints, limit, layout)
+        return _decode_chunk(config, attend_past, chunk, sampling, params, cache, slots, masks, limit, layout)
 
     of_limit = None if limit is None else jax.P()
-    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, constraint_pspecs(constraints), of_limit
+    of_masks = None if masks is None else ROWS
+    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, of_masks, of_limit
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
-    return program(params, cache, slots, constraints, limit)
+    return program(params, cache, slots, masks, limit)
 
 
 def _decode_chunk(
@@ -129,7 +128,7 @@ def _decode_chunk(
     params: Params,
     cache: Cache,
     slots: Slots,
-    constraints: Constraints | None,
+    masks: TokenMasks | None,
     limit: Array | None,
     layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
@@ -137,10 +136,11 @@ def _decode_chunk(
     C = chunk.token.shape[1]
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
-
-    if constraints is not None:
-        chunk = replace(chunk, state=constraints.slot_state)
-        classes = slot_classes(constraints)
+    allowed, held = None, jnp.zeros_like(slots.remaining)
+    if masks is not None:
+        allowed = masks.allowed(config.vocab_size)
+        held = jnp.where(masks.constrained, jnp.maximum(slots.remaining - 1, 0), 0)
+        slots = replace(slots, remaining=slots.remaining - held)
 
     def busy(carry: Carry) -> Array:
         index, slots, _, _ = carry
@@ -157,25 +157,19 @@ def _decode_chunk(
             chunk = replace(chunk, experts=chunk.experts.at[:, index].set(chosen.astype(chunk.experts.dtype)))
         seen = history if sampling == "general" else None
         text = _text_tokens(config, logits)
-        if constraints is None or chunk.state is None:
-            sampled = sample(logits, uniform[:, index], slots.settings, seen, text)
-        else:
-            allowed = allowed_tokens(constraints, classes, chunk.state, slots.remaining)
-            allowed = allowed if text is None else allowed & text
-            sampled = sample(logits, uniform[:, index], slots.settings, seen, allowed)
-            after = state_after(constraints, classes, chunk.state, sampled.token, slots.remaining > 0)
-            chunk = replace(chunk, state=after)
+        may_follow = text if allowed is None else allowed if text is None else allowed & text
+        sampled = sample(logits, uniform[:, index], slots.settings, seen, may_follow)
         slots, chunk = _append(chunk, slots, index, sampled)
         return index + 1, slots, cache, chunk
 
     start = jnp.int32(0), slots, cache, chunk
-    if traced_platform() != "gpu":
+    if traced_platform() != "gpu" or masks is not None:
         _, slots, cache, chunk = lax.while_loop(busy, step, start)
     elif limit is None:
         _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
     else:
         _, slots, cache, chunk = lax.while_loop(busy, partial(_several, math.gcd(C, GPU_STEPS), step), start)
-    return cache, slots, chunk
+    return cache, replace(slots, remaining=slots.remaining + jnp.where(chunk.stopped, 0, held)), chunk
 
 
 def _several(num: int, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -260,7 +254,7 @@ def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple
     stopped = active & jnp.any(sampled.token[:, None] == slots.stop_ids, axis=-1)
     slots = replace(
         slots,
-        token=sampled.token,
+        token=jnp.where(active, sampled.token, slots.token),
         position=slots.position + one,
         length=slots.length + one,
         remaining=jnp.where(stopped, 0, slots.remaining - one),

@@ -203,14 +203,19 @@ class Engine(EngineCore):
         for sequence in sequences:
             sequence.adapter = adapter
         if params.constraint is not None:
-            automaton = self.automata.get(*params.constraint, params.max_tokens)
             for sequence in sequences:
-                sequence.automaton = automaton
+                sequence.matcher = self.constraints.matcher(*params.constraint)
         return sequences
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Runs sequences to their ends and yields each as soon as it is finished."""
+        """Runs sequences to their ends and yields each as soon as it is finished.
+
+        Raises:
+            ValueError: The memory does not hold two of the longest sequences, or a constraint became too complex.
+        """
         for sequence, _ in self.updates(sequences):
+            if sequence.fault:
+                raise ValueError(sequence.fault)
             if sequence.finish_reason:
                 yield sequence
 

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 
 from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
 from groupax.engine.batch import Batch
-from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.pace import Pace
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps, power_of_two
@@ -105,10 +104,8 @@ class PreparedBatch(Batch):
         sequences = [*self.scheduler.running, *self.scheduler.queued, *others]
         if shape != self.shape:
             yield Change(self.shape, shape)
-        sampling, tables = sampling_kind(each.params for each in sequences), None
-        if any(each.automaton is not None for each in sequences):
-            tables = self._table_size_with(sequences, self.table_size)
-        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, tables, num_shapes)
+        sampling, is_constrained = super()._decoding(sequences)
+        yield from future_programs(shape, self.demand_of(sequences), sampling, self.plan, is_constrained, num_shapes)
 
     def _change_to(self, shape: CacheShape) -> None:
         """Changes to another shape, once its programs are compiled."""
@@ -118,15 +115,14 @@ class PreparedBatch(Batch):
             self.programs.wait(missing)
         super()._change_to(shape)
 
-    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, TableSize | None]:
+    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, bool]:
         """Returns what the sequences need, or what includes it where only that is compiled."""
-        sampling, size = super()._decoding(sequences)
-        kinds: dict[SamplingKind, None] = {sampling: None, "general": None}
-        for each in dict.fromkeys((size, self.table_size)):
-            for kind in kinds:
-                if not self.programs.missing([Decode(self.shape, kind, each)]):
-                    return kind, each
-        return sampling, size
+        sampling, is_constrained = super()._decoding(sequences)
+        if self.programs.missing([Decode(self.shape, sampling, is_constrained)]) and not self.programs.missing(
+            [Decode(self.shape, "general", is_constrained)]
+        ):
+            return "general", is_constrained
+        return sampling, is_constrained
 
     def _limit(self) -> jax.Array:
         """Returns the number of steps of the next chunk."""
@@ -183,9 +179,8 @@ def first_programs(core: EngineCore, plan: Plan, shape: CacheShape, sequences: I
     """Returns the programs that a new batch of these sequences soon needs, which starts in a shape."""
     sequences = list(sequences)
     demand, sampling = server_demand(core, plan, sequences), sampling_kind(each.params for each in sequences)
-    automata = automata_of(sequences)
-    tables = TableSize().including(automata) if automata else None
-    return [Create(shape), *future_programs(shape, demand, sampling, plan, tables, NEAR_SHAPES)]
+    is_constrained = any(each.matcher is not None for each in sequences)
+    return [Create(shape), *future_programs(shape, demand, sampling, plan, is_constrained, NEAR_SHAPES)]
 
 
 def future_programs(
@@ -193,7 +188,7 @@ def future_programs(
     demand: Demand,
     sampling: SamplingKind,
     plan: Plan,
-    tables: TableSize | None = None,
+    is_constrained: bool = False,
     num_shapes: int | None = None,
 ) -> Iterator[Program]:
     """Yields the programs that a batch calls while its completions grow and others join it.
@@ -203,7 +198,7 @@ def future_programs(
         demand: Demand of its sequences.
         sampling: Kind of sampling of its sequences.
         plan: Limits of the cache; beyond, sequences are preempted.
-        tables: Size of the tables of their constraints; None without any.
+        is_constrained: Whether any of them has a constraint.
         num_shapes: Number of shapes, this one included, until whose end programs are yielded; None for all.
     """
     before = None
@@ -212,7 +207,7 @@ def future_programs(
             break
         if before is not None:
             yield Change(before, shape)
-        yield Decode(shape, sampling, tables)
+        yield Decode(shape, sampling, is_constrained)
         yield Admit(shape)
         before = shape
         shape = replace(shape, num_columns=plan.num_columns(shape.num_columns + 1, demand, shape.num_columns))

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from groupax.constraints.token_automaton import TokenAutomaton
 from groupax.engine.plan import Demand
 from groupax.engine.prefix_cache import Place
 from groupax.settings.sampling import SamplingParams
@@ -35,8 +34,8 @@ class Sequence:
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
         admitted_s: Time at which it entered a slot, by `time.monotonic`; None while it waits.
-        automaton: The completions that its constraint allows; None without one.
-        state: State of the automaton after the tokens.
+        matcher: What its constraint allows after the tokens (see `constraints.ConstraintCompiler`); None without one.
+        fault: Why the engine gave it up, if it did.
         adapter: Name of the engine's adapter that it is sampled with; None for the base, or without adapters.
         place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
         images: Images of the beginning of the prompt; None for a prompt of text.
@@ -58,8 +57,8 @@ class Sequence:
     text: str = ""
     request: int = 0
     admitted_s: float | None = None
-    automaton: TokenAutomaton | None = None
-    state: int = 0
+    matcher: Any = None
+    fault: str = ""
     adapter: str | None = None
     place: Place | None = None
     images: PromptImages | None = None
@@ -78,8 +77,8 @@ class Sequence:
         lists = self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions, self.experts
         for values in lists:
             del values[num_tokens:]
-        if not num_tokens:
-            self.state = 0
+        if not num_tokens and self.matcher is not None:
+            self.matcher.reset()
 
 
 def demand_of(sequences: Iterable[Sequence]) -> Demand:

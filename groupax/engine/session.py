@@ -8,7 +8,6 @@ from typing import Any
 from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
-from groupax.engine.constraint import TableSize, automata_of
 from groupax.engine.core import EngineCore
 from groupax.engine.images import check_images
 from groupax.engine.pace import Pace
@@ -235,9 +234,8 @@ class Session:
             return ()
         sampling = sampling_kind(sequence.params for sequence in sequences)
         shape = self._batch.shape if self._batch else None
-        automata = automata_of(sequences)
-        tables = TableSize().including(automata) if automata else None
-        return server_demand(self.engine, self._plan, sequences), sampling, tables, shape
+        is_constrained = any(each.matcher is not None for each in sequences)
+        return server_demand(self.engine, self._plan, sequences), sampling, is_constrained, shape
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)

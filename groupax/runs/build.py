@@ -349,7 +349,7 @@ def engine_for(
         record_experts=args.routing_replay,
     )
     if constraint is not None:  # an error is found before the first rollout
-        engine.automata.get(*constraint, min(args.max_completion_length, eval_params(args).max_tokens))
+        engine.constraints.matcher(*constraint)
     return engine
 
 

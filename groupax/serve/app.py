@@ -31,7 +31,7 @@ from groupax.serve.jobs import ClosedError, Delta, Job, QueueFullError
 from groupax.serve.loop import EngineLoop, adapter_of
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.pause import pause_mode
-from groupax.serve.prepare import Prepared, ServedModel, encoded_chat, prepare
+from groupax.serve.prepare import Prepared, ServedModel, check_constraint, encoded_chat, prepare
 from groupax.serve.prompt_scoring import PromptScorer
 from groupax.serve.protocols import anthropic_messages
 from groupax.serve.protocols.incoming import Incoming
@@ -48,6 +48,7 @@ from groupax.serve.weights import Weights
 
 RETRY_S = 1
 PREPARING_THREADS = 16
+COMPILING_THREADS = 1  # of constraints, for which other requests do not wait
 T = TypeVar("T")
 
 
@@ -145,6 +146,7 @@ class Server:
         self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics, self.log = Metrics(loop), log or RateLimitedLog()
         self._preparing, self._scorer = CapacityLimiter(PREPARING_THREADS), PromptScorer(loop)
+        self._compiling = CapacityLimiter(COMPILING_THREADS)
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
         self.models = {name: _served_model(name, loop) for name in loop.engines}
@@ -283,7 +285,11 @@ class Server:
     async def _prepared(self, incoming: Incoming, name: str, deadline_s: float) -> Prepared:
         limits = self.limits
         work = partial(prepare, incoming, self.models[name], limits.max_completions, limits.default_max_tokens)
-        return await self._in_time(work, deadline_s)
+        prepared = await self._in_time(work, deadline_s)
+        if prepared.params.constraint is not None:
+            work = partial(check_constraint, self.models[name], prepared.params)
+            await self._in_time(work, deadline_s, self._compiling)
+        return prepared
 
     async def _with_prompt_logps(self, prepared: Prepared, http: HttpRequest, deadline_s: float) -> Exchange:
         """Returns the exchange with the log-probs of its prompts, if the request wants them."""
@@ -300,11 +306,11 @@ class Server:
             work.cancel()
         return replace(exchange, prompt_logps=found)
 
-    async def _in_time(self, work: Callable[[], T], deadline_s: float) -> T:
+    async def _in_time(self, work: Callable[[], T], deadline_s: float, limiter: CapacityLimiter | None = None) -> T:
         """Returns the result of work in a thread, which is abandoned at the deadline."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
-                return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._preparing)
+                return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter or self._preparing)
         except TimeoutError as error:
             raise timeout_error() from error
 
@@ -378,7 +384,9 @@ def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     config = engine.config
     tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
     limits = config.vocab_size, config.max_positions
-    return ServedModel(name, tokenizer, TurnFormats(tokenizer), texts, engine.automata, *limits, engine.image_encoder)
+    return ServedModel(
+        name, tokenizer, TurnFormats(tokenizer), texts, engine.constraints, *limits, engine.image_encoder
+    )
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

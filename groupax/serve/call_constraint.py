@@ -1,4 +1,4 @@
-"""Constraints of turns that may call tools: arguments that are valid for strict tools, and calls or a document."""
+"""Grammars of turns that may call tools: arguments that are valid for strict tools, and calls or a document."""
 
 import contextlib
 import json
@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.constraints.json_schema import regex_of_schema
+from groupax.constraints import HEADER, rule, supported
 from groupax.serve.requests import ChatRequest
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.formats.choose import CallFrame
 
-ANY_ARGUMENTS = {"type": "object"}
+ANY_ARGUMENTS, NO_ARGUMENTS = {"type": "object"}, {"type": "object", "additionalProperties": False}
+_NAMES_NONE = {"type", "properties", "additionalProperties", "required", "title", "description", "$schema"}
+_MAX_TRIED = 8192  # characters of a schema that is tried
 
 
 def is_strict(tool: Mapping[str, Any]) -> bool:
@@ -19,8 +21,8 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
     return tool["function"].get("strict") is True
 
 
-def turn_regex(request: ChatRequest, params: SamplingParams, frame: CallFrame | None, begun: str) -> str | None:
-    """Returns the expression of a turn that may call tools; None if it needs none but its own.
+def turn_grammar(request: ChatRequest, params: SamplingParams, frame: CallFrame | None, begun: str) -> str | None:
+    """Returns the grammar of a turn that may call tools; None if it needs none but its own constraint.
 
     Args:
         request: The chat.
@@ -29,7 +31,7 @@ def turn_regex(request: ChatRequest, params: SamplingParams, frame: CallFrame | 
         begun: Beginning of the call that the prompt has.
 
     Raises:
-        ValueError: The response is constrained and calls are not JSON, or a schema cannot be translated.
+        ValueError: The response is constrained and calls are not JSON, or a schema is not supported.
     """
     tools = request.callable_tools
     is_constrained = params.constraint is not None
@@ -41,56 +43,56 @@ def turn_regex(request: ChatRequest, params: SamplingParams, frame: CallFrame | 
                 "tools together with a constraint need a model whose calls have names and arguments in JSON"
             )
         return None
-    names = request.tool_choice
+    names, must_call = request.tool_choice, request.tool_choice != "auto"
     chosen = [tool for tool in tools if isinstance(names, str) or tool["function"]["name"] == names["name"]]
-    call = "|".join(_call(frame, tool) for tool in chosen)
-    calls = f"(?:{call})(?:\\n?(?:{call}))*" if request.parallel_tool_calls else f"(?:{call})"
-    if request.tool_choice != "auto":
-        rests = "|".join(_rest(frame, tool, begun) for tool in chosen)
-        more = f"(?:\\n?(?:{call}))*" if request.parallel_tool_calls else ""
-        return f"(?:{rests}){more}"
-    if params.constraint is None:
-        return f"{_without(frame.before.split('{')[0].rstrip())}(?:{calls})?"
-    kind, text = params.constraint
-    return f"(?:{regex_of_schema(text) if kind == 'json_schema' else text})|{calls}"
+    starts = [frame.before + tool["function"]["name"] + frame.between for tool in chosen]
+    mark = frame.before.split("{")[0].rstrip()
+    rules = [f"arguments{index}: {_arguments(tool, must_call)}" for index, tool in enumerate(chosen)]
+
+    def calls(before: str) -> str:
+        """Returns the alternatives of a call without what is written of it."""
+        assert all(start.startswith(before) for start in starts), "calls begin as the template writes them"
+        ends = [(start[len(before) :], f"arguments{index}") for index, start in enumerate(starts)]
+        return " | ".join(f"{_text(start)} {name} {_text(frame.after)}" for start, name in ends)
+
+    more = ' ("\\n"? call)*' if request.parallel_tool_calls else ""
+    rules += [f"call: {calls('')}"]
+    if must_call:
+        rules += [f"start: begun{more}", f"begun: {calls(begun)}"]
+    elif params.constraint is not None:
+        rules += [f"start: response | call{more}", f"response: {rule(*params.constraint)}"]
+    else:
+        marked = re.escape(mark).replace("/", r"\/")
+        rules += [
+            f"start: TEXT | before marked{more}",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){marked}(?s:.*)/",
+            f"before[lazy]: /(?s:.*){marked}/",
+            f"marked: {calls(mark)}",
+        ]
+    return HEADER + "\n".join(rules)
 
 
-def _call(frame: CallFrame, tool: Mapping[str, Any]) -> str:
-    return (
-        re.escape(frame.before + tool["function"]["name"] + frame.between) + _arguments(tool) + re.escape(frame.after)
-    )
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _rest(frame: CallFrame, tool: Mapping[str, Any], begun: str) -> str:
-    """Returns the expression of a call without its beginning."""
-    start = frame.before + tool["function"]["name"] + frame.between
-    assert start.startswith(begun), "the prompt begins the call as the template writes it"
-    return re.escape(start[len(begun) :]) + _arguments(tool, follows=True) + re.escape(frame.after)
+def _arguments(tool: Mapping[str, Any], must_call: bool) -> str:
+    """Returns the rule of a call's arguments: of strict tools by their schemas, else any object.
 
-
-def _arguments(tool: Mapping[str, Any], follows: bool = False) -> str:
-    """Returns the expression of a call's arguments: of strict tools by their schemas, else any object.
+    Tools without parameters take none.
 
     Args:
         tool: The tool.
-        follows: Whether arguments of others follow their schemas too, where these can be translated.
+        must_call: Whether arguments of others follow their schemas too, where these are supported.
     """
+    parameters = {**ANY_ARGUMENTS, **(tool["function"].get("parameters") or {})}
+    names_some = any(parameters.get(keyword) for keyword in ("properties", "required", "additionalProperties"))
+    if parameters["type"] == "object" and parameters.keys() <= _NAMES_NONE and not names_some:
+        return rule("json_schema", json.dumps(NO_ARGUMENTS))
+    text = json.dumps(parameters)
     if is_strict(tool):
-        return regex_of_schema(json.dumps(tool["function"]["parameters"]))
-    if follows:
+        return rule("json_schema", text)
+    if must_call and len(text) <= _MAX_TRIED:
         with contextlib.suppress(ValueError):
-            return regex_of_schema(json.dumps({**ANY_ARGUMENTS, **(tool["function"].get("parameters") or {})}))
-    return regex_of_schema(json.dumps(ANY_ARGUMENTS))
-
-
-def _without(mark: str) -> str:
-    """Returns the expression of texts in which a mark does not occur.
-
-    Args:
-        mark: A text whose first character occurs once in it.
-    """
-    begun = [mark[:size] for size in range(1, len(mark))]
-    partly = f"(?:{'|'.join(map(re.escape, begun))})*"
-    first = re.escape(mark[0])
-    broken = "|".join(f"{re.escape(text)}[^{first}{re.escape(mark[len(text)])}]" for text in begun)
-    return f"(?:[^{first}]|{partly}(?:{broken}))*{partly}"
+            return supported(rule("json_schema", text))
+    return rule("json_schema", json.dumps(ANY_ARGUMENTS))

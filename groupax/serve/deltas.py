@@ -28,11 +28,13 @@ async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIter
         num: Number of completions.
 
     Raises:
-        ApiError: the engine failed, or the request was aborted.
+        ApiError: the engine failed, or gave up the request.
     """
     while num:
         delta = await deltas.get()
         if delta.finish_reason == "abort":
+            if delta.text:
+                raise ApiError(400, delta.text)
             raise ApiError(503, "the engine gave up this request; try again", code="aborted")
         num -= delta.finish_reason is not None
         yield delta

@@ -23,8 +23,8 @@ class Delta:
         index: Index of the completion in its request; completions of one prompt are adjacent.
         start: Position of the first new token; 0 if the completion was restarted and new weights changed it.
         tokens, policy_logps, sampler_logps, alternatives, versions: The new ones (see `scheduler.Sequence`).
-        finish_reason: None while it runs; "abort" if the engine failed.
-        text: The whole text of a finished completion.
+        finish_reason: None while it runs; "abort" if the engine failed, or gave up the completion.
+        text: The whole text of a finished completion; of one that was given up, the reason.
     """
 
     index: int

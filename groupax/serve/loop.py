@@ -360,7 +360,7 @@ class EngineLoop:
             alternatives=sequence.alternatives[new],
             versions=sequence.versions[new],
             finish_reason=sequence.finish_reason,
-            text=sequence.text,
+            text=sequence.fault or sequence.text,
         )
         reported[start:] = delta.tokens
         if sequence.finish_reason:

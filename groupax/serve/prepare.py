@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from groupax.constraints.cache import AutomatonCache
+from groupax.constraints import ConstraintCompiler
 from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import decode, encode_prompts, encode_within
-from groupax.serve.call_constraint import turn_regex
+from groupax.serve.call_constraint import turn_grammar
 from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Exchange, TokenTexts
@@ -31,7 +31,7 @@ class ServedModel:
     tokenizer: Any
     turn_formats: TurnFormats
     token_texts: TokenTexts
-    automata: AutomatonCache
+    constraints: ConstraintCompiler
     vocab_size: int
     max_positions: int
     encoder: ImageEncoder | None = None
@@ -78,11 +78,6 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
     if isinstance(request, ChatRequest) and reader is not None:
         params = _with_calls(request, params, model, reader)
-    if params.constraint is not None:
-        try:
-            model.automata.get(*params.constraint, params.max_tokens)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="max_tokens" if str(error).startswith("max_t") else None) from error
     prompt_texts = []
     if isinstance(request, CompletionRequest) and request.echo:
         prompt_texts = [
@@ -101,10 +96,23 @@ def _with_calls(request: ChatRequest, params: SamplingParams, model: ServedModel
         return params
     try:
         frame = call_frame(model.tokenizer, request.template_kwargs)
-        regex = turn_regex(request, params, frame, reader.begun)
+        grammar = turn_grammar(request, params, frame, reader.begun)
     except ValueError as error:
         raise ApiError(400, str(error), "tools") from error
-    return params if regex is None else replace(params, regex=regex, json_schema=None)
+    return params if grammar is None else replace(params, grammar=grammar, regex=None, json_schema=None)
+
+
+def check_constraint(model: ServedModel, params: SamplingParams) -> None:
+    """Compiles a request's constraint.
+
+    Raises:
+        ApiError: That is not possible.
+    """
+    if params.constraint is not None:
+        try:
+            model.constraints.matcher(*params.constraint)
+        except (ValueError, ImportError) as error:
+            raise ApiError(400 if isinstance(error, ValueError) else 501, str(error)) from error
 
 
 def _sampling_params(

@@ -213,7 +213,7 @@ class ChatRequest(Request):
         return {**effort, **self.chat_template_kwargs}
 
 
-SETTINGS = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs"}
+SETTINGS = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs", "grammar"}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}

@@ -208,7 +208,7 @@ def samples_from_logits(params: SamplingParams) -> bool:
     )
 
 
-_VLLM_NAMES = {"regex": "regex", "json_schema": "json"}  # of constraints
+_VLLM_NAMES = {"regex": "regex", "json_schema": "json", "grammar": "grammar"}  # of constraints
 
 
 def vllm_request(group: Sequence[Completion], model: str) -> dict[str, Any]:

@@ -45,10 +45,11 @@ class SamplingSettings:
     """Stop strings: texts that end a completion and are its last part; responses of a server leave them out. One that
     is written like a special token is that token."""
     regex: str | None = None
-    """Regular expression in Python's syntax, with the classes of re.ASCII, that every completion matches as a whole:
-    other tokens are not sampled. None for any text."""
+    """Regular expression in the syntax that Python and Rust share, with the classes of re.ASCII, that every completion
+    matches as a whole: other tokens are not sampled. Needs groupax[constraints]. None for any text."""
     json_schema: str | None = None
-    """JSON schema, as JSON, that every completion is valid for: other tokens are not sampled. None for any text."""
+    """JSON schema, as JSON, that every completion is valid for: other tokens are not sampled. Needs
+    groupax[constraints]. None for any text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ class SamplingParams(SamplingSettings):
     """Tokens that end a completion, in addition to the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Do not end completions at the model's own end-of-sequence tokens."""
+    grammar: str | None = None
+    """Grammar in llguidance's dialect of Lark that completions match, in place of `regex` or `json_schema`."""
     logprobs: int = ranged(0, MAX_LOGPROBS)
     """Number of likeliest alternatives to report for each token."""
 
@@ -89,16 +92,15 @@ class SamplingParams(SamplingSettings):
             check_range(each, getattr(self, each.name))
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
-        check_constraint(self.regex, self.json_schema)
+        check_constraint(self.regex, self.json_schema, self.grammar)
         if not all(self.stop):
             raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """The kind of constraint, "regex" or "json_schema", and its text; None if any text may be sampled."""
-        if self.regex is not None:
-            return "regex", self.regex
-        return None if self.json_schema is None else ("json_schema", self.json_schema)
+        """The kind of constraint, "regex", "json_schema" or "grammar", and its text; None for any text."""
+        kinds = {"regex": self.regex, "json_schema": self.json_schema, "grammar": self.grammar}
+        return next(((kind, text) for kind, text in kinds.items() if text is not None), None)
 
     @property
     def is_plain(self) -> bool:
@@ -171,14 +173,16 @@ class EvalSamplingSettings:
         return {name.removeprefix("eval_"): value for name, value in own.items() if value is not None}
 
 
-def check_constraint(regex: str | None, json_schema: str | None) -> None:
+def check_constraint(regex: str | None, json_schema: str | None, grammar: str | None = None) -> None:
     """Raises a ValueError if a constraint is no text, or if there are two."""
-    for name, value in (("regex", regex), ("json_schema", json_schema)):
+    given = {"regex": regex, "json_schema": json_schema, "grammar": grammar}
+    for name, value in given.items():
         if value is not None and not isinstance(value, str):
             hint = ", for example json.dumps(schema)" if name == "json_schema" else ""
             raise ValueError(f"{name} must be a text{hint}, got {value!r:.80}")
-    if regex is not None and json_schema is not None:
-        raise ValueError("regex and json_schema are two constraints, and a completion can have one; set one of them")
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} are two constraints, and a completion can have one; set one of them")
 
 
 def check_stop_strings(name: str, texts: Sequence[str]) -> None:
