@@ -3,7 +3,9 @@
 import builtins
 import functools
 import gc
+import hashlib
 import os
+import subprocess
 import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -107,9 +109,41 @@ SHARED_RUNS = {"earlier", "logged", "run", "tracked", "whole"}  # fixtures of mo
 HEAVY_RUNS = {"logged", "tracked", "whole"}  # of these, the ones that take long to make
 
 
+def commit():
+    """The checked out commit, or "" outside of a repository."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PACKAGE, capture_output=True, text=True)
+    return run.stdout.strip()[:8]
+
+
+SEED = os.environ.get("TEST_SEED") or commit()
+
+
+def pytest_report_header():
+    return f"cases of tests marked drawn: those of TEST_SEED={SEED} (TEST_SEED=all runs all of them)"
+
+
+def undrawn(items):
+    """The items that are not run: all but `n` cases of each test marked `drawn(n)`, chosen by a hash with the seed.
+
+    With a name, as in `drawn(n, "sabotage")`, the cases are all tests of the module that have the same mark.
+    """
+    cases = {}
+    for item in items:
+        if SEED != "all" and (mark := item.get_closest_marker("drawn")):
+            number, name, *_ = *mark.args, item.originalname
+            kind = [item.get_closest_marker(each) is None for each in ("heavy", "long")]
+            cases.setdefault((number, name, item.path, *kind), []).append(item)
+    for (number, *_), group in cases.items():
+        order = sorted(group, key=lambda item: hashlib.sha256(f"{SEED} {item.name}".encode()).digest())
+        yield from order[number:]
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Tests that look at the same run go to one worker: it is made once."""
+def pytest_collection_modifyitems(config, items):
+    """Draws cases; tests that look at the same run go to one worker: it is made once."""
+    left_out = {*undrawn(items)}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         for name in SHARED_RUNS.intersection(item.fixturenames):
             if not item.get_closest_marker("xdist_group"):
@@ -118,10 +152,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.heavy)
 
 
-def rest_heavy(cases, quick=1):
-    """Cases of a parametrized test, of which all but the first `quick` are heavy."""
+def rest_heavy(cases, quick=1, drawn=1):
+    """Cases of a parametrized test: the first `quick`, and `drawn` of the others, which are heavy."""
     rest = [case if isinstance(case, tuple) else (case,) for case in cases[quick:]]
-    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.heavy) for case in rest)]
+    marks = [pytest.mark.heavy, pytest.mark.drawn(drawn)]
+    return [*cases[:quick], *(pytest.param(*case, marks=marks) for case in rest)]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Adds the seconds of each test to the file that TEST_TIMES names; `.ci/run` prints the slowest."""
+    if path := os.environ.get("TEST_TIMES"):
+        reports = [each for key in ("passed", "failed", "error", "") for each in terminalreporter.stats.get(key, [])]
+        with Path(path).open("a") as file:
+            file.writelines(f"{each.duration:.2f} {each.nodeid} {each.when}\n" for each in reports)
 
 
 def one_device_mesh():

@@ -212,6 +212,7 @@ def test_episodes_are_shown_without_control_characters():
 # -- the commands
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.heavy) for name in ("guess_number", "sql")])
 def test_a_recipe_of_agents_runs_one_step(name, tmp_path):
     module = {"guess_number": guess_number.games(4, 0), "sql": sql.problems(4, 0)}[name]

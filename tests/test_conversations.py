@@ -144,6 +144,7 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
 LONG_CASES = [("llama", 0), ("llama", 5 * 100 * 512), ("gemma2", 0), ("gemma2", 1 << 30)]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("family", "num_bytes"),

@@ -71,6 +71,7 @@ def parts(array):
 # -- the engine
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(("tp", "num_devices"), [(2, 4), (4, 4)])
 def test_devices_that_share_weights_sample_the_same(tp, num_devices):

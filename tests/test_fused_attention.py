@@ -74,6 +74,7 @@ def marked(name, kernel):
     return pytest.param(name, kernel, marks=pytest.mark.long if name in LONG else pytest.mark.heavy)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("case", "kernel"), [marked(name, kernel) for name in CASES for kernel in KERNELS])
 def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     T, S, N, K, H, attn = CASES[case]
@@ -111,6 +112,7 @@ def test_sinks_add_to_the_sums_of_splash_too():
     assert_alike(behind(emulated), behind(attention.attend_with_prompt), (*rows, *prompts, sinks), True)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", ["plain", *KERNELS])
 def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
@@ -123,6 +125,7 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
     np.testing.assert_allclose(out, plain(q, *others, starts, attn)[:, 24:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", rest_heavy([3, None]))
@@ -189,6 +192,7 @@ def a_model(**change):
     return replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_update_by_a_kernel_is_the_same_update(kernel):

@@ -273,6 +273,7 @@ def sampled_rows(family, freeze=True, n=2):
     return learner, rows
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_agrees_with_the_trainer_and_encodes_each_image_once(family):
@@ -298,6 +299,7 @@ def test_a_group_that_is_packed_once_has_the_gradient_of_its_rows(freeze):
     np.testing.assert_allclose(before["always"], before["never"], rtol=1e-5)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(family):
@@ -382,6 +384,7 @@ def a_run(folder, model, steps, **settings):
     return GRPOTrainer(model, reward, args, some_rows())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_path, family):

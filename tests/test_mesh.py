@@ -95,6 +95,7 @@ CASES = {
 HEAVY = ("tp-sp", "experts", "latent-vectors")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("change", "shape", "settings"),
     [
