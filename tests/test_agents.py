@@ -224,6 +224,7 @@ def test_a_recipe_of_agents_runs_one_step(name, tmp_path):
     assert 1 <= metrics["episodes/turns"] <= 4
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys):
     run, evaluation = tmp_path / "run", tmp_path / "eval"

@@ -169,6 +169,7 @@ def exchanges(jaxpr):
     return counts
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("mesh", "tp"),
     rest_heavy([((1, 2, 1, 2, 1), 2), ((1, 4, 1, 1, 1), 1), ((1, 2, 2, 1, 1), 1), ((1, 1, 1, 2, 2), 2)]),

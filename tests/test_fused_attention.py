@@ -98,6 +98,7 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_sinks_add_to_the_sums_of_splash_too():
     attn, starts = AttentionConfig(0.125, window=70), jnp.array([0, 7, 24])
@@ -206,6 +207,7 @@ def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing
     assert_same_update(a_model(), FusedAttention("splash", emulated=True), **settings)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_windows_and_softcaps_of_a_family():
     change = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
@@ -219,6 +221,7 @@ def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     assert_same_update(model, FusedAttention("splash", emulated=True), split)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_narrow_tiles_stay_plain(monkeypatch):
     def unexpected(*_):
@@ -239,6 +242,7 @@ def test_narrow_tiles_stay_plain(monkeypatch):
         fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, FusedAttention("cudnn"))
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
     """As far as that goes without one: jax asks cuDNN for its version first, which is answered for it here, and nothing

@@ -248,6 +248,7 @@ def set_config(path, **changes):
 # -- training
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     model = a_base()
@@ -288,6 +289,7 @@ def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     np.testing.assert_array_equal(policy["head"], trainer.learner.state.params["head"])
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 def test_an_adapter_goes_on_where_it_was(tmp_path):
     save_model(init_model(MODEL, seed=0), tmp_path / "base")

@@ -560,6 +560,7 @@ def test_nothing_that_groupax_did_not_write_is_lost(good, tmp_path, name, capsys
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["project"], "nothing is left behind"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["save_model", "save_adapter", "compat", "convert", "merge"], quick=3))
 def test_files_added_to_a_written_model_are_kept(good, tmp_path, name):

@@ -416,6 +416,7 @@ def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 def test_it_learns_to_stop(tmp_path):
     rows = [{"prompt": text} for text in ("bc", "de", "fg", "hi")]

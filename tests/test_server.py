@@ -137,6 +137,7 @@ def test_completions_are_the_engines(client, engine):
     assert answer.usage.prompt_tokens == sum(len(engine.encode(prompt)[0]) for prompt in prompts)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -224,6 +224,7 @@ def test_adapters_are_of_the_text_unless_names_say_otherwise(family):
 # -- released checkpoints
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text"])
 def test_released_mixtures_of_qwen_3_5_have_stacked_experts_and_layers_that_predict_ahead(tmp_path, caplog, family):
     hf = config_of("qwen3_5_moe", {}, {}, {})
@@ -247,6 +248,7 @@ def test_released_mixtures_of_qwen_3_5_have_stacked_experts_and_layers_that_pred
     assert_same_weights(model, again)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ffn_size", [24, 32, 16])
 def test_experts_of_qwen_3_vl_are_read_in_either_order_and_saved_in_that_of_released_models(tmp_path, ffn_size):
     hf = config_of("qwen3_vl_moe", {"moe_intermediate_size": ffn_size}, {}, {})
