@@ -14,7 +14,7 @@ Rewards = list[float | None]
 LogExtra = Callable[[str, Sequence[Any]], None]
 TOO_LONG = "[takes too long]"
 
-_VERIFY = Comparer("groupax.rewards.answers:verified")
+_VERIFY = Comparer("groupax.rewards.expressions:verified")
 
 
 def accuracy_reward(
