@@ -99,6 +99,7 @@ GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega")
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 VARIABLE = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
 SCRIPT = re.compile(r"[_^] ?\{[^{}]*\}")
+RELATION = re.compile(r"[=<>]|\\(?:[gl]t|[gl]eq?(?:slant|q)?|neq?|not|in|notin)(?![a-zA-Z])")
 BASE = re.compile(r"\d *_ *\{? *(\d+)")  # of a numeral, as in 11_6
 
 
@@ -234,7 +235,7 @@ def _value(latex: str) -> Any:
         return None
     for _ in range(4):  # scripts may be nested
         latex = SCRIPT.sub("", latex)
-    if "=" in latex and not _is_relation(parsed[0]):  # it tries the end of a chain
+    if RELATION.search(latex) and not _is_relation(parsed[0]):  # it drops signs, and tries the end of a chain
         return None
     unit = Symbol("i", real=False)
     return parsed[0].subs(unit, I) if unit in getattr(parsed[0], "free_symbols", ()) else parsed[0]
