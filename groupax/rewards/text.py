@@ -30,6 +30,16 @@ def completion_text(completion: Any) -> str:
     return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
 
 
+def with_thinking(text: str, tag: str = "think") -> str:
+    """Returns a completion with the opening tag of its thinking, which chat templates of reasoning models write.
+
+    This is a completion in which a tag whose name begins with "think" is closed before it is opened.
+    """
+    start = text.find(f"</{tag}>")
+    begun = tag.startswith("think") and start >= 0 and f"<{tag}>" not in text[:start]
+    return f"<{tag}>{chr(10) * (text[:1] != chr(10))}{text}" if begun else text
+
+
 def tagged(text: str, tag: str) -> str:
     """Returns the content of the last `<tag>...</tag>`, or the whole text if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
