@@ -50,6 +50,14 @@ def chat(text):
         (" <think> a < b </p> </think>\n<answer> <b>1</b> </answer>\n", 0, 1, 1, 0),
         ("<think>\na\n</think>\n<answer>\nb\n</answer>\n<answer>\nc\n</answer>", 1, 0, 1, 0),
         ("<think>\na\n</think>\nprose\n</think>\n<answer>\nb\n</answer>", 1, 0, 1, 0),
+        # the chat template has written <think>
+        ("a</think><answer>b</answer>", 1, 1, 1, 0),
+        ("a\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
+        ("\na\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
+        ("a</think>b", 1, 0, 0, 0),
+        ("a</think><think>b</think>c", 0, 0, 0, 0),
+        ("a<answer>b</answer>", 0, 0, 0, 0),
+        ("</think><answer>b</answer>", 1, 0, 1, 0),
     ],
 )
 @pytest.mark.parametrize("form", [str, chat], ids=["string", "messages"])
@@ -98,6 +106,13 @@ def test_xml_count_gives_credit_for_each_tag():
     assert rewards.xml_count(["<a></a>"], tags=("a",)) == [1.0]
 
 
+def test_thinking_that_the_chat_template_has_begun():
+    texts = ["r</think><answer>4</answer>", "r</think><answer>5</answer>", "<answer>4</answer>"]
+    assert rewards.think_answer_correct(texts, ["4"] * 3) == [1, 0, 0]
+    assert rewards.xml_count(texts) == [1, 1, 0.5]
+    assert rewards.xml_format(["r</a><b>4</b>"], tags=("a", "b")) == [0]
+
+
 def test_integer_answer():
     texts = ["<answer> -12 </answer>", "7", "<answer>3.5</answer>", "<answer>x</answer>", "seven", "<answer></answer>"]
     assert rewards.integer_answer(texts) == [1, 1, 0, 0, 0, 0]
@@ -125,6 +140,23 @@ def test_cosine_length_prefers_short_right_and_long_wrong_answers():
 
 def test_repetition_penalty():
     assert rewards.repetition_penalty(["a b c d", "a a a a a", "a b", ""]) == [0, pytest.approx(-2 / 3), 0, 0]
+    loops = [
+        "你好吗" * 40,
+        "これはテストです" * 30,
+        "สวัสดี" * 30,
+        "哈" * 12,
+        "ha" * 200,
+        "x=1;" * 60,
+        "0123" * 50,
+        "😂" * 30,
+    ]
+    assert max(rewards.repetition_penalty(loops)) < -0.8
+    fluent = [
+        "The quick brown fox jumps over the lazy dog.",
+        "天地玄黄宇宙洪荒日月盈昃辰宿列张",
+        "3.14159265358979323846264",
+    ]
+    assert rewards.repetition_penalty(fluent) == [0, 0, 0]
     assert rewards.repetition_penalty(["x x x"], ngram=1, max_penalty=-3.0) == [pytest.approx(-2.0)]
     with pytest.raises(ValueError, match="needs max_penalty <= 0"):
         rewards.repetition_penalty(["a"], max_penalty=1.0)
@@ -197,6 +229,15 @@ def test_repetition_penalty():
         ("The answer is 3 + 9 = 12 apples in 2 boxes", 12),
         (r"<think>\boxed{4}</think> 7", 7),
         ("9" * 1000, None),
+        ("The answer is 2^3.", 8),
+        ("x = 2^{3} = 8", 8),
+        ("The answer is 5 or 6", None),
+        ("The answer is 5 and 6.", None),
+        ("#### 5 or 6", None),
+        ("#### 5 6", None),
+        ("#### 5, 6", None),
+        ("#### 5\n6 more", 5),
+        ("The answer is 5, 6 more than before", 5),
     ],
 )
 def test_final_numbers(text, number):

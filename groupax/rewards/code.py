@@ -38,7 +38,8 @@ def code_tests(
     even if the solution redefines them.
 
     The solution is the completion's last code block that defines `entry_point`, else the last one that is fenced as
-    Python, else as no language, else the whole completion. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in HumanEval.
+    Python, else as no language, else the whole completion. If it does not define `entry_point`, it is taken as the
+    continuation of the prompt, as in HumanEval.
 
     Args:
         completions: Completions of the policy.

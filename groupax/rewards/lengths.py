@@ -13,7 +13,7 @@ from groupax.rewards.text import completion_text
 
 # Thai to Khmer, East Asian scripts but for Hangul, and pictures.
 WITHOUT_SPACES = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2600-\u27bf\u2e80-\u9fff\uf900-\ufaff\U0001f000-\U0003ffff]"
+    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2600-\u27bf\u2e80-\u9fff\uf900-\ufaff\U0001f000-\U0003ffff]"
 )
 
 
