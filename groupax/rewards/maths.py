@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from groupax.rewards.expressions import final_expression
+from groupax.rewards.answers import final_expression
 from groupax.rewards.math_process import COMPARER
 from groupax.rewards.numbers import final_number
 from groupax.rewards.text import boxes, completion_text
@@ -36,7 +36,7 @@ def gsm8k_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
 def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""Returns 1 if a completion's answer equals the gold one as a mathematical expression, else 0.
 
-    `expressions.final_expression` defines the answer of a completion (the last `\boxed{}`, if there is one), and
+    `answers.final_expression` defines the answer of a completion (the last `\boxed{}`, if there is one), and
     `expressions.equal` when two expressions are equal: math-verify compares their values, but a relation, a chain or a
     list does not pass for a number.
 
