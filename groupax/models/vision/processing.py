@@ -62,6 +62,11 @@ def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> 
     except ImportError as error:
         raise ImportError("models that see images need Pillow: pip install 'groupax[vision]'") from error
     family, settings = _FAMILIES[type(config.projector)], _settings(folder)
+    if settings.get("do_pan_and_scan"):
+        raise ValueError(
+            f"{folder} has do_pan_and_scan, by which an image is also shown in crops; groupax shows it whole: set "
+            "do_pan_and_scan to false"
+        )
     try:
         processor = family.processor_class().from_dict(settings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -166,8 +171,8 @@ def _process_tiles(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
 
 
 def _process_whole(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
-    """Resizes an image to one size (Gemma 3); its crops ("pan and scan") are not made, as by default there."""
-    found = processor.processor([image], do_pan_and_scan=False, return_tensors="np")
+    """Resizes an image to one size (Gemma 3)."""
+    found = processor.processor([image], return_tensors="np")
     whole = cut_patches(processor.config, np.asarray(found["pixel_values"], np.float32))
     tokens = processor.token * num_features(processor.config, whole)
     return whole, f"\n\n{processor.placeholder}{tokens}<end_of_image>\n\n"
