@@ -112,7 +112,15 @@ def test_an_image_is_upright_as_datasets_reads_it_from_whatever_names_it(tmp_pat
     data = path.read_bytes()
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     upright = np.asarray(datasets.Image().decode_example({"bytes": data, "path": None}))
-    forms = Image.open(io.BytesIO(data)), data, bytearray(data), str(path), path, {"bytes": data, "path": "x"}, {"path": str(path)}
+    forms = (
+        Image.open(io.BytesIO(data)),
+        data,
+        bytearray(data),
+        str(path),
+        path,
+        {"bytes": data, "path": "x"},
+        {"path": str(path)},
+    )
     for value in (*forms, url, read_image(data, "it")):
         np.testing.assert_array_equal(np.asarray(read_image(value, "it")), upright)
     part = {"type": "image_url", "image_url": {"url": url}}

@@ -134,7 +134,10 @@ def test_fused_matrices_are_refused_and_the_others_named():
         ({"megatron_config": 0.0}, r"megatron_config=0\.0"),
         ({"init_lora_weights": "pissa"}, "which changes the base"),
         ({"inference_mode": True}, "freezes a new adapter"),
-        ({"layers_to_transform": [], "alpha_pattern": {}, "layers_pattern": "", "use_dora": False, "r": 0}, "r must be"),
+        (
+            {"layers_to_transform": [], "alpha_pattern": {}, "layers_pattern": "", "use_dora": False, "r": 0},
+            "r must be",
+        ),
     ],
     ids=str,
 )
