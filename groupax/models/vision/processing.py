@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from groupax.data.tokenizer import token_ids
 from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, VisionConfig
 from groupax.models.vision.placement import make_image, num_features, place_images
 from groupax.storage.folders import read_json, write_json
@@ -128,9 +129,9 @@ def process_images(
     parts = [between[0]]
     for (_, own), after in zip(processed, between[1:], strict=True):
         parts += [own, after]
-    token_ids = tokenizer("".join(parts), add_special_tokens=add_special_tokens)["input_ids"]
-    token_ids = np.asarray(token_ids, np.int32)
-    return token_ids, place_images(processor.config, token_ids, [image for image, _ in processed])
+    [ids] = token_ids(tokenizer, ["".join(parts)], add_special_tokens)
+    ids = np.asarray(ids, np.int32)
+    return ids, place_images(processor.config, ids, [image for image, _ in processed])
 
 
 def cut_patches(config: VisionConfig, pixels: Float[np.ndarray, "I C H W"]) -> Image:
