@@ -1,4 +1,4 @@
-"""A client of the process that runs what comes with a model: templates and tokenizers (see `groupax.data.template_worker`). Imports no jax."""
+"""A client of `groupax.data.template_worker`, which runs templates and tries out tokenizers. Imports no jax."""
 
 import atexit
 import json

@@ -28,11 +28,12 @@ REPLACEMENT = "\ufffd"  # decoded for the bytes of an incomplete character
 # Without any of these files transformers creates a tokenizer of special tokens only for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
-# Parts of `tokenizer.json` that replace, cut and add text; those that can do more than a fixed rule have one of the words.
+# Parts of `tokenizer.json` that replace, cut and add text, and signs of those that are more than a fixed rule.
 RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 RISKY = re.compile(r'"(Regex|Replace|Precompiled|Prepend|continuing_subword_prefix)"|.{4096}', re.DOTALL)
 # Encoded by a new tokenizer before any other text, together with the texts that its rules name.
-TRIAL = f"{'a' * 48}! {'1' * 48}! {' ' * 48}!\n{''.join(map(chr, range(0x20, 0x530)))} 東京 ひらがな カタカナ 한국어 हिन्दी עברית العربية ไทย 🙂"
+TRIAL = f"{'a' * 48}! {'1' * 48}! {' ' * 48}!\n{''.join(map(chr, range(0x20, 0x530)))}"
+TRIAL += " 東京 ひらがな カタカナ 한국어 हिन्दी עברית العربية ไทย 🙂"
 TRIAL_CHARACTERS = 1 << 14  # most of the rules' texts that are encoded
 TRIAL_DEADLINE_S = 60
 
