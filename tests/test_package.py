@@ -329,7 +329,7 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
     assert main([*argv, "--reward_funcs", "think_answer_format"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in lines if "step" in line] == [1, 2]
-    assert f"groupax generate --model {tmp_path}/run/model --prompt ab" in lines[-1]["message"]
+    assert f"groupax generate --model {tmp_path}/run/model --raw --prompt ab" in lines[-1]["message"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     argv = ["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]
     assert main(argv) == 0

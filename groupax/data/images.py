@@ -145,7 +145,10 @@ def _url(image: Any) -> str:
 
 
 def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
-    """Returns an image, decoded, as a PIL image.
+    """Returns an image, decoded and upright, as a PIL image.
+
+    An image whose EXIF data asks for it, such as a photo of a phone, is rotated, as `datasets` and transformers do. Of
+    a photo with further pictures in its file (MPO, with a preview or a depth map) the first is read.
 
     Args:
         value: A PIL image, the bytes of a file, a path, a mapping with `bytes` and `path`, or a `data:` URL.
@@ -157,7 +160,7 @@ def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
         ValueError: It is none of these, too large, damaged, or of another format.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ImportError("images need Pillow: pip install 'groupax[vision]'") from error
     image = value
@@ -176,10 +179,12 @@ def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
     width, height = image.size
     if not 0 < width * height <= max_pixels:
         raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {max_pixels:,} in all are read")
-    if (num_frames := getattr(image, "n_frames", 1)) > 1:
+    if (num_frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":
         raise ValueError(f"{where} has {num_frames} frames, and a model sees still images; give one of them")
     try:
         image.load()
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
     except Exception as error:  # decoders raise what they like
         raise ValueError(f"{where} is damaged: {error_line(error)}") from error
     return image
