@@ -144,17 +144,32 @@ def _url(image: Any) -> str:
     return f"{URL}image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
-    """Returns an image, decoded, as a PIL image.
+def read_image(value: Any, where: str) -> Any:
+    """Returns an image (see `open_image`), decoded, as a PIL image.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: It is no image, too large, damaged, or of another format.
+    """
+    image = open_image(value, where)
+    try:
+        image.load()
+    except Exception as error:  # decoders raise what they like
+        raise ValueError(f"{where} is damaged: {error_line(error)}") from error
+    return image
+
+
+def open_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
+    """Returns an image as a PIL image of which only the header is read.
 
     Args:
         value: A PIL image, the bytes of a file, a path, a mapping with `bytes` and `path`, or a `data:` URL.
         where: Name of the image in an error.
-        max_pixels: Most pixels that are decoded.
+        max_pixels: Most pixels that it may have.
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: It is none of these, too large, damaged, or of another format.
+        ValueError: It is none of these, too large, or of another format.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -178,10 +193,6 @@ def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
         raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {max_pixels:,} in all are read")
     if (num_frames := getattr(image, "n_frames", 1)) > 1:
         raise ValueError(f"{where} has {num_frames} frames, and a model sees still images; give one of them")
-    try:
-        image.load()
-    except Exception as error:  # decoders raise what they like
-        raise ValueError(f"{where} is damaged: {error_line(error)}") from error
     return image
 
 
