@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from groupax.errors import require
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.settings import environment as env
 from groupax.settings.brief_help import Topics
@@ -104,12 +105,9 @@ class Serve:
 def serve(argv: Sequence[str]) -> None:
     """Runs `groupax serve`."""
     command = parsed(Serve, "serve", argv)
-    try:
-        import uvicorn
+    require("serve", "the server")
+    import uvicorn
 
-        import groupax.serve.app  # noqa: F401 - reports a missing package before the model is loaded
-    except ImportError as error:
-        raise ValueError(f"groupax serve needs further packages: pip install 'groupax[serve]' ({error})") from error
     from groupax.serve.loop import EngineLoop
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(env.API_KEY, "")) if key)
@@ -191,8 +189,10 @@ def models_of(command: Serve) -> "dict[str, Model]":
     """
     from groupax.engine.tensor_parallel import load_sharded
     from groupax.models.checkpoint import load_adapter
+    from groupax.models.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
 
+    require_quantizer(command.weights)
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):

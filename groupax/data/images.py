@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.errors import require
 from groupax.terminal.printable import error_line, short_repr
 
 COLUMNS = ("image", "images")
@@ -171,10 +172,9 @@ def open_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
         ImportError: Pillow is not installed.
         ValueError: It is none of these, too large, or of another format.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise ImportError("images need Pillow: pip install 'groupax[vision]'") from error
+    require("vision", "reading images")
+    from PIL import Image, UnidentifiedImageError
+
     image = value
     if not isinstance(value, Image.Image):
         data = _data_of(value, where)

@@ -71,8 +71,8 @@ def decoded_images(urls: Sequence[str]) -> list[Any]:
         num_pixels = sum(image.width * image.height for image in opened)
         if num_pixels > MAX_ALL_PIXELS:
             raise ValueError(
-                f"the images of the chat have {num_pixels:,} pixels together, at most {MAX_ALL_PIXELS:,} are read; send "
-                "smaller images"
+                f"the images of the chat have {num_pixels:,} pixels together, at most {MAX_ALL_PIXELS:,} are read; "
+                "send smaller images"
             )
         return [read_image(image, f"image {number} of the chat") for number, image in enumerate(opened, 1)]
     except ValueError as error:
