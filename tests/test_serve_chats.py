@@ -1,6 +1,7 @@
 """Chats with tools and reasoning, without an engine: requests, prompts, turns in full and as they grow."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -228,3 +229,15 @@ def test_ids_of_calls_depend_on_prompt_and_seed():
     assert call_id(exchange, 0) == call_id(same, 0)
     assert len({call_id(exchange, 0), call_id(exchange, 1), call_id(other, 0)}) == 3
     assert np.array_equal(exchange.prompts[0], same.prompts[0])
+
+
+def test_many_results_of_tools_are_checked_in_linear_time():
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for number in range(20_000)
+    ]
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages += [{"role": "tool", "content": "", "tool_call_id": "19999"}] * 20_000
+    begun_s = time.process_time()
+    parse(json.dumps({"messages": messages}).encode(), True)
+    assert time.process_time() - begun_s < 6  # of a slow core; 30 with a search for each
