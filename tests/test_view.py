@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -1049,13 +1048,6 @@ def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monke
     assert "is not a folder; pass the output_dir of a run" in capsys.readouterr().err
     assert main(["view"]) == 2
     assert "no run folder is given" in capsys.readouterr().err
-
-
-def test_the_command_names_the_extra_that_is_missing(folder, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "groupax.view.server")
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["view", str(folder)]) == 2
-    assert "the page needs uvicorn; pip install 'groupax[view]'" in capsys.readouterr().err
 
 
 def test_the_page_asks_this_server_alone(port):
