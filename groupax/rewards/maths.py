@@ -1,11 +1,11 @@
 """Rewards for correct answers to mathematical problems. Imports no jax."""
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from groupax.errors import require
 from groupax.rewards.answers import final_expression
 from groupax.rewards.math_process import COMPARER
 from groupax.rewards.numbers import final_number
@@ -52,8 +52,7 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[flo
     Raises:
         ImportError: math-verify is not installed (`pip install groupax[math]`).
     """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("math_accuracy needs math-verify: pip install 'groupax[math]'")
+    require("math", "math_accuracy", is_imported=False)
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         expected = gold_expression(gold)

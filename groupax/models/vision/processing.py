@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from groupax.data.tokenizer import token_ids
+from groupax.errors import require
 from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, VisionConfig
 from groupax.models.vision.placement import make_image, num_features, place_images
 from groupax.storage.folders import read_json, write_json
@@ -58,10 +59,7 @@ def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> 
         ImportError: Pillow is not installed.
         ValueError: The folder has no settings of an image processor, or they do not fit the model.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise ImportError("models that see images need Pillow: pip install 'groupax[vision]'") from error
+    require("vision", "a model that sees images")
     family, settings = _FAMILIES[type(config.projector)], _settings(folder)
     if settings.get("do_pan_and_scan"):
         raise ValueError(
