@@ -12,7 +12,7 @@ QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TEST
 # Modules are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test cpus gpu lint parity long docs bench clean
+.PHONY: demo test cpus gpu lint parity optimized heavy long docs bench clean all_installed
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
@@ -21,16 +21,16 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	CHECK_TYPES=0 $(QUICKLY) -m "not parity and not heavy and not long"
 
-# This processor's own instruction set on 1 and 2 devices, and every other one that it has on 4; `make test` runs all
-# tests with its own on 4.
+# This processor's own instruction set on 1 device, and every other one that it has on 2; `make test` runs all tests
+# with its own on 4.
 cpus: $(VENV)/.test
 	@sets=$$($(BIN)/python tests/instruction_sets.py); for isa in $$sets; do \
-	  for devices in $$([ $$isa = $${sets##* } ] && echo 1 2 || echo 4); do \
-	  echo "instruction set $$isa, $$devices devices"; \
+	  devices=$$([ $$isa = $${sets##* } ] && echo 1 || echo 2); \
+	  echo "instruction set $$isa, devices: $$devices"; \
 	  JAX_NUM_CPU_DEVICES=$$devices XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa $$($(BIN)/python tests/quick_flags.py)" \
 	  $(TESTS) -m "not parity and not heavy and not long" $(CPU_TESTS) \
 	    $$([ $$devices = 1 ] && echo tests/test_objective.py tests/test_objective_golden.py) || exit 1; \
-	done; done
+	done
 
 # Programs compiled for a GPU that need not be there, against the table of tests/golden/gpu_programs.json.
 gpu: $(VENV)/.test build/cuda
@@ -41,12 +41,17 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-parity: $(VENV)/.parity build/libtpu
-	$(TESTS) -m "optimized and not long"
+parity: optimized heavy
+
+optimized: $(VENV)/.parity build/libtpu
+	CHECK_TYPES=0 $(TESTS) -m "optimized and not long" $$(grep -l mark.optimized tests/*.py)
+
+heavy: $(VENV)/.parity build/libtpu
 	$(QUICKLY) -m "(parity or heavy) and not optimized and not long"
 
+# What takes minutes, and all cases of the tests that otherwise draw some of theirs.
 long: $(VENV)/.long
-	$(BIN)/python -m pytest -m long
+	TEST_SEED=all $(BIN)/python -m pytest -m "long or drawn"
 
 # The documentation as a site, in build/site; a warning or a link to nowhere is an error (with --quiet, warnings would
 # not count either).
@@ -82,6 +87,12 @@ $(VENV)/.parity: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,parity]"
 	touch $@
+
+# All of these at once.
+all_installed: | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,lint,parity,docs,plot,view]"
+	cd $(VENV) && touch .demo .test .lint .parity .docs
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs,plot,view]"

@@ -39,14 +39,14 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
-_ANNOTATIONS = frozenset(
-    "$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions deprecated description "
-    "discriminator example examples id readOnly title writeOnly".split()
-)
-_RULES = frozenset(
-    "const enum exclusiveMaximum exclusiveMinimum format maxItems maxLength maxProperties maximum minItems minLength "
-    "minProperties minimum multipleOf pattern required type".split()
-)
+_ANNOTATIONS = {
+    "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "definitions",
+    "deprecated", "description", "discriminator", "example", "examples", "id", "readOnly", "title", "writeOnly",
+}  # fmt: skip
+_RULES = {
+    "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
+    "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
+}  # fmt: skip
 _KEYWORDS = _RULES | _ANNOTATIONS | {*_MAPS, *_LISTS, *_SINGLE, *_APPLICATORS}
 
 
@@ -247,7 +247,8 @@ def _check(schema: dict[str, Any]) -> None:
             raise ValueError(f"json_schema has {keyword!r}, which is not supported")
         if keyword in _RULES:
             _check_numbers(keyword, value)
-    if isinstance(multiple := schema.get("multipleOf"), int | float) and not isinstance(multiple, bool):
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and not isinstance(multiple, bool):
         digits = Decimal(str(multiple)).normalize().as_tuple().digits
         if int("".join(map(str, digits))) > MAX_MULTIPLE or len(str(abs(multiple))) > 16:
             raise ValueError(f"json_schema has a multipleOf of {multiple}; at most {MAX_MULTIPLE:,} is supported")
@@ -264,12 +265,11 @@ def _check_numbers(keyword: str, value: Any) -> None:
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(keyword, each)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        if not (abs(value) <= 1 << 53 if isinstance(value, int) else math.isfinite(value)):
-            raise ValueError(
-                f"json_schema has the number {_short(value)} in {keyword!r}; integers up to 2^53 and finite numbers "
-                "are supported"
-            )
+    elif (isinstance(value, int) and abs(value) > 1 << 53) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(
+            f"json_schema has the number {_short(value)} in {keyword!r}; integers up to 2^53 and finite numbers are "
+            "supported"
+        )
 
 
 def _combines(schema: dict[str, Any]) -> bool:

@@ -1,4 +1,26 @@
-"""Errors that end a run through no fault of its settings. Imports nothing."""
+"""Errors that end a run through no fault of its settings, and those of missing packages. Imports nothing of groupax."""
+
+import importlib
+import importlib.util
+
+# The modules of each extra, which are imported where they are needed.
+EXTRAS = {
+    "gcs": ("gcsfs",),
+    "math": ("math_verify",),
+    "mcp": ("mcp",),
+    "openenv": ("websockets",),
+    "plot": ("matplotlib",),
+    "quantize": ("qwix",),
+    "ray": ("ray",),
+    "s3": ("s3fs",),
+    "serve": ("httptools", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "tensorboard": ("tensorboardX",),
+    "trackio": ("trackio",),
+    "verifiers": ("verifiers",),
+    "view": ("starlette", "tokenizers", "uvicorn"),
+    "vision": ("PIL",),
+    "wandb": ("wandb",),
+}
 
 
 class RunError(RuntimeError):
@@ -13,6 +35,10 @@ class InfrastructureError(RuntimeError):
     """
 
 
+class MissingPackageError(ImportError, ValueError):
+    """A package of an extra is not installed, or cannot be imported."""
+
+
 class DivergedError(RunError):
     """Too many consecutive updates were not finite."""
 
@@ -22,6 +48,32 @@ class RewardError(RunError):
 
 
 PREEMPTED = 75  # exit status: stopped from outside, to be started again (EX_TEMPFAIL of sysexits.h)
+
+
+def require(extra: str, user: str, is_imported: bool = True) -> None:
+    """Checks that the packages of an extra are installed.
+
+    Args:
+        extra: Name in `EXTRAS`.
+        user: What needs them, for the error.
+        is_imported: Whether to import them; False only looks for packages that take seconds to import.
+
+    Raises:
+        MissingPackageError: One is not installed, or cannot be imported.
+    """
+    faults = []
+    for module in EXTRAS[extra]:
+        try:
+            if is_imported:
+                importlib.import_module(module)
+            elif importlib.util.find_spec(module) is None:
+                raise ModuleNotFoundError(f"No module named {module!r}")
+        except (ImportError, ValueError) as error:
+            faults.append(" ".join(str(error).split()))
+    if faults:
+        raise MissingPackageError(
+            f"{user} needs further packages: pip install 'groupax[{extra}]' ({', '.join(faults)})"
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,7 +3,9 @@
 import builtins
 import functools
 import gc
+import hashlib
 import os
+import subprocess
 import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,14 +45,30 @@ from jaxtyping import install_import_hook
 PACKAGE = Path(__file__).parents[1] / "groupax"
 
 
+def commit():
+    """The checked out commit, or "" outside of a repository."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PACKAGE, capture_output=True, text=True)
+    return run.stdout.strip()[:8]
+
+
+SEED = os.environ.get("TEST_SEED") or commit()
+
+
+def drawn_number(name):
+    """A number from 0 to 255 that a seed gives a name."""
+    return hashlib.sha256(f"{SEED} {name}".encode()).digest()[0]
+
+
 # Beartype's hook takes no asynchronous __call__ and no imports for types alone, and checks wrappers by what they wrap.
 OUT_OF_REACH = "cli", "compat", "serve", "view"
 
 
 def rooms():
-    """The rooms and modules of the package for jaxtyping, and those for beartype."""
+    """The rooms and modules of the package for jaxtyping, and those for beartype: half of all, drawn by the seed."""
     found = {True: [], False: []}
     for path in sorted(PACKAGE.glob("[!_]*")):
+        if SEED != "all" and drawn_number(path.stem) % 2:
+            continue
         modules = [path] if path.suffix == ".py" else [*path.rglob("*.py")]
         has_shapes = any("jaxtyping" in module.read_text() for module in modules)
         found[has_shapes or path.stem in OUT_OF_REACH].append(f"groupax.{path.stem}")
@@ -58,7 +76,7 @@ def rooms():
 
 
 # jaxtyping compares the shapes of all arguments of a call, for which it takes ten times as long as beartype for types:
-# together they are a quarter of the time of `make test`, which leaves them to the other targets.
+# together a fifth of the time, which `make test` leaves to the other targets.
 if os.environ.get("CHECK_TYPES", "1") == "1":
     with_arrays, others = rooms()
     install_import_hook(with_arrays, "beartype.beartype")
@@ -107,9 +125,31 @@ SHARED_RUNS = {"earlier", "logged", "run", "tracked", "whole"}  # fixtures of mo
 HEAVY_RUNS = {"logged", "tracked", "whole"}  # of these, the ones that take long to make
 
 
+def pytest_report_header():
+    return f"cases of tests marked drawn: those of TEST_SEED={SEED} (TEST_SEED=all runs all of them)"
+
+
+def undrawn(items):
+    """The items that are not run: all but `n` cases of each test marked `drawn(n)`, chosen by a hash with the seed.
+
+    With a name, as in `drawn(n, "resume")`, the cases are all tests that have the same mark, in whatever module.
+    """
+    cases = {}
+    for item in items:
+        if SEED != "all" and (mark := item.get_closest_marker("drawn")):
+            where = mark.args if len(mark.args) > 1 else (*mark.args, item.path, item.originalname)
+            kinds = [item.get_closest_marker(each) is None for each in ("heavy", "parity", "optimized", "long")]
+            cases.setdefault((*where, *kinds), []).append(item)
+    for (number, *_), group in cases.items():
+        yield from sorted(group, key=lambda item: drawn_number(item.nodeid))[number:]
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Tests that look at the same run go to one worker: it is made once."""
+def pytest_collection_modifyitems(config, items):
+    """Draws cases; tests that look at the same run go to one worker: it is made once."""
+    left_out = {*undrawn(items)}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         for name in SHARED_RUNS.intersection(item.fixturenames):
             if not item.get_closest_marker("xdist_group"):
@@ -118,10 +158,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.heavy)
 
 
-def rest_heavy(cases, quick=1):
-    """Cases of a parametrized test, of which all but the first `quick` are heavy."""
+def rest_heavy(cases, quick=1, drawn=1):
+    """Cases of a parametrized test: the first `quick`, and `drawn` of the others, which are heavy."""
     rest = [case if isinstance(case, tuple) else (case,) for case in cases[quick:]]
-    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.heavy) for case in rest)]
+    marks = [pytest.mark.heavy, pytest.mark.drawn(drawn)]
+    return [*cases[:quick], *(pytest.param(*case, marks=marks) for case in rest)]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Adds the seconds of each test to the file that TEST_TIMES names; `.ci/run` prints the slowest."""
+    if path := os.environ.get("TEST_TIMES"):
+        reports = [each for key in ("passed", "failed", "error", "") for each in terminalreporter.stats.get(key, [])]
+        with Path(path).open("a") as file:
+            file.writelines(f"{each.duration:.2f} {each.nodeid} {each.when}\n" for each in reports)
 
 
 def one_device_mesh():

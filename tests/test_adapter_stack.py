@@ -61,6 +61,7 @@ def flat(groups):
     return [sequence for group in groups for sequence in group]
 
 
+@pytest.mark.drawn(4, "adapters")
 @pytest.mark.heavy
 def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone():
     base = a_base()
@@ -75,6 +76,7 @@ def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone():
     assert texts[None] != texts["one"] != texts["two"]
 
 
+@pytest.mark.drawn(4, "adapters")
 @pytest.mark.heavy
 def test_rows_of_several_adapters_of_latent_attention_are_those_of_each_alone():
     dims = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -170,6 +172,7 @@ def test_sharded_weights_and_fewer_bits():
     assert all(len(each.tokens) for sequences in in_half.values() for each in sequences)
 
 
+@pytest.mark.drawn(4, "adapters")
 @pytest.mark.heavy
 def test_a_server_replaces_the_weights_of_one_adapter_among_several():
     base = a_base()

@@ -38,6 +38,7 @@ def a_run(folder, dataset, adapters=NAMES, **settings):
     return a_trainer(folder, letters, dataset, adapters=adapters, **given)
 
 
+@pytest.mark.drawn(4, "adapters")
 @pytest.mark.heavy
 def test_an_adapter_is_trained_as_in_a_run_of_its_own(tmp_path):
     """Here the first prompts are the planner's in both, so that their randomness is the same too."""
@@ -57,6 +58,7 @@ def test_an_adapter_is_trained_as_in_a_run_of_its_own(tmp_path):
     assert line["rollout/logp_diff_max"] < 1e-5
 
 
+@pytest.mark.drawn(4, "adapters")
 @pytest.mark.heavy
 def test_results_are_folders_that_are_read_together(tmp_path):
     save_model(a_base(), tmp_path / "base")
@@ -99,6 +101,7 @@ def test_each_adapter_learns_what_it_is_rewarded_for(tmp_path):
     assert found.metrics["reward"] > 0.7, "at temperature 1"
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
@@ -154,6 +157,7 @@ def ask(base_url, model, messages):
         return json.loads(response.read())["choices"][0]["message"]
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_roles_of_a_program_train_adapters_of_their_own(tmp_path):
     trainer, _ = trained(tmp_path, environments=program(roles), adapters=NAMES, lora_r=4, learning_rate=1e-2)

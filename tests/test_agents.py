@@ -212,6 +212,7 @@ def test_episodes_are_shown_without_control_characters():
 # -- the commands
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.heavy) for name in ("guess_number", "sql")])
 def test_a_recipe_of_agents_runs_one_step(name, tmp_path):
     module = {"guess_number": guess_number.games(4, 0), "sql": sql.problems(4, 0)}[name]
@@ -223,6 +224,7 @@ def test_a_recipe_of_agents_runs_one_step(name, tmp_path):
     assert 1 <= metrics["episodes/turns"] <= 4
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys):
     run, evaluation = tmp_path / "run", tmp_path / "eval"

@@ -69,6 +69,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     return [logps[index] for index in range(len(rows))]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("temperature", rest_heavy([1.0, 0.7]))
 @pytest.mark.parametrize("micro_batch_tokens", rest_heavy([200, 4096]))
 def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperature, micro_batch_tokens):
@@ -111,6 +112,7 @@ def test_a_training_step_finds_the_engines_logps(stories):
     assert float(totals.metrics.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("group_size", rest_heavy([1, 8]))
 def test_short_prompts_and_heads_of_their_own_agree(group_size):
@@ -157,6 +159,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "change"), FAMILIES, ids=str)
 def test_families_agree(family, change):
@@ -170,6 +173,7 @@ def test_families_agree(family, change):
     assert_agree(rows, trainer_logps(model, rows, 1.0, 4096))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("family", rest_heavy(["llama", "qwen2", "qwen3", "lfm2", "qwen3_5_text"]))
 def test_grouped_logps_are_those_of_the_whole_sequence(family):
     change = {"lfm2": LFM2, "qwen3_5_text": DELTA}.get(family, {})

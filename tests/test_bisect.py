@@ -119,6 +119,7 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert "were not kept, so that its update cannot be repeated with their rewards" in text
 
 
+@pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_the_outlier_of_a_group_is_named_also_where_its_others_move_more(tmp_path):
     trainer = with_a_flip(tmp_path, lora_r=4)
@@ -165,6 +166,7 @@ def test_a_part_of_a_rise_is_none_without_numbers():
     assert ratio((1.0, 3.0), (4.0, 4.0)) is None
 
 
+@pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_learning_rate_spike(tmp_path):
     trainer = a_trainer(tmp_path, letters, **SETTINGS)
@@ -180,6 +182,7 @@ def test_a_learning_rate_spike(tmp_path):
     assert "the update of step 3 did it (learning_rate 1" in text
 
 
+@pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_poisoned_prompt(tmp_path):
     def reward(prompts, completion_ids, log_extra):
@@ -196,6 +199,7 @@ def test_a_poisoned_prompt(tmp_path):
     assert bisection.cause.without["grad_norm"] < 5
 
 
+@pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     def gold(prompts, completion_ids, gold, log_extra):
@@ -212,6 +216,7 @@ def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"ef"}
 
 
+@pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_loss_that_is_not_finite(tmp_path):
     trainer = a_trainer(tmp_path / "once", letters, **SETTINGS)
@@ -259,6 +264,7 @@ def test_halving_finds_what_does_it_alone():
     assert halved([3], lambda part: False) == [3]
 
 
+@pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_learning_rate_that_came_with_a_continuation(tmp_path):
     settings = {"save_steps": 2, "lr_scheduler_type": "constant", "beta": 0.01, "learning_rate": 1e-3}

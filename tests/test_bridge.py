@@ -339,6 +339,7 @@ def assert_continues(tokenizer, tools, turn, messages):
         assert np.array_equal(np.concatenate([sampled, bridge.ids(sampled, turn, messages)]), whole)
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parity
 @pytest.mark.parametrize("name", FILES)
 def test_trl_templates_are_continued_as_they_render(with_all_markup, name):

@@ -196,6 +196,7 @@ def test_a_bundle_that_was_damaged_on_its_way_is_refused(tmp_path):
         unpack(tmp_path / "flipped.tar.zst", tmp_path / "flipped", 10**6)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
@@ -318,6 +319,7 @@ def bomb(table):
     return pyarrow.table({"completion_ids": ids})
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -381,6 +383,7 @@ def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tm
         replay_bundle(tmp_path / "bare.tar.zst", base="elsewhere")
 
 
+@pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
 def test_a_step_after_a_continuation_with_other_settings(tmp_path, caplog):
     run = a_run(tmp_path, max_steps=4, save_steps=2)
@@ -423,6 +426,7 @@ def test_where_other_tokens_come_out_later_stages_have_the_run_s(archive, tmp_pa
     assert "9728 of 9728 weights differ" in str(outcome)
 
 
+@pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
 def test_completions_that_were_not_kept_are_computed_for_the_bundle(tmp_path):
     run = a_run(tmp_path, loss_type="dapo", log_completions=False)

@@ -180,6 +180,7 @@ def cut_off_the_checksums(folder):
     (folder / "SHA256SUMS").write_text("".join(line for line in sums if "params" not in line))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("do", "named"),
     rest_heavy(
@@ -248,6 +249,7 @@ def no_text(folder):
     seal(folder)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("do", "named"),
     rest_heavy(

@@ -107,6 +107,32 @@ def test_the_last_block_is_the_program():
     assert program("x", [{"role": "user", "content": "q"}], "f") == "x"
 
 
+SQUARE = "def f(x):\n    return x * x\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        (f"```python\n{SQUARE}```\nOutput:\n```\n4\n```", "Write f"),
+        (f"```python\n{SQUARE}```\nUse it:\n```python\nprint(f(2))\n```", "Write f"),
+        (f"```\n{SQUARE}```\nUse it:\n```python\nprint(f(2))\n```", "Write f"),
+        ("1. do\n   ```python\n   def f(x):\n       return x * x\n   ```", "Write f"),
+        ("- do\n\n  ```python\n    def f(x):\n        return x * x\n  ```", "Write f"),
+        (f"~~~python\n{SQUARE}~~~\nso", "Write f"),
+        ("```python\nf = lambda x: x * x\n```\n```python\nf(2)\n```", "Write f"),
+        (f"{SQUARE}```\nIt squares.", "Write f\n```python\n"),
+        (
+            f"{SQUARE}```\nIt squares.",
+            [{"role": "user", "content": "q"}, {"role": "assistant", "content": "```python"}],
+        ),
+        ("    return x * x\n```\nIt squares.", "Write f\n```python\ndef f(x):\n"),
+        (f"```python\n{SQUARE}```", "Complete\n```python\ndef f(x): ...\n```\n"),
+    ],
+)
+def test_a_right_solution_as_models_write_it(text, prompt):
+    assert code_tests([text], [prompt], ["assert f(2) == 4"], ["f"], sandbox="none") == [1.0]
+
+
 @pytest.mark.parametrize(
     ("text", "source"),
     [
@@ -118,7 +144,10 @@ def test_the_last_block_is_the_program():
         ("```PY \nok\n```  \nend", "ok\n"),
         ("```python\r\nok\r\n```\r\nend", "ok\r\n"),
         ("````python\nok\n```\nok\n````", "ok\n```\nok\n"),
-        ("1. ```python\n   ok\n   ```", "   ok\n   "),
+        ("1. ```python\n   ok\n   ```", "ok\n"),
+        ("> ```python\n> ok\n> ```", "ok\n"),
+        ("~~~python\nok\n```\n~~~\nend", "ok\n```\n"),
+        ("```python\nok\n```\nOutput:\n```\n4\n```", "ok\n"),
         (
             '```python\ndef f():\n    """\n    ```python\n    f()\n    ```\n    """\n```',
             'def f():\n    """\n    ```python\n    f()\n    ```\n    """\n',

@@ -149,6 +149,7 @@ def test_a_new_adapter_of_a_pytorch_model_is_that_of_the_seed_and_leaves_the_sta
     assert not np.array_equal(leaves[0], leaves[2])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["full", "peft_model", "peft_config"])
 def test_the_given_pytorch_model_is_trained_in_place(folder, tmp_path, kind):

@@ -222,5 +222,5 @@ def test_training_on_constrained_completions(stories, tmp_path):
     trainer.train()
     assert len(seen) == 16
     assert all(re.fullmatch(" ?(yes|no|maybe)( please)*[.]", text) for text in seen)
-    with pytest.raises(ValueError, match="regex is not supported: .*look-around"):
+    with pytest.raises(ValueError, match=r"regex is not supported: .*look-around"):
         GRPOTrainer(str(stories), reward, args=replace(args, regex="(?=a)b"), train_dataset=dataset)

@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("case", "form"), rest_heavy([(case, form) for case in CASES for form in FORMS], quick=8))
 def test_each_row_attends_to_its_visible_columns(case, form):
     sizes, past, settings = CASES[case]
@@ -141,6 +142,7 @@ def test_a_kernel_reads_a_cache_of_another_dtype(dtype, kv_dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "model_type",

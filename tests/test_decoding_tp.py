@@ -71,6 +71,7 @@ def parts(array):
 # -- the engine
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(("tp", "num_devices"), [(2, 4), (4, 4)])
 def test_devices_that_share_weights_sample_the_same(tp, num_devices):
@@ -168,6 +169,7 @@ def exchanges(jaxpr):
     return counts
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("mesh", "tp"),
     rest_heavy([((1, 2, 1, 2, 1), 2), ((1, 4, 1, 1, 1), 1), ((1, 2, 2, 1, 1), 1), ((1, 1, 1, 2, 2), 2)]),

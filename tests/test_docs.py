@@ -48,7 +48,7 @@ RUN_ELSEWHERE = {
 NOT_RUN = {"launching.md": "ray starts actors on the hosts of a TPU slice; tests/test_ray.py has stand-ins for these"}
 
 
-@pytest.mark.parametrize("page", rest_heavy([*PAGES, *HEAVY_PAGES], quick=len(PAGES)))
+@pytest.mark.parametrize("page", rest_heavy([*PAGES, *HEAVY_PAGES], quick=len(PAGES), drawn=2))
 def test_python_blocks_run(page, tmp_path):
     tokenizer = chat_tokenizer() if page == "episodes.md" else a_tokenizer(eos_token="<eos>")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048 if page == "episodes.md" else 512}

@@ -67,12 +67,14 @@ def test_a_model_made_in_memory_needs_a_tokenizer(tiny_model):
         Engine.of(tiny_model)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("num_devices", rest_heavy([2, 1]))
 def test_number_of_devices_does_not_show(tiny_model, expected, num_devices):
     assert tokens_of(engine_for(tiny_model, num_devices).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.optimized
 @pytest.mark.parametrize("max_slots", rest_heavy([5, 1, 12]))
@@ -80,6 +82,7 @@ def test_number_of_slots_and_refill_do_not_show(tiny_model, expected, max_slots)
     assert tokens_of(engine_for(tiny_model, max_slots=max_slots).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.optimized
 @pytest.mark.parametrize("chunk_steps", [16, 32])
@@ -279,6 +282,7 @@ def first_uniforms(keys):
     return uniforms(keys, jnp.zeros((len(keys), 1), jnp.int32))[:, 0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_draws_follow_the_truncated_distribution(settings):
@@ -352,6 +356,7 @@ def test_changed_logits_are_the_definitions(settings):
     np.testing.assert_allclose(out, changed_by_numpy(row, **seen, **settings), rtol=1e-6)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.heavy
 @pytest.mark.parametrize("settings", rest_heavy(CHANGES, quick=3), ids=str)
 def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(settings):
@@ -404,6 +409,7 @@ def greedy_by_numpy(model, prompt, num_tokens, **settings):
     return tokens
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
@@ -865,6 +871,7 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
 # -- weights in fewer bits, or gathered
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(

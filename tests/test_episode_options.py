@@ -25,6 +25,7 @@ def trained(model, folder, **settings):
     return [line for line in lines_of(folder) if "loss" in line], trainer
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -553,6 +553,7 @@ def train(folder, reward_funcs=None, environments=Conversation, **settings):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_training_on_conversations_agrees_with_the_engine_and_repeats(tmp_path):
     lines, _ = train(tmp_path / "one")

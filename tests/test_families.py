@@ -262,6 +262,7 @@ def test_every_family_has_cases():
 LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "index"), rest_heavy(LOADED))
 def test_saved_models_load_with_their_windows(tmp_path, family, index):
@@ -389,6 +390,7 @@ def test_softcapped_log_probs_are_those_of_a_dense_softmax():
 # -- mixtures of experts
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize(("has_bias", "weighs_inputs"), [(False, False), (False, True), (True, False)])
 def test_both_ways_through_the_experts_are_the_sum_over_them(has_bias, weighs_inputs):
@@ -443,6 +445,7 @@ def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
     assert float(load_balancing_loss([even], jnp.ones(4, bool))) == pytest.approx(2.0)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("coef", [None, 0.0, 3.0])
 def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
@@ -677,6 +680,7 @@ def check_logits(ours, theirs, atol=1e-4):
         np.testing.assert_allclose(a, b, atol=atol, rtol=0)
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.filterwarnings("error:config.json keys")
@@ -710,6 +714,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, change):
             )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(

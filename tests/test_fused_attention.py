@@ -74,6 +74,7 @@ def marked(name, kernel):
     return pytest.param(name, kernel, marks=pytest.mark.long if name in LONG else pytest.mark.heavy)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("case", "kernel"), [marked(name, kernel) for name in CASES for kernel in KERNELS])
 def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     T, S, N, K, H, attn = CASES[case]
@@ -97,6 +98,7 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_sinks_add_to_the_sums_of_splash_too():
     attn, starts = AttentionConfig(0.125, window=70), jnp.array([0, 7, 24])
@@ -111,6 +113,7 @@ def test_sinks_add_to_the_sums_of_splash_too():
     assert_alike(behind(emulated), behind(attention.attend_with_prompt), (*rows, *prompts, sinks), True)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", ["plain", *KERNELS])
 def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
@@ -123,6 +126,7 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
     np.testing.assert_allclose(out, plain(q, *others, starts, attn)[:, 24:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", rest_heavy([3, None]))
@@ -189,6 +193,7 @@ def a_model(**change):
     return replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_update_by_a_kernel_is_the_same_update(kernel):
@@ -202,6 +207,7 @@ def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing
     assert_same_update(a_model(), FusedAttention("splash", emulated=True), **settings)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_windows_and_softcaps_of_a_family():
     change = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
@@ -215,6 +221,7 @@ def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     assert_same_update(model, FusedAttention("splash", emulated=True), split)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_narrow_tiles_stay_plain(monkeypatch):
     def unexpected(*_):
@@ -235,6 +242,7 @@ def test_narrow_tiles_stay_plain(monkeypatch):
         fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, FusedAttention("cudnn"))
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
     """As far as that goes without one: jax asks cuDNN for its version first, which is answered for it here, and nothing

@@ -87,6 +87,7 @@ def test_choices_are_counted_on_gpus_in_the_order_in_which_others_sort_them(monk
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.drawn(3, "fused")
 @pytest.mark.heavy
 def test_experts_of_other_devices_contribute_nothing_through_the_kernels(monkeypatch):
     rng = np.random.default_rng(0)
@@ -109,6 +110,7 @@ def test_experts_of_other_devices_contribute_nothing_through_the_kernels(monkeyp
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_mixture_of_experts_has_the_same_loss_and_gradients_through_the_kernels(monkeypatch, dtype):

@@ -6,6 +6,7 @@ import json
 import zlib
 from dataclasses import replace
 
+import datasets
 import jax
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ from .conftest import steps_started
 from .vision_models import IMAGE, config_of, random_prompts
 
 Image = pytest.importorskip("PIL.Image")
+ExifTags = pytest.importorskip("PIL.ExifTags")
 
 from .image_runs import PLACE, QWENS, an_image, model_folder
 
@@ -98,15 +100,34 @@ def test_images_of_a_column_that_the_messages_have_themselves_are_shown_once():
         with_images({"prompt": prompt, "images": images[::-1]}, "row 0")
 
 
-def test_an_image_is_read_from_bytes_a_path_a_mapping_or_a_data_url(tmp_path):
-    image = an_image(0)
-    (tmp_path / "a.png").write_bytes(png(image))
-    url = "data:image/png;base64," + base64.b64encode(png(image)).decode()
-    path = tmp_path / "a.png"
-    for value in (image, png(image), str(path), path, {"bytes": png(image), "path": "x"}, {"path": str(path)}, url):
-        np.testing.assert_array_equal(np.asarray(read_image(value, "it")), np.asarray(image))
-    read = with_images({"prompt": user({"type": "image_url", "image_url": {"url": url}}, text("a"))}, "row 0")
-    assert len(images_of(read)) == 1
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "MPO"])
+def test_an_image_is_upright_as_datasets_reads_it_from_whatever_names_it(tmp_path, kind, orientation):
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    path = tmp_path / "a.file"
+    more = {"save_all": True, "append_images": [an_image(1)]} if kind == "MPO" else {}
+    an_image(0, (8, 24)).save(path, kind, exif=exif, **more)
+    data = path.read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    upright = np.asarray(datasets.Image().decode_example({"bytes": data, "path": None}))
+    forms = (
+        Image.open(io.BytesIO(data)),
+        data,
+        bytearray(data),
+        str(path),
+        path,
+        {"bytes": data, "path": "x"},
+        {"path": str(path)},
+    )
+    for value in (*forms, url, read_image(data, "it")):
+        np.testing.assert_array_equal(np.asarray(read_image(value, "it")), upright)
+    part = {"type": "image_url", "image_url": {"url": url}}
+    [seen] = images_of(with_images({"prompt": user(part, text("a"))}, "row 0"))
+    np.testing.assert_array_equal(np.asarray(seen), upright)
+    row = as_urls({"prompt": user({"type": "image", "image": seen}, text("a"))})
+    np.testing.assert_array_equal(np.asarray(images_of(with_images(row, "row 0"))[0]), upright)
 
 
 def test_paths_are_relative_to_the_file_of_the_dataset(tmp_path):
@@ -273,6 +294,7 @@ def sampled_rows(family, freeze=True, n=2):
     return learner, rows
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_agrees_with_the_trainer_and_encodes_each_image_once(family):
@@ -298,6 +320,7 @@ def test_a_group_that_is_packed_once_has_the_gradient_of_its_rows(freeze):
     np.testing.assert_allclose(before["always"], before["never"], rtol=1e-5)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(family):
@@ -382,6 +405,7 @@ def a_run(folder, model, steps, **settings):
     return GRPOTrainer(model, reward, args, some_rows())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_path, family):

@@ -128,8 +128,16 @@ def test_fused_matrices_are_refused_and_the_others_named():
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
-        ({"peft_type": "LORA", "rank_pattern": {"q_proj": 3}}, "rank_pattern="),
-        ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "which changes the base"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern="),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
+        ({"megatron_config": 0.0}, r"megatron_config=0\.0"),
+        ({"init_lora_weights": "pissa"}, "which changes the base"),
+        ({"inference_mode": True}, "freezes a new adapter"),
+        (
+            {"layers_to_transform": [], "alpha_pattern": {}, "layers_pattern": "", "use_dora": False, "r": 0},
+            "r must be",
+        ),
     ],
     ids=str,
 )
@@ -140,15 +148,14 @@ def test_adapters_of_another_kind_are_refused_by_name(settings, message):
         as_lora_config(3)
 
 
-@pytest.mark.parametrize("how", [False, "gaussian", "orthogonal"])
+@pytest.mark.parametrize("how", [False, "gaussian", "orthogonal", "eva"])
 def test_only_the_usual_beginning_of_an_adapter_is_done(how):
     settings = {"peft_type": "LORA", "init_lora_weights": how}
     for given in (settings, SimpleNamespace(**settings)):
         with pytest.raises(ValueError, match=f"init_lora_weights is {how!r}; .* leave it at True"):
             as_lora_config(given)
-    assert as_lora_config(settings, has_weights=True) == as_lora_config(
-        {"peft_type": "LORA", "init_lora_weights": True}
-    )
+    trained = {**settings, "eva_config": {"rho": 1.0}, "inference_mode": True}
+    assert as_lora_config(trained, has_weights=True) == as_lora_config({"peft_type": "LORA"})
 
 
 # -- the arrays
@@ -248,6 +255,7 @@ def set_config(path, **changes):
 # -- training
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     model = a_base()
@@ -288,6 +296,7 @@ def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     np.testing.assert_array_equal(policy["head"], trainer.learner.state.params["head"])
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 def test_an_adapter_goes_on_where_it_was(tmp_path):
     save_model(init_model(MODEL, seed=0), tmp_path / "base")

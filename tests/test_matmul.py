@@ -28,6 +28,7 @@ def kind_of_cpu(request, monkeypatch):
     monkeypatch.setattr("groupax.models.matmul.cpu_multiplies_bfloat16", lambda: request.param)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.optimized
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 @pytest.mark.parametrize(("M", "K", "N"), rest_heavy([(2, 7, 5), (1, 1, 1), (16, 64, 33), (130, 24, 96)]))

@@ -72,6 +72,7 @@ def test_tools_of_a_server_with_a_url():
         process.wait()
 
 
+@pytest.mark.drawn(4, "episodes")
 def test_an_episode_may_have_a_session_of_its_own():
     def count(text, sample, turn):
         return call("count") if turn < 2 else "done"

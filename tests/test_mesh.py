@@ -95,6 +95,7 @@ CASES = {
 HEAVY = ("tp-sp", "experts", "latent-vectors")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("change", "shape", "settings"),
     [
@@ -108,6 +109,7 @@ def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, set
     assert_same_update(replace(model, params=params), shape, **settings)
 
 
+@pytest.mark.drawn(2, "meshes")
 @pytest.mark.parametrize(
     "shape",
     [pytest.param((1, 2, 1, 2, 1), marks=pytest.mark.heavy), pytest.param((1, 1, 1, 2, 2), marks=pytest.mark.long)],
@@ -117,6 +119,7 @@ def test_adapters_too(shape):
     check_adapter(TINY, shape)
 
 
+@pytest.mark.drawn(2, "meshes")
 @pytest.mark.heavy
 def test_adapters_of_latent_vectors():
     check_adapter(TINY | DEEPSEEK, (1, 2, 1, 2, 1))
@@ -148,6 +151,7 @@ def test_gradients_may_be_added_up_in_bfloat16_which_sends_half_as_much():
     assert 0 < max(differences) < 0.01
 
 
+@pytest.mark.drawn(2, "meshes")
 @pytest.mark.heavy
 def test_each_axis_gives_the_gradients_of_one_device():
     model = init_model({**TINY, "num_hidden_layers": 1}, mesh=one_device_mesh())
@@ -156,6 +160,7 @@ def test_each_axis_gives_the_gradients_of_one_device():
     assert {shard.data.shape for shard in moved.addressable_shards} == {(32, 16)}
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.heavy), pytest.param(4, marks=pytest.mark.long)])
 def test_a_run_saved_on_one_mesh_goes_on_on_another(lora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

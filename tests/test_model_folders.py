@@ -122,6 +122,34 @@ def with_index(weight_map):
     return change
 
 
+def copied(name, *others):
+    """Writes a file's contents under other names too."""
+
+    def change(folder):
+        for other in others:
+            shutil.copyfile(folder / name, folder / other)
+
+    return change
+
+
+def both(*changes):
+    def change(folder):
+        for each in changes:
+            each(folder)
+
+    return change
+
+
+def rules(**parts):
+    """Gives the tokenizer other rules."""
+    return config("tokenizer.json", **parts)
+
+
+def replaced(*patterns):
+    """Returns rules of which each replaces a pattern by a thousand "a"."""
+    return [{"type": "Replace", "pattern": {"String": each}, "content": "a" * 1000} for each in (*patterns, *"aaa")]
+
+
 def linked(name, target="/etc/passwd"):
     def change(folder):
         (folder / name).unlink(missing_ok=True)
@@ -286,7 +314,42 @@ BAD = {
     "index: no map": (raw("model.safetensors.index.json", "{}"), "weight_map=None; it must be an object"),
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
     "index: not JSON": (raw("model.safetensors.index.json", "{"), NOT_JSON),
+    "two sets: a file and shards": (
+        both(copied("model.safetensors", "kept"), with_index(lambda m: m), copied("kept", "model.safetensors")),
+        "two sets of weights, model.safetensors and the shards of",
+    ),
+    "shards without an index": (
+        both(copied("model.safetensors", "model-00001-of-00002.safetensors"), removed("model.safetensors")),
+        "model-00001-of-00002.safetensors without model.safetensors.index.json",
+    ),
     # tokenizers
+    "tokenizer: replaces a by 10**12": (
+        rules(normalizer={"type": "Sequence", "normalizers": replaced("a")}),
+        r"fails with a text of .* characters, for which the process that runs it ended with status -6",
+    ),
+    "tokenizer: replaces a letter by 10**12": (
+        rules(normalizer={"type": "Sequence", "normalizers": replaced("\u2c81")}),
+        "the process that runs it ended with status -6",
+    ),
+    "tokenizer: decodes to 10**12": (
+        rules(decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, *replaced("a")]}),
+        "the process that runs it ended with status -6",
+    ),
+    "tokenizer: adds 10**9 tokens": (
+        rules(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "b", "type_id": 0}}] * 30_000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"b": {"id": "b", "ids": [1] * 30_000, "tokens": ["b"] * 30_000}},
+            }
+        ),
+        "the process that runs it ended with status -6",
+    ),
+    "tokenizer: an expression without an end": (
+        rules(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
+        "for which PanicException: Onig: Regex search error: retry-limit-in-match over",
+    ),
     "tokenizer: []": (raw("tokenizer.json", "[]"), r"tokenizer\.json must contain a JSON object"),
     "tokenizer: {}": (raw("tokenizer.json", "{}"), "no tokenizer that transformers can load"),
     "tokenizer: deep": (raw("tokenizer.json", DEEP), rf"tokenizer\.json {NOT_JSON}"),
@@ -318,6 +381,7 @@ BAD = {
 }
 
 BAD_ADAPTER = {
+    "a whole model too": (copied("adapter_model.safetensors", "model.safetensors"), "an adapter .* and a whole model"),
     "settings: cut off": (raw("adapter_config.json", "{"), NOT_JSON),
     "settings: deep": (raw("adapter_config.json", DEEP), NOT_JSON),
     "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
@@ -430,11 +494,13 @@ def test_odd_folders_that_load(good, tmp_path, caplog):
     config("generation_config.json", eos_token_id=[1, 10**9], temperature=0)(folder)
     (folder / "tokenizer.json").rename(folder / "other.json")
     (folder / "tokenizer.json").symlink_to("other.json")
+    copied("model.safetensors", "model-00002-of-00003.safetensors", "pytorch_model.bin")(folder)
     with caplog.at_level(logging.WARNING):
         load(folder)
     assert (
         "generation_config.json names the end-of-sequence tokens [1000000000], but the vocabulary has 13" in caplog.text
     )
+    assert "has the shards model-00002-of-00003.safetensors, which are not of its model" in caplog.text
 
 
 def test_a_folder_of_the_hubs_cache_may_have_links(good, tmp_path):
@@ -560,6 +626,7 @@ def test_nothing_that_groupax_did_not_write_is_lost(good, tmp_path, name, capsys
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["project"], "nothing is left behind"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["save_model", "save_adapter", "compat", "convert", "merge"], quick=3))
 def test_files_added_to_a_written_model_are_kept(good, tmp_path, name):

@@ -28,6 +28,7 @@ def some_rows(num_rows, num_inputs, dtype):
     return jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, num_inputs)), dtype)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_rows", rest_heavy([16, 1, 130]))
 @pytest.mark.parametrize(

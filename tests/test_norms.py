@@ -36,6 +36,7 @@ def value_and_gradients(norm, x, weight, cotangent):
     return (y, *backward(cotangent))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", NORMS)

@@ -167,6 +167,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_notebook_runs_and_changes_its_cell_in_place(name, tmp_path):

@@ -247,6 +247,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
 @pytest.mark.parametrize("make", rest_heavy([a_batch, episodes]))
@@ -262,6 +263,7 @@ def test_loss_is_the_formula(make, loss_type, case):
     np.testing.assert_allclose(jitted(jnp.asarray(batch["logp"])), expected, rtol=2e-5)
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_zero_metrics_have_the_names_of_the_full_ones(loss_type, case):
@@ -272,6 +274,7 @@ def test_zero_metrics_have_the_names_of_the_full_ones(loss_type, case):
     assert jax.tree.structure(metrics) == jax.tree.structure(zero_metrics(settings))
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.heavy
 @pytest.mark.parametrize("importance_sampling_level", rest_heavy(get_args(ImportanceSamplingLevel)))
 @pytest.mark.parametrize("loss_type", rest_heavy(get_args(LossType)))
@@ -322,6 +325,7 @@ def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type, impo
     np.testing.assert_allclose(grad, -batch["advantages"] * weights[:, None] * mask, atol=1e-7)
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("case", rest_heavy(CASES, quick=6), ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_tokens_of_the_environment_have_no_gradient_and_no_effect(loss_type, case):

@@ -34,6 +34,7 @@ def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
     np.testing.assert_array_equal(back, x)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "adapts", [pytest.param(False, id="weights"), pytest.param(True, id="adapter", marks=pytest.mark.long)]
@@ -65,6 +66,7 @@ def test_updates_in_parts_are_those_at_once(name, adapts):
     assert HOST in kinds(offloaded.opt_state)
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "adapts", [pytest.param(False, id="weights"), pytest.param(True, id="adapter", marks=pytest.mark.long)]

@@ -166,6 +166,7 @@ def test_mistakes_are_found_at_the_start():
             played(lambda *_: "x", environments=missing, environment_retries=0, params=SamplingParams(n=2))
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_training_on_an_openenv_server(tmp_path):
     with (own_server if OWN else small_server)("words") as url:

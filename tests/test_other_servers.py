@@ -302,6 +302,7 @@ def completions(sampler, params=PARAMS):
     return [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
 
 
+@pytest.mark.drawn(2, "servers")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -331,6 +332,7 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     assert {each.name for each in own.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
 
 
+@pytest.mark.drawn(2, "servers")
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["VLLM", pytest.param("SGLang", marks=pytest.mark.long)])
 def test_programs_are_sampled_by_them_too(tmp_path, folder, servers, name):

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from groupax.cli.serve import Serve
 from groupax.cli.sft import SFT
 from groupax.cli.train import Train, train_defaults
 from groupax.cli.view import View
+from groupax.errors import EXTRAS
 from groupax.launch.ray_program import Ray
 from groupax.launch.slurm import Slurm
 from groupax.recipes import load_recipe
@@ -208,6 +210,35 @@ def test_mistakes_are_told_in_one_line(argv, message, capsys):
     assert "Traceback" not in err
 
 
+NEED = {
+    "serve": ["serve", "--model", "nowhere"],
+    "view": ["view", "{tmp}"],
+    "quantize": ["generate", "--model", "nowhere", "--prompt", "a", "--weights", "int8"],
+    "math": ["eval", "--model", "nowhere", "--dataset", "{tmp}/rows.jsonl", "--reward_funcs", "math_accuracy"],
+    "ray": ["launch", "ray", "--", "train"],
+    "s3": ["resume", "s3://bucket/run"],
+    "gcs": ["resume", "gs://bucket/run"],
+}
+
+
+@pytest.mark.parametrize(("extra", "module"), [(extra, module) for extra in NEED for module in EXTRAS[extra]])
+def test_a_missing_package_is_told_in_one_line_before_the_model_is_looked_for(
+    extra, module, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main([each.replace("{tmp}", str(tmp_path)) for each in NEED[extra]]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"pip install 'groupax[{extra}]'" in lines[0]
+    assert module in lines[0]
+
+
+def test_the_extras_are_those_of_the_package():
+    names = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert names.keys() - {"cuda", "tpu", "test", "docs", "lint", "parity"} == EXTRAS.keys()
+
+
 def test_an_unknown_command_gets_one_line(capsys):
     assert main(["trian"]) == 2
     err = capsys.readouterr().err
@@ -329,7 +360,7 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
     assert main([*argv, "--reward_funcs", "think_answer_format"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in lines if "step" in line] == [1, 2]
-    assert f"groupax generate --model {tmp_path}/run/model --prompt ab" in lines[-1]["message"]
+    assert f"groupax generate --model {tmp_path}/run/model --raw --prompt ab" in lines[-1]["message"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     argv = ["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]
     assert main(argv) == 0

@@ -40,6 +40,7 @@ def torch_logits(folder, tokens):
         return model(torch.tensor(tokens)).logits.numpy()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("change", CONFIGS, ids=str)
 def test_saved_models_compute_the_same_in_transformers(tmp_path, change):
     model = init_model({**TINY, **change}, seed=3)
@@ -67,6 +68,7 @@ def test_the_real_model_survives_load_save_load(stories, tmp_path):
     np.testing.assert_allclose(out, torch_logits(stories, reference["tokens"][None].astype(np.int64))[0], atol=1e-6)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_a_reward_model_scores_as_in_transformers(tmp_path, model_type):
     torch = pytest.importorskip("torch")

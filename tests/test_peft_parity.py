@@ -51,6 +51,7 @@ def peft_model(base, adapter):
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("change", "lora"), CASES, ids=str)
 def test_what_we_write_peft_loads(tmp_path, change, lora):
     save_model(init_model({**TINY, **change}, seed=3), tmp_path / "base")
@@ -66,6 +67,7 @@ def test_what_we_write_peft_loads(tmp_path, change, lora):
     np.testing.assert_allclose(torch_logits(theirs.merge_and_unload()), ours, atol=1e-4)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("change", "lora"), CASES, ids=str)
 def test_what_peft_writes_we_load(tmp_path, change, lora, capsys):
     import torch

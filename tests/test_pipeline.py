@@ -104,6 +104,7 @@ def test_several_updates_on_a_rollout(tmp_path):
 # -- stopping and going on
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.parametrize("phase", rest_heavy(["update", "reward"]))
 def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
     signaled = threading.Lock()  # once: a second signal ends the program

@@ -293,6 +293,7 @@ def test_an_adapter_of_some_layers_only_is_planned_with_all_of_them():
         assert layers_of(few_layers(config, LoRAConfig(r=4, target_modules=modules))) == [(9, 1.0)]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("settings", [{}, {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16"}])
 def test_what_all_layers_count_follows_from_a_few(settings):
@@ -378,6 +379,7 @@ CASES = {
 QUICK = ("split-adapter",)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.heavy) for name in CASES]

@@ -341,6 +341,7 @@ def test_weights_shared_to_decode_with_in_a_process_and_over_two(place, one_proc
     assert assert_same_run(one_process, folder) == {0, 1}
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_two_processes_play_the_episodes_of_one(tmp_path):
     """Each with the tools and environments of its share, and both with all that came of them."""

@@ -77,6 +77,7 @@ def weights(trainer):
     return np.concatenate([np.asarray(each).ravel() for each in jax.tree.leaves(trainer.learner.policy)])
 
 
+@pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_a_run_of_programs_has_the_trainers_log_probs_and_the_same_bits_and_its_traces_train(tmp_path):
     found = []
@@ -223,6 +224,7 @@ class StopAfter:
         return isinstance(event, StepEnded)
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 def test_several_passes_over_programs_are_resumed_from_a_checkpoint_between_them(tmp_path):
     settings = {"num_iterations": 2, "beta": 0.1, "save_steps": 1}

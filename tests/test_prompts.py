@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
+from tokenizers.processors import TemplateProcessing
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.cli.main import main
@@ -311,7 +312,6 @@ def test_the_command_line_takes_them(stories, tmp_path, capsys):
         "Once",
         "--max_tokens",
         "4",
-        "--chat",
     ]
     assert main(["generate", *flags, "--chat_template_kwargs", '{"shout": true}', "--stop", "q"]) == 0
     assert main(["generate", *flags, "--chat_template_kwargs", '{"loud": true}']) == 2
@@ -322,6 +322,20 @@ def test_the_command_line_takes_them(stories, tmp_path, capsys):
     command = ["--model", str(stories), "--chat_template", str(template), "--reward_funcs", "think_format", *settings]
     assert main(["train", *command, *where]) == 2
     assert "reads no 'loud'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["hi", "<|bos|>hi", "<|bos|><|bos|>hi", ""])
+def test_a_text_that_a_template_has_rendered_has_its_first_token_once(
+    qwen,
+    text,
+):
+    tokenizer = copy.deepcopy(qwen)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    first = ("<|bos|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=[first])
+    [ids] = encode_prompts(tokenizer, [text])
+    assert (ids == first[1]).sum() == max(1, text.count("<|bos|>"))
+    assert tokenizer.decode(ids) == "<|bos|>" * (not text.startswith("<|bos|>")) + text
 
 
 # -- long texts
@@ -416,6 +430,7 @@ def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 def test_it_learns_to_stop(tmp_path):
     rows = [{"prompt": text} for text in ("bc", "de", "fg", "hi")]

@@ -142,6 +142,7 @@ def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
         load_model(tmp_path / "nf4")
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_an_adapter_learns_on_a_quantized_base(saved, tmp_path, kind):

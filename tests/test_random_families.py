@@ -254,7 +254,8 @@ def test_the_families_that_promise_random_configurations_have_them():
     assert tuple(DRAWS) == RANDOM
 
 
-@pytest.mark.long
+@pytest.mark.parity
+@pytest.mark.drawn(1)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.filterwarnings("error:config.json keys")
 @pytest.mark.parametrize("seed", range(5))

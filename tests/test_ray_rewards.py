@@ -57,7 +57,7 @@ def test_settings_without_sense_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="reward_workers_on must be one of processes, ray, got 'slurm'"):
         GRPOConfig(reward_workers_on="slurm", reward_workers=1)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"needs ray; pip install 'groupax\[ray\]'"):
+    with pytest.raises(ValueError, match=r"needs further packages: pip install 'groupax\[ray\]'"):
         a_runner(lambda completions: [])
 
 

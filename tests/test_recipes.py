@@ -271,6 +271,7 @@ def test_the_gsm8k_recipe_on_a_model_that_cannot_do_it(base_model, tmp_path, cap
     assert result["sets"]["eval"]["after"]["pass@1"]["high"] < 0.05
 
 
+@pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     file = write_jsonl(tmp_path / "test.jsonl", GSM8K_ROWS)
@@ -307,6 +308,7 @@ def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
 
 
+@pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_a_4_bit_model_is_trained_and_evaluated_by_a_recipe(base_model, tmp_path, capsys):
     assert main(["quantize", base_model, str(tmp_path / "nf4")]) == 0
@@ -346,6 +348,7 @@ def test_eval_says_why_completions_are_shorter_than_the_default(tmp_path, capsys
     assert "completions cut off at 8 tokens: " in capsys.readouterr().out
 
 
+@pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     rows = [{"prompt": text, "answer": "1"} for text in ("a", "bc", "def")]
@@ -443,6 +446,7 @@ DOCUMENTED = (
 )
 
 
+@pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
@@ -468,6 +472,7 @@ def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, 
     assert {"rewards/gsm8k_accuracy/mean", "rewards/strict_xml_format/mean", "pass@4"} <= set(line)
 
 
+@pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_the_numinamath_program_with_the_flags_of_the_document(base_model, tmp_path, capsys):

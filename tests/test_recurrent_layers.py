@@ -144,6 +144,7 @@ def completions(model, prompts, **settings):
     return [sequence.tokens for group in groups for sequence in group]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", KINDS)
 def test_completions_depend_neither_on_slots_nor_on_the_length_of_chunks(family):
@@ -154,6 +155,7 @@ def test_completions_depend_neither_on_slots_nor_on_the_length_of_chunks(family)
     assert completions(model, prompts, max_slots=2, chunk_steps=5) == expected
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", KINDS)
 def test_a_run_trains_on_what_its_engine_sampled(family, tmp_path):

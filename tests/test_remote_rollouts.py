@@ -94,6 +94,7 @@ def assert_no_difference(folder, address, tmp_path, **settings):
     assert_same_runs(*trainers, (tmp_path / "here", tmp_path / "there"))
 
 
+@pytest.mark.drawn(2, "servers")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -107,6 +108,7 @@ def test_training_with_a_server_is_training_without(tmp_path, folder, address, s
     assert_no_difference(folder, address, tmp_path, **settings)
 
 
+@pytest.mark.drawn(2, "servers")
 @pytest.mark.filterwarnings("ignore:environment 'Game' failed")
 def test_episodes_with_a_server_are_those_without(tmp_path):
     """Their turns are sampled there; tools and environments run here."""
@@ -131,6 +133,7 @@ def test_training_an_adapter_with_a_server_is_training_without(tmp_path, folder,
         a_trainer(tmp_path / "other", model=str(folder), rollout_servers=address, lora_r=4, lora_alpha=8.0).train()
 
 
+@pytest.mark.drawn(2, "servers")
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, folder):
     here = a_trainer(tmp_path / "here", model=str(folder), max_steps=6)
     here.train()
@@ -210,6 +213,7 @@ def slow_server(status, seconds):
         yield address
 
 
+@pytest.mark.drawn(2, "servers")
 @pytest.mark.parametrize(("status", "seconds", "says"), [(504, 0.0, "504: the request"), (200, 1.0, "timed out")])
 def test_requests_that_take_too_long_name_the_limits(tiny_model, tmp_path, status, seconds, says):
     shared = WeightsFolder(tmp_path, tiny_model, jnp.float32)

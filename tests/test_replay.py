@@ -119,6 +119,7 @@ def test_rollouts_that_were_not_kept_are_sampled_again(run, tmp_path):
     assert any("rollouts 0, 1 were not kept" in line for line in comparison(outcome))
 
 
+@pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
 def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypatch):
     from groupax.runs.checkpoints import states
@@ -135,6 +136,7 @@ def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypa
     assert not (small / "states").exists()
 
 
+@pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
 def test_a_run_that_was_continued_with_other_settings(tmp_path, caplog):
     run = a_run(tmp_path, max_steps=4, save_steps=2, lr_scheduler_type="linear")
@@ -156,6 +158,7 @@ def test_a_run_that_was_continued_with_other_settings(tmp_path, caplog):
     assert again(run, 7, changes={}).is_equal
 
 
+@pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
 def test_settings_that_change_within_a_rollout(tmp_path):
     run = a_run(tmp_path, max_steps=8, save_steps=3, save_total_limit=0, updates_per_rollout=4, prompts_per_step=1)
@@ -174,6 +177,7 @@ def test_settings_that_change_within_a_rollout(tmp_path):
     assert again(run, 8).is_equal
 
 
+@pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
 def test_a_run_that_starts_from_another_run(tmp_path):
     origin = a_run(tmp_path / "a", max_steps=4, save_steps=2)

@@ -111,6 +111,7 @@ def test_a_run_stopped_by_a_signal_goes_on_exactly(tmp_path, whole, step):
     assert_same(resumed, tmp_path, whole)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize("phase", ["rollout", "reward", "main thread", "evaluation", "checkpoint"])
 def test_what_can_be_done_again_is_given_up(tmp_path, whole, phase, monkeypatch):

@@ -125,6 +125,7 @@ def check_killed(tmp_path, num_kills, settings, seed):
 STALE = {"rollout_correction": "token_truncate"}
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 def test_killed_during_a_tool_a_run_ends_with_the_same_bits_and_makes_no_recorded_call_again(tmp_path):
     check_killed(tmp_path, 2, {"max_steps": 3, "max_staleness": 1, **STALE}, seed=1)

@@ -3,13 +3,16 @@
 import gzip
 import json
 import math
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from groupax import rewards
 from groupax.rewards import math_process
+from groupax.rewards.answers import final_expression
 from groupax.rewards.maths import final_number
 
 from .conftest import SHARED
@@ -47,6 +50,14 @@ def chat(text):
         (" <think> a < b </p> </think>\n<answer> <b>1</b> </answer>\n", 0, 1, 1, 0),
         ("<think>\na\n</think>\n<answer>\nb\n</answer>\n<answer>\nc\n</answer>", 1, 0, 1, 0),
         ("<think>\na\n</think>\nprose\n</think>\n<answer>\nb\n</answer>", 1, 0, 1, 0),
+        # the chat template has written <think>
+        ("a</think><answer>b</answer>", 1, 1, 1, 0),
+        ("a\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
+        ("\na\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
+        ("a</think>b", 1, 0, 0, 0),
+        ("a</think><think>b</think>c", 0, 0, 0, 0),
+        ("a<answer>b</answer>", 0, 0, 0, 0),
+        ("</think><answer>b</answer>", 1, 0, 1, 0),
     ],
 )
 @pytest.mark.parametrize("form", [str, chat], ids=["string", "messages"])
@@ -95,6 +106,13 @@ def test_xml_count_gives_credit_for_each_tag():
     assert rewards.xml_count(["<a></a>"], tags=("a",)) == [1.0]
 
 
+def test_thinking_that_the_chat_template_has_begun():
+    texts = ["r</think><answer>4</answer>", "r</think><answer>5</answer>", "<answer>4</answer>"]
+    assert rewards.think_answer_correct(texts, ["4"] * 3) == [1, 0, 0]
+    assert rewards.xml_count(texts) == [1, 1, 0.5]
+    assert rewards.xml_format(["r</a><b>4</b>"], tags=("a", "b")) == [0]
+
+
 def test_integer_answer():
     texts = ["<answer> -12 </answer>", "7", "<answer>3.5</answer>", "<answer>x</answer>", "seven", "<answer></answer>"]
     assert rewards.integer_answer(texts) == [1, 1, 0, 0, 0, 0]
@@ -122,6 +140,23 @@ def test_cosine_length_prefers_short_right_and_long_wrong_answers():
 
 def test_repetition_penalty():
     assert rewards.repetition_penalty(["a b c d", "a a a a a", "a b", ""]) == [0, pytest.approx(-2 / 3), 0, 0]
+    loops = [
+        "你好吗" * 40,
+        "これはテストです" * 30,
+        "สวัสดี" * 30,
+        "哈" * 12,
+        "ha" * 200,
+        "x=1;" * 60,
+        "0123" * 50,
+        "😂" * 30,
+    ]
+    assert max(rewards.repetition_penalty(loops)) < -0.8
+    fluent = [
+        "The quick brown fox jumps over the lazy dog.",
+        "天地玄黄宇宙洪荒日月盈昃辰宿列张",
+        "3.14159265358979323846264",
+    ]
+    assert rewards.repetition_penalty(fluent) == [0, 0, 0]
     assert rewards.repetition_penalty(["x x x"], ngram=1, max_penalty=-3.0) == [pytest.approx(-2.0)]
     with pytest.raises(ValueError, match="needs max_penalty <= 0"):
         rewards.repetition_penalty(["a"], max_penalty=1.0)
@@ -194,6 +229,15 @@ def test_repetition_penalty():
         ("The answer is 3 + 9 = 12 apples in 2 boxes", 12),
         (r"<think>\boxed{4}</think> 7", 7),
         ("9" * 1000, None),
+        ("The answer is 2^3.", 8),
+        ("x = 2^{3} = 8", 8),
+        ("The answer is 5 or 6", None),
+        ("The answer is 5 and 6.", None),
+        ("#### 5 or 6", None),
+        ("#### 5 6", None),
+        ("#### 5, 6", None),
+        ("#### 5\n6 more", 5),
+        ("The answer is 5, 6 more than before", 5),
     ],
 )
 def test_final_numbers(text, number):
@@ -230,23 +274,100 @@ def test_math_accuracy():
     assert rewards.math_accuracy(["1", "1"], ["", r"we get \boxed{1}"]) == [None, 1]
 
 
+def misjudged(pairs):
+    """Pairs whose verdict is not the truth, beside math-verify's own, and the number that math-verify misjudges."""
+    from math_verify import parse, verify
+
+    from groupax.rewards.expressions import equal
+
+    ours, theirs = [], 0
+    for text, gold, truth in pairs:
+        verdict = equal(final_expression(text) or "", gold)
+        plain = verify(parse(f"${gold}$", parsing_timeout=0), parse(text, parsing_timeout=0), timeout_seconds=None)
+        theirs += plain is not truth
+        if verdict is not truth:
+            ours.append((text, gold, f"groupax: {verdict}, math-verify: {plain}, truth: {truth}"))
+    print(f"{len(pairs)} pairs: groupax misjudges {len(ours)}, math-verify {theirs}")
+    return ours, theirs
+
+
+def test_verdicts_on_spellings_and_on_wrong_neighbours():
+    lines = (Path(__file__).parent / "golden" / "math_answers.txt").read_text().splitlines()[1:]
+    pairs = []
+    for gold, *answers in (line.split(" @") for line in lines):
+        pairs += [(rf"\boxed{{{answer[2:]}}}", gold, answer[0] == "=") for answer in answers]
+    ours, theirs = misjudged(pairs)
+    assert ours == []
+    assert len(pairs) > 250
+    assert theirs > 60
+
+
+def matrix(rows):
+    return r"\begin{pmatrix} " + r" \\ ".join(" & ".join(row) for row in rows) + r" \end{pmatrix}"
+
+
+def rows_of(gold):
+    inner = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", gold, re.DOTALL)
+    return [[entry.strip() for entry in row.split("&")] for row in inner[1].split(r"\\")] if inner else []
+
+
+def spellings(gold):
+    """Six texts that give this answer."""
+    yield rf"so \boxed{{{gold}}}"
+    yield f"The answer is ${gold}$."
+    yield rf"<think>\boxed{{0}}</think><answer>\[ {gold} \]</answer>"
+    tight = re.sub(r" *(\\\\|[&,+=()\[\]-]) *", r"\1", gold)
+    yield rf"\boxed{{{tight}}}"
+    wide = re.sub(r"(?<![\w\\])([(\[])", r"\\left\1 ", re.sub(r"([)\]])(?!\w)", r" \\right\1", gold))
+    wide = gold if r"\left" in gold or "text" in gold else wide
+    wide = re.sub(r"([&+=])", r"\\; \1 ", wide).replace(r"\frac", r"\dfrac ").replace(r"\\ ", "\\\\\n")
+    yield rf"\boxed{{{wide}}}"
+    fraction = re.fullmatch(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", gold)
+    if rows := rows_of(gold):
+        yield r"\boxed{\begin{bmatrix}" + r"\\[2pt]".join("&".join(row) for row in rows) + r"\end{bmatrix}}"
+    elif fraction:
+        yield rf"\boxed{{{fraction[1]}\frac{{{2 * int(fraction[2])}}}{{{2 * int(fraction[3])}}}}}"
+    elif re.fullmatch(r"-?\d+", gold):
+        yield rf"\boxed{{{gold}.0}}"
+    elif re.fullmatch(r"-?\d+(, ?-?\d+)+", gold) and gold != "58,500":
+        yield rf"\boxed{{\{{{','.join(reversed(gold.split(',')))}\}}}}"
+    elif not re.search(r"=|\\in|text\{(?!.*\d)", gold):
+        yield f"$$x = {gold}$$"
+
+
+def neighbours(gold):
+    """Wrong answers that differ in a digit, the sign, the order, the brackets or the number of items."""
+    for digit in re.finditer(r"\d", gold):
+        yield gold[: digit.start()] + (str((int(digit[0]) + 1) % 10) if digit[0] != "9" else "1") + gold[digit.end() :]
+    if re.match(r"-?(\d|\\[dt]?frac|\\sqrt|\.\d)", gold) and not re.search(r"^0$|[ ,]|[+-].*[a-zA-Z]", gold):
+        yield gold[1:] if gold[0] == "-" else f"-{gold}"
+    if rows := rows_of(gold):
+        changed = [rows[::-1], [list(column) for column in zip(*rows, strict=True)], [*rows, rows[0]]]
+        yield from (matrix(other) for other in changed if other != rows)
+    if pair := re.fullmatch(r"(?:\\left)?([(\[]) *([^()\[\]]*), *([^,()\[\]]*?) *(?:\\right)?([)\]])", gold):
+        yield f"{pair[1]}{pair[3]},{pair[2]}{pair[4]}"
+        if "infty" not in pair[2]:
+            yield f"{'[' if pair[1] == '(' else '('}{pair[2]},{pair[3]}{pair[4]}"
+    if re.fullmatch(r"-?\d+(, ?-?\d+)+", gold):
+        yield from (gold.partition(",")[2], f"{gold}, 99")
+    yield from (gold.replace(r"\pm", "+") for _ in range(r"\pm" in gold))
+    yield from (rf"{gold} \text{{ or }} 98765", f"98765, {gold}", f"12345={gold}", rf"\ge {gold}", rf"{gold}\approx 7")
+
+
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_math_accuracy_on_math500():
+def test_verdicts_on_math500():
     rows = read_lines("math500", "test.jsonl")
-    golds = [row["answer"] for row in rows]
-    values = rewards.math_accuracy([row["solution"] for row in rows], golds)
-    missed = [row["unique_id"] for row, value in zip(rows, values, strict=True) if value != 1.0]
-    assert len(rows) == 500
-    assert missed == []
-    for attempt in (
-        r"\boxed{12345=%s}",
-        r"\boxed{\ge %s}",
-        r"\boxed{%s\approx 7}",
-        r"\boxed{%s}, no wait \boxed{12345}",
-    ):
-        assert 1.0 not in rewards.math_accuracy([attempt % gold for gold in golds], golds), attempt
-    assert set(rewards.math_accuracy([r"The answer is \boxed{123456789}."] * 500, golds)) <= {0.0, None}
+    values = rewards.math_accuracy([row["solution"] for row in rows], [row["answer"] for row in rows])
+    assert [row["unique_id"] for row, value in zip(rows, values, strict=True) if value != 1.0] == []
+    pairs = []
+    for gold in sorted({row["answer"] for row in rows}):
+        pairs += [(text, gold, True) for text in spellings(gold)]
+        pairs += [(rf"\boxed{{{answer}}}", gold, False) for answer in neighbours(gold)]
+    ours, theirs = misjudged(pairs)
+    assert ours == []
+    assert len(pairs) > 4000
+    assert theirs > 300
 
 
 @pytest.mark.parametrize(
@@ -269,62 +390,19 @@ def test_math_accuracy_on_math500():
         ("He has $20, spends $2 and keeps $18.", "18", 1),
         ("The answer is (3+4)/2", "3.5", 1),
         ("2^10", "1024", 1),
-        # relations and chains do not pass for a number
-        (r"\boxed{5=6}", "6", 0),
-        (r"\boxed{5=6}", "5", 0),
-        (r"\boxed{2+3=5}", "5", 0),
-        (r"\boxed{\ge 5}", "5", 0),
-        (r"\boxed{\neq 5}", "5", 0),
-        (r"\boxed{5\approx 6}", "5", 0),
-        (r"\boxed{5 \to 6}", "6", 0),
-        (r"\boxed{6 \equiv 1 \pmod 5}", "1", 0),
-        (r"\boxed{\text{at least }5}", "5", 0),
-        (r"\boxed{x=y=5}", "5", 0),
-        (r"\boxed{\pi = 5}", "5", 0),
-        (r"\boxed{(9,1)=(6,1)}", "(6,1)", 0),
-        # the value of a name does
-        (r"\boxed{x = 5}", "5", 1),
-        (r"\boxed{f(2)=5}", "5", 1),
-        (r"\boxed{\angle ABC = 5^\circ}", "5", 1),
-        (r"\boxed{x = 1 \text{ or } x = 2}", "2, 1", 1),
-        (r"\boxed{\sum_{i=1}^{3} i}", "6", 1),
+        ("The answer is 10 - 2√5.", r"10-2\sqrt{5}", 1),
+        ("The answer is 2π.", r"2\pi", 1),
+        (r"The answer is \boxed 7.", "7", 1),
+        (r"so $\boxed\frac{1}{2}$", "1/2", 1),
+        (r"\boxed -3", "-3", 1),
+        (r"I put it in \boxed as asked: 7 \boxed{8}", "7", 0),
+        (r"I put it in \boxed as asked: 7 \boxed{8}", "8", 1),
+        (r"The answer is $\$32,\!348$.", r"\$32,\!348", 1),
         # several candidates are a list
-        (r"\boxed{1, 2, 3, 4}", "4", 0),
-        (r"\boxed{1 \text{ or } 2}", "2", 0),
-        (r"\boxed{5 \text{ or 6}}", "5", 0),
-        (r"\boxed{5\text{ cm}^2, 6\text{ cm}^2}", "5", 0),
         (r"\boxed{1} and \boxed{2}", "2", 0),
         (r"$\boxed{1}$ or $\boxed{2}$", "1,2", 1),
         (r"$3$ or $4$", "4", 0),
-        (r"\boxed{\{1,2,3\}}", "3", 0),
-        (r"\boxed{[0, 100]}", "5", 0),
-        (r"\boxed{x \in [0, 100]}", "5", 0),
-        (r"\boxed{\pm 5}", "5", 0),
-        (r"\boxed{5 \lor 6}", "6", 0),
-        (r"\boxed{5 6}", "11", 0),
-        (r"\boxed{5 \text{cm}{6}}", "5", 0),
-        (r"\boxed{5\text{ e 6}}", "5", 0),
-        (r"\boxed{11_6}", "11", 0),
-        (r"\boxed{11_{6}}", "11_6", 1),
-        (r"\boxed{1 \ldots 5}", "6", 0),
-        # gold answers that are relations, intervals, sets or tuples
-        (r"\boxed{5 \le x}", r"x \ge 5", 1),
-        (r"\boxed{x > 5}", r"x \ge 5", 0),
-        (r"\boxed{5}", r"x \ge 5", 0),
-        (r"\boxed{[5,\infty)}", r"x \ge 5", 1),
-        (r"\boxed{1 + 2x = y}", "y = 2x+1", 1),
-        (r"\boxed{2x+1}", "y = 2x+1", 0),
-        (r"\boxed{5}", "x=5", 1),
-        (r"\boxed{y=5}", "x=5", 0),
-        (r"\boxed{[-2,7]}", r"x \in [-2,7]", 1),
-        (r"\boxed{(2,1)}", "(1,2)", 0),
-        (r"\boxed{2,-2}", r"\pm 2", 1),
         # ways to write a number
-        (r"\boxed{1 000}", "1000", 1),
-        (r"\boxed{1{,}000}", "1000", 1),
-        (r"\boxed{−5}", "-5", 1),
-        (r"\boxed{2\frac{1}{2}}", "2.5", 1),
-        (r"\boxed{2 1/2}", "2.5", 1),
         ("50%", r"50\%", 1),
         ("1e3", "1000", 1),
         ("1e3", "1", 0),

@@ -77,6 +77,7 @@ def test_models_and_functions_mix_and_keep_their_places(tmp_path):
         assert [group[0].values[0] for group in scores] == [0.0, 0.0]
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 def test_it_trains_towards_a_reward_model(tmp_path):
     folder = a_reward_model(tmp_path / "judge")

@@ -1,6 +1,7 @@
 """The contract of reward functions: what they get, what they may return, how they are found."""
 
 import functools
+import itertools
 import math
 import sys
 
@@ -238,6 +239,13 @@ def test_what_a_function_logs():
         (None, "returned None; it must return a list", 2),
         ("ab", "returned 'ab'; it must return a list", 2),
         ({0: 1.0, 1: 2.0}, "it must return a list", 2),
+        (itertools.count(), "returned 1000000 values for 2 completions", 2),
+        (itertools.cycle([1.0]), "for 2 completions", 2),
+        (iter(int, 1), "for 2 completions", 2),
+        ((1.0 for _ in itertools.count()), "for 2 completions", 2),
+        ([1e308, 1.0], "returned 1e+308 for completion 0 ('a'); return a finite number of at most 1e+15", 1),
+        ([1.0, -1e308], "returned -1e+308 for completion 1", 1),
+        (np.array([1e300, 1.0]), "returned 1e+300 for completion 0", 1),
     ],
 )
 def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failures):

@@ -85,6 +85,7 @@ def test_the_kl_of_a_completion_is_subtracted_from_its_reward(tmp_path):
     assert metrics["reward"] == pytest.approx(np.mean([rollout.rewards["count_a"] for rollout in rollouts]))
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 def test_a_run_stopped_between_updates_on_a_rollout_ends_as_if_it_was_not(tmp_path):
     settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 8}

@@ -110,6 +110,7 @@ def test_a_model_without_experts_has_none_to_record():
         Engine(model.config, model.params, model.mesh, eos_ids=(), record_experts=True)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_rows_of_a_run_have_the_experts_of_its_engine(tmp_path, is_replayed):

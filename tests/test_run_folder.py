@@ -174,6 +174,7 @@ def give_to_another(run):
     give_to_another.lock = RunLock(run)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("do", "place", "told"),

@@ -72,6 +72,7 @@ def test_alike_layers_are_compiled_once(change, compiled):
     assert layers_in(execution_for("cpu", "none", scan_layers=True)) == compiled
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
 @pytest.mark.optimized
 @pytest.mark.parametrize(

@@ -138,11 +138,26 @@ def test_bodies_that_are_no_objects_are_refused(body):
         parse_json(body)
 
 
-def test_what_is_no_text_is_refused_in_words_that_can_be_sent():
-    with pytest.raises(ApiError, match=r"a field whose name is not valid Unicode: '\\ud800'") as caught:
-        parse(b'{"prompt": "x", "\\ud800": 1}', False)
-    assert caught.value.status == 400
-    json.dumps(caught.value.body, ensure_ascii=False).encode()
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b'"\\ud800"', "half of a surrogate pair"),
+        (b'[{"a": ["\\udc00x"]}]', "half of a surrogate pair"),
+        (b'{"\\ud83d": 1}', "half of a surrogate pair"),
+        (b'"\xed\xa0\x80"', "not UTF-8"),
+        (b'"\xe9"', "not UTF-8"),
+        (b"1e999", "not JSON"),
+        (b'{"a": [-1e400]}', "not JSON"),
+        (b"Infinity", "not JSON"),
+    ],
+)
+@pytest.mark.parametrize("path", [*PROTOCOLS])
+def test_values_that_a_response_could_not_repeat_are_refused(path, value, message):
+    for name in (b"metadata", b"user", b"prompt", b"instructions", b"messages", b"input", b"unknown"):
+        with pytest.raises(ApiError, match=f"the body (is|has) {message}") as caught:
+            PROTOCOLS[path].parse(b'{"%s": %s}' % (name, value))
+        assert caught.value.status == 400
+    PROTOCOLS["/v1/responses"].parse(b'{"input": "x", "metadata": "\\ud83d\\ude00"}')
     body = ApiError(400, "demo has no tensors \ud800, é").body
     assert json.loads(json.dumps(body, ensure_ascii=False).encode())["error"]["message"].endswith(r" \ud800, é")
 
@@ -428,9 +443,7 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
         sent.append(message)
 
     async def stream():
-        answer = EventStream(
-            events(), PROTOCOLS["/v1/completions"], lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0
-        )
+        answer = EventStream(events(), PROTOCOLS["/v1/completions"], lambda: None, deadline_s=time.monotonic() + 60)
         answer.on_end = lambda: ended.append(answer.status_code)
         await answer({"method": "POST", "path": "/v1/completions"}, asyncio.Event().wait, send)
 

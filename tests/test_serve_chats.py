@@ -1,6 +1,7 @@
 """Chats with tools and reasoning, without an engine: requests, prompts, turns in full and as they grow."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -183,7 +184,6 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "3"}
         ({"tools": [LOOKUP, LOOKUP]}, "two tools have the name 'lookup'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0 must be .* got {'type': 'web_search'}"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "must be a JSON schema, got 3"),
-        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "must have a name"),
         ({"tools": [LOOKUP], "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
         ({"tool_choice": "required"}, "tool_choice is required, but there are no tools"),
         ({"tools": [LOOKUP], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "function 'x'"),
@@ -195,7 +195,7 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "3"}
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "JSON"),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls must be a list of calls"),
         ({"messages": [*USER, RESULT]}, "1, a tool's, is the result of the call 'a'; there is no call"),
-        ({"messages": [*USER, CALLED, RESULT]}, r"the calls before it have the ids \['b'\]"),
+        ({"messages": [*USER, CALLED, RESULT]}, r"the calls before it have the ids 'b'"),
         ({"messages": [*USER, CALLED, {"role": "tool", "content": "3"}]}, "messages.2, a tool's, has no tool_call_id"),
         ({"messages": [RESULT, {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": "a"}]}]}, "no call before"),
     ],
@@ -235,3 +235,15 @@ def test_ids_of_calls_depend_on_prompt_and_seed():
     assert call_id(exchange, 0) == call_id(same, 0)
     assert len({call_id(exchange, 0), call_id(exchange, 1), call_id(other, 0)}) == 3
     assert np.array_equal(exchange.prompts[0], same.prompts[0])
+
+
+def test_many_results_of_tools_are_checked_in_linear_time():
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for number in range(20_000)
+    ]
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages += [{"role": "tool", "content": "", "tool_call_id": "19999"}] * 20_000
+    begun_s = time.process_time()
+    parse(json.dumps({"messages": messages}).encode(), True)
+    assert time.process_time() - begun_s < 6  # of a slow core; 30 with a search for each

@@ -14,6 +14,8 @@ from groupax.engine.engine import Engine
 from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import draw, scenes
 from groupax.serve.app import create_app
+from groupax.serve.errors import ApiError
+from groupax.serve.images import decoded_images
 from groupax.serve.loop import EngineLoop
 from groupax.settings.sampling import SamplingParams
 
@@ -159,3 +161,8 @@ def test_images_are_refused_where_no_model_sees_them(server):
         assert message in answer.json()["error"]["message"], answer.text
     ids = {"model": "shapes", "prompt": [1, 3, 3, 5], "max_tokens": 1}
     assert "tokens that stand for images" in post(server, "/v1/completions", ids).text
+
+
+def test_the_pixels_of_all_images_together_are_limited_before_any_is_decoded():
+    with pytest.raises(ApiError, match="have 50,331,648 pixels together, at most 33,554,432 are read"):
+        decoded_images([url_of(bomb(4096, 4096))] * 3)

@@ -27,6 +27,7 @@ from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import AXES
 from groupax.recipes import load_recipe
 from groupax.serve.app import Limits, create_app
+from groupax.serve.connections import limited
 from groupax.serve.loop import EngineLoop
 
 pytestmark = pytest.mark.heavy
@@ -57,7 +58,8 @@ def demo_engines():
 def listening(app, port=0):
     """The address of a server with the application."""
     listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    http = limited(1024, send_timeout_s=2.0)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -77,7 +79,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def address(loop):
-    limits = Limits(api_keys=("another", KEY), max_completions=48, max_body_bytes=1 << 20, send_timeout_s=2.0)
+    limits = Limits(api_keys=("another", KEY), max_completions=48, max_body_bytes=1 << 20)
     with listening(create_app(loop, limits)) as address:
         yield address
 
@@ -137,6 +139,7 @@ def test_completions_are_the_engines(client, engine):
     assert answer.usage.prompt_tokens == sum(len(engine.encode(prompt)[0]) for prompt in prompts)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "settings",
     [

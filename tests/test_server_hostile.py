@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 import httpx
 import pytest
@@ -61,6 +62,9 @@ HOSTILE = {
         {},
         {"input": 1},
         {"input": [{"type": "message"}]},
+        {"input": "a", "metadata": "\ud800"},
+        {"input": "a", "metadata": {"\udc00": [1]}},
+        {"input": "a", "instructions": "b", "user": [math.inf]},
         {"input": "a", "tools": [{"type": "computer"}]},
         {"input": "a", "max_output_tokens": -1},
         {"input": "a", "previous_response_id": "../../etc/passwd"},

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 
 import httpx
 import jax
@@ -19,10 +18,9 @@ import uvicorn
 
 from groupax import SamplingParams
 from groupax.serve.app import Limits, create_app
-from groupax.serve.connections import Connection, ConnectionLimits, Connections
+from groupax.serve.connections import limited
 from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.loop import EngineLoop
-from groupax.serve.rate_limited_log import RateLimitedLog
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -50,10 +48,9 @@ def loop(engines):
 
 
 @contextmanager
-def listening(app, notices=None, **bounds):
+def listening(app, max_connections=1024, **bounds):
     """The port of a server with these bounds."""
-    shared = Connections(ConnectionLimits(**bounds), notices or RateLimitedLog())
-    config = uvicorn.Config(app, http=partial(Connection, shared), ws="none", log_level="error", lifespan="off")
+    config = uvicorn.Config(app, http=limited(max_connections, **bounds), ws="none", log_level="error", lifespan="off")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -94,10 +91,8 @@ SLOW = [
 ]
 
 
-def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, caplog, monkeypatch):
-    monkeypatch.setattr("groupax.serve.rate_limited_log.FIRST_S", 0.1)
-    notices = RateLimitedLog()
-    with listening(create_app(loop), notices, receive_timeout_s=1.0) as port, ExitStack() as stack:
+def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop):
+    with listening(create_app(loop), receive_timeout_s=1.0) as port, ExitStack() as stack:
         slow = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port)))) for _ in range(60)]
         for number, connection in enumerate(slow):
             connection.sendall(SLOW[number % len(SLOW)])
@@ -105,26 +100,20 @@ def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, capl
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
         answers = [received(connection) for connection in slow]
         assert time.monotonic() - begun_s < 15
-        assert answers[0] == b""
-        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in (answers[1], answers[2], answers[3], answers[4]))
-        assert b"did not arrive within 1 s; send it faster" in answers[3]
+        assert answers[:5] == [b""] * 5
         assert answers[5].startswith(b"HTTP/1.1 200 ")
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
-    lines = [line for line in caplog.text.splitlines() if "did not arrive in time" in line]
-    assert len(lines) <= 3, "few lines, however many clients"
-    assert notices.counts["connections closed: their requests did not arrive in time"] >= 40
 
 
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        (b"GET /health HTTP/1.1\r\nx: " + b"a" * 300_000 + b"\r\n\r\n", b"431"),
-        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 20_000 + b"\r\n", b"431"),
-        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 101 + b"\r\n", b"431"),
-        (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n", b"431"),
-        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 99 + b"Host: a\r\nConnection: close\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\nx: " + b"a" * 2_000_000 + b"\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 300_000 + b"\r\n", b"400"),
+        (b"GET /" + b"a" * 2_000_000 + b" HTTP/1.1\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 90 + b"Host: a\r\nConnection: close\r\n\r\n", b"200"),
         (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: b\r\nConnection: close\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 19 + b"GET /health HTTP/1.0\r\n\r\n", b"200"),
         (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),
@@ -132,11 +121,10 @@ def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, capl
     ids=[
         "a long field",
         "very many fields",
-        "too many fields",
         "a long path",
-        "one field too many",
         "many fields",
         "nonsense",
+        "two hosts",
         "two lengths",
         "many requests",
         "TLS",
@@ -145,17 +133,9 @@ def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, capl
 def test_heads_are_bounded(loop, head, status):
     with listening(create_app(loop), receive_timeout_s=2.0) as port:
         answer = asked(port, head)
-        assert answer.split(b" ")[1] == status
-        if status == b"200":
-            assert answer.count(b"HTTP/1.1 200") in (1, 20)
-        else:
-            assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
+        assert not answer or answer.split(b" ")[1] == status  # one that still sends is cut off
+        assert answer.count(b"HTTP/1.1 200") in (0 if status == b"400" else 1, 20)
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-
-
-def test_more_requests_than_are_queued_end_the_connection(loop):
-    with listening(create_app(loop)) as port:
-        assert asked(port, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 200).count(b"HTTP/1.1 200") <= 33
 
 
 def test_the_oldest_waiting_connection_makes_room_for_a_new_one(loop):
@@ -166,27 +146,30 @@ def test_the_oldest_waiting_connection_makes_room_for_a_new_one(loop):
         assert received(slow[0], 5) == b""
 
 
-def test_a_client_that_reads_nothing_is_cut_off(loop):
-    notices = RateLimitedLog()
+@pytest.mark.parametrize("part", [b"x" * (64 << 20), b"x" * (1 << 20)], ids=["at once", "in parts"])
+def test_a_client_that_reads_nothing_is_cut_off(part):
+    gone = threading.Event()
 
     async def app(scope, receive, send):
+        await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x" * (64 << 20)})
+        for sent in range(0, 64 << 20, len(part)):
+            await send({"type": "http.response.body", "body": part, "more_body": sent + len(part) < 64 << 20})
+        if (await receive())["type"] == "http.disconnect":
+            gone.set()
 
-    # half a second, beside what 64 MB are given
     with (
-        listening(app, notices, send_timeout_s=-1023.5) as port,
+        listening(app, send_timeout_s=0.5) as port,
         closing(socket.create_connection(("127.0.0.1", port))) as connection,
     ):
         connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        time.sleep(2)
+        assert gone.wait(20)
+        time.sleep(1.5)
         assert len(received(connection)) < 64 << 20
-    assert notices.counts["connections closed: their clients read nothing"] == 1
 
 
 @pytest.mark.heavy
-def test_a_server_without_keys_answers_no_other_sites(loop, caplog, monkeypatch):
-    monkeypatch.setattr("groupax.serve.rate_limited_log.FIRST_S", 0.05)
+def test_a_server_without_keys_answers_no_other_sites(loop):
     with listening(create_app(loop)) as port:
         url, body = f"http://127.0.0.1:{port}/v1/completions", json.dumps({"prompt": "ab", "max_tokens": 2}).encode()
         for name in ("127.0.0.1", "localhost"):
@@ -208,10 +191,8 @@ def test_a_server_without_keys_answers_no_other_sites(loop, caplog, monkeypatch)
             answer = httpx.post(url, content=body, headers={**JSON, **headers})
             assert answer.status_code == status, headers
             assert told in (answer.json()["error"]["message"] if told else "")
-        asked(port, b"GET /v1/models HTTP/1.1\r\nHost: evil\xe9\r\nConnection: close\r\n\r\n")
-        time.sleep(0.3)
-    assert "a server without keys answers no other sites" in caplog.text
-    assert caplog.text.isascii()
+        answer = asked(port, b"GET /v1/models HTTP/1.1\r\nHost: evil\xe9\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 403 ")
     with listening(create_app(loop, Limits(api_keys=("k",)))) as port:
         headers = {"host": "evil.example", "origin": "http://evil.example", "authorization": "Bearer k"}
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
@@ -224,16 +205,6 @@ def test_names_of_a_server_that_others_reach():
     for host in ("evil.example", "192.0.2.7.evil.example", ""):
         assert "not a name of this server" in open_to_all.refusal({"host": host})
     assert "not a name of this server" in CallerCheck("127.0.0.1").refusal({"host": "192.0.2.7:8000"})
-
-
-def test_what_strangers_send_is_logged_on_one_line(caplog):
-    notices = RateLimitedLog()
-    notices._pending = {"refused": (2, "a\n\x1b[2J\u202e\x00"), "closed": (1, "\U0001f600" * 10_000)}
-    for kind in list(notices._pending):
-        notices._write(kind)
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages[0] == r"groupax serve: 2 refused (a⏎␛[2J\u202e␀)"
-    assert len(messages[1]) < 250
 
 
 # -- requests that make no sense

@@ -164,6 +164,28 @@ def test_packing_fills_sequences(strategy, lengths):
 
 
 @pytest.mark.parametrize(
+    ("rows", "packed", "wrapped"),
+    [
+        ([{"text": "ab"}, {"text": "c"}], ["b<eos>", "<eos>"], ["b<eos>c"]),
+        ([{"text": ""}, {"text": "abcd"}], ["bcd"], ["abc", "<eos>"]),
+        ([{"prompt": "", "completion": "a"}, {"prompt": "b", "completion": "c"}], ["c<eos>", "<eos>"], ["<eos>c"]),
+        (
+            [{"input_ids": [3, 4], "labels": [3, -100]}, {"input_ids": [5, 3], "labels": [5, 3]}],
+            ["a"],
+            ["ca"],
+        ),
+        ([{"input_ids": [3], "labels": [-100]}, {"input_ids": [4, 5]}], ["c"], ["bc"]),
+    ],
+)
+def test_every_token_but_a_sequences_first_is_learned_where_examples_are_wrapped(rows, packed, wrapped):
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    settings = {"packing": True, "max_length": 4}
+    assert learned_texts(encoded(rows, tokenizer, **settings), tokenizer) == packed
+    joined = encoded(rows, tokenizer, **settings, packing_strategy="wrapped")
+    assert learned_texts(joined, tokenizer) == wrapped
+
+
+@pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
         ([{"text": "ab"}], {"completion_only_loss": True}, "completion_only_loss needs examples with prompt"),

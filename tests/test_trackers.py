@@ -302,17 +302,14 @@ def test_lines_of_steps_that_are_made_again_go(tmp_path):
     assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("metrics", 1), ("metrics", 2), ("run", 2)]
 
 
-def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
-    with pytest.raises(ValueError, match=r"no_such_package is not installed; pip install 'groupax\[wandb\]'"):
-        a_trainer(tmp_path, report_to=("wandb",))
-
-
 def test_a_tracker_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
     (tmp_path / "broken_tracker.py").write_text("import no_such_module_of_it")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(PACKAGES, "trackio", "broken_tracker")
-    with pytest.raises(ValueError, match=r"broken_tracker cannot be imported \(No module named 'no_such_module_of_it'"):
+    with pytest.raises(
+        ValueError,
+        match=r"broken_tracker cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]",
+    ):
         a_trainer(tmp_path, report_to=("trackio",))
 
 

@@ -243,6 +243,7 @@ def test_a_models_own_weights_stay_as_they_are(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": "full"}, {"dtype": "bfloat16"}], ids=str)

@@ -79,6 +79,7 @@ def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
         np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
 
 
+@pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 def test_with_several_iterations_ratios_leave_one_and_it_still_learns(tmp_path):
     trainer = a_trainer(tmp_path, num_iterations=4, max_steps=40, learning_rate=1e-2)
@@ -144,6 +145,7 @@ def test_refilled_prompts_draw_other_numbers(tmp_path):
     assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
@@ -656,6 +658,7 @@ def test_rows_of_two_rollouts_keep_their_own_prompts(tmp_path, settings):
     assert max(each.metrics["rollout/logp_diff_max"] for each in made) < 1e-5
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
 def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, staleness):
@@ -683,6 +686,7 @@ def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
     assert sizes[1] < sizes[0]
 
 
+@pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):

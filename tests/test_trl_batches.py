@@ -74,6 +74,7 @@ class Counting(TRLBatchTrainer):
         )
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", RECORDED, ids=NAMES)
 def test_prompts_generations_and_steps_are_those_of_trl(tmp_path, model, case):
     args = GRPOConfig(str(tmp_path / "run"), disable_tqdm=True, max_completion_length=8, **case["settings"])

@@ -53,6 +53,7 @@ def kept_by_threshold(rows, top_k, top_p):
     return np.asarray(Truncation(threshold, jnp.zeros(len(rows))).weights(rows) > 0)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("top_k", rest_heavy([0, 65, 2 * WORDS, 1, 5, 64, 1000], quick=3))
 @pytest.mark.usefixtures("platform")
 def test_top_k_keeps_what_a_sort_keeps(top_k):
@@ -66,6 +67,7 @@ def test_top_k_keeps_what_a_sort_keeps(top_k):
 TOP_P = [(0, 0.1), (50, 0.8), (0, 0.999), (0, 0.5), (0, 0.95), (3000, 0.9)]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("top_k", "top_p"), rest_heavy(TOP_P, quick=3))
 @pytest.mark.usefixtures("platform")
 def test_top_p_keeps_the_mass_that_a_sort_keeps(top_k, top_p):

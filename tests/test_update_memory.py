@@ -96,6 +96,7 @@ def saved_arrays(model, num_layers, checkpointing):
     return [each for each in kept if TOKENS in each.shape]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("checkpointing", LEAST_FIRST)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_estimate_is_what_a_layer_keeps(family, checkpointing):

@@ -10,10 +10,9 @@ import os
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -29,18 +28,22 @@ from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
 from groupax.runs import diagnostics
 from groupax.runs.folder import RunFolder
+from groupax.runs.report.record import read_run
 from groupax.runs.severity import SEVERITIES, severity_of
+from groupax.storage.lock import check_unlocked
 from groupax.types import Rollout
 from groupax.view.axes import mean_and_spread
 from groupax.view.distributions import heat_map, row_means, spread_out
+from groupax.view.evaluations import item_page
 from groupax.view.groups import group_summaries
-from groupax.view.rollouts import Step, StepCache
+from groupax.view.rollouts import Step, StepCache, read_step
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, thinned
 from groupax.view.server import Visits, make_server
 from groupax.view.tail import Tail
 from groupax.view.token_values import LossBounds, pushes, token_values
 from groupax.view.tokens import TokenTexts
+from groupax.view.why import exact_shares
 
 STATIC = Path(__file__).parents[1] / "groupax" / "view" / "static"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202etxt.exe<img src=x onerror=alert(2)>\x00"
@@ -1047,13 +1050,6 @@ def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monke
     assert "no run folder is given" in capsys.readouterr().err
 
 
-def test_the_command_names_the_extra_that_is_missing(folder, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "groupax.view.server")
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["view", str(folder)]) == 2
-    assert "the page needs uvicorn; pip install 'groupax[view]'" in capsys.readouterr().err
-
-
 def test_the_page_asks_this_server_alone(port):
     texts = {
         path: request(port, path)[2].decode() for path in ("/", "/static/style.css", "/static/vendor/uPlot.min.css")
@@ -1153,3 +1149,44 @@ def test_the_reader_of_long_logs_waits_for_requests(monkeypatch):
     assert reader.is_alive(), "a page asks again at once"
     reader.join(5)
     assert not reader.is_alive()
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless, make_huge])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("run.json", "config.json", "command.json", "result.json", "diagnostics.jsonl", ".lock"),
+        *("evaluations/a.jsonl", "why/step_000001.json", "rollouts/step_000001.parquet"),
+    ],
+)
+def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_size(tmp_path, make, name):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1, "loss": 1}\n')
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    run = Run(tmp_path)
+    if not (make is make_huge and name == "diagnostics.jsonl"):  # which is read line by line
+        assert run.refresh(1.0)
+    for read in (
+        run.config, run.command, lambda: run.record("run.json"), lambda: run.record("result.json"), run.state,
+        lambda: read_step(run.rollout_file(1)), lambda: item_page(tmp_path / "evaluations/a.jsonl", 0, "all", ""),
+        lambda: exact_shares(tmp_path, 1), lambda: check_unlocked(tmp_path),
+    ):  # fmt: skip
+        if not (make is make_huge and name.startswith("evaluations")):
+            with suppress(ValueError):
+                read()
+    if make is not make_huge or "jsonl" not in name:
+        assert read_run(tmp_path).metrics

@@ -30,7 +30,7 @@ REWARDS = """
 import time
 
 def many_a(completions, **kwargs):
-    time.sleep(0.25)
+    time.sleep(1.0)
     return [float(text.count("a")) for text in completions]
 
 def few_a(completions, **kwargs):

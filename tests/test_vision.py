@@ -1,7 +1,6 @@
 """Models that see images: placement of features, towers and decoders against transformers, folders, adapters."""
 
 import json
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -84,15 +83,6 @@ CASES = [
     ("qwen3_5_moe", {"attention_bias": True, "head_dim": 8}, {"hidden_act": "gelu"}, {}, None),
 ]
 FAMILIES = sorted(VISION_FAMILIES)
-
-
-def rest_long(cases):
-    """Returns the cases, of which all but the first two of each family are left to `make long`."""
-    seen, marked = Counter(), []
-    for case in cases:
-        seen[case[0]] += 1
-        marked.append(pytest.param(*case, marks=[pytest.mark.long] if seen[case[0]] > 2 else []))
-    return marked
 
 
 def a_qwen_image(seed=0, grid=(4, 6)):
@@ -234,6 +224,7 @@ def test_adapters_are_of_the_text_unless_names_say_otherwise(family):
 # -- released checkpoints
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text"])
 def test_released_mixtures_of_qwen_3_5_have_stacked_experts_and_layers_that_predict_ahead(tmp_path, caplog, family):
     hf = config_of("qwen3_5_moe", {}, {}, {})
@@ -257,6 +248,7 @@ def test_released_mixtures_of_qwen_3_5_have_stacked_experts_and_layers_that_pred
     assert_same_weights(model, again)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ffn_size", [24, 32, 16])
 def test_experts_of_qwen_3_vl_are_read_in_either_order_and_saved_in_that_of_released_models(tmp_path, ffn_size):
     hf = config_of("qwen3_vl_moe", {"moe_intermediate_size": ffn_size}, {}, {})
@@ -287,10 +279,11 @@ def assert_same_weights(model, other):
 # -- against transformers, PEFT and bitsandbytes
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.filterwarnings("error:config.json keys")
-@pytest.mark.parametrize(("family", "text", "vision", "whole", "side"), rest_long(CASES), ids=str)
+@pytest.mark.parametrize(("family", "text", "vision", "whole", "side"), CASES, ids=str)
 def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole, side):
     import torch
     from transformers import AutoModelForImageTextToText
@@ -312,6 +305,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole,
     assert all(torch.equal(weights[name], weight) for name, weight in theirs.state_dict().items())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -343,6 +337,7 @@ ADAPTERS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("family", "targets"), ADAPTERS, ids=str)
@@ -370,6 +365,7 @@ def test_adapters_are_those_of_peft_both_ways(tmp_path, family, targets):
         np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("family", FAMILIES)

@@ -103,6 +103,9 @@ def test_folders_that_do_not_say_how_images_are_processed_are_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"width": -1, "what": []}}')
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_image_processor(tmp_path, processor.config, tokenizer)
+    (tmp_path / "preprocessor_config.json").write_text('{"do_pan_and_scan": true}')
+    with pytest.raises(ValueError, match="groupax shows it whole"):
+        load_image_processor(tmp_path, processor.config, tokenizer)
     (tmp_path / "processor_config.json").write_text('{"image_processor": "no"}')
     with pytest.raises(ValueError, match="it must be an object"):
         load_image_processor(tmp_path, processor.config, tokenizer)

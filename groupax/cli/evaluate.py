@@ -181,7 +181,9 @@ def _prepare(command: Eval) -> _Task:
     for name, rows in datasets.items():
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
-    weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
+    weights = resolve_weights(
+        own.get("reward_weights") if command.reward_weights is None else command.reward_weights, rewards
+    )
     correctness_reward = find_correctness_reward(command.correctness_reward or own.get("correctness_reward"), rewards)
 
     sampling, notes = command.sampling, []

@@ -28,7 +28,7 @@ class Generate:
     """Sample completions of prompts and print them with the throughput."""
 
     TOPICS: ClassVar[Topics] = {
-        "Task": ("model", "prompt", "chat", "tools", "environments"),
+        "Task": ("model", "prompt", "raw", "tools", "environments"),
         "Sampling": ("max_tokens", "temperature", "top_p", "n", "stop", "seed"),
         "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
     }
@@ -37,8 +37,8 @@ class Generate:
     """A folder, a Hugging Face hub id, or the name of a recipe, which stands for its model."""
     prompt: tuple[str, ...]
     """Prompts to complete."""
-    chat: bool = False
-    """Format each prompt with the model's chat template, as is always done with tools or environments."""
+    raw: bool = False
+    """Give the model each prompt as it is; otherwise the chat template, if there is one, makes it a user's message."""
     tools: tuple[str, ...] | None = None
     """Functions that the model may call, as module:function; by default those of the recipe that --model names."""
     environments: tuple[str, ...] | None = None
@@ -101,7 +101,7 @@ def _sample(engine: "Engine", command: Generate, rules: "Rules") -> list[list["R
     from groupax.data.tokenizer import encode_prompts
     from groupax.episodes.play import play_episodes
 
-    is_chat = command.chat or rules.has_turns
+    is_chat = rules.has_turns or (bool(engine.tokenizer.chat_template) and not command.raw)
     rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in command.prompt]
     kwargs = [command.chat_template_kwargs] * len(rows)
     ids = encode_prompts(engine.tokenizer, [row["prompt"] for row in rows], kwargs, tools=rules.schemas_of(rows))

@@ -104,9 +104,10 @@ def num_steps_if_complete(command: Train | SFT, recorded: Train | SFT) -> int | 
 
 def _run_file(run: str, name: str) -> dict[str, Any] | None:
     from groupax.storage.buckets import RemoteFolder, is_remote
+    from groupax.storage.folders import read_file
 
     try:
-        text = RemoteFolder(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
+        text = RemoteFolder(run).read(name) if is_remote(run) else read_file(Path(run) / name)
         return json.loads(text)
     except FileNotFoundError:
         return None

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from groupax.errors import require
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.settings import environment as env
 from groupax.settings.brief_help import Topics
@@ -93,8 +94,6 @@ class Serve:
     where others can reach it, this machine's own names. Other names are refused: another site's page could use them."""
     max_connections: int = 1024
     """Most connections at once. One more closes the connection that has waited longest for its client."""
-    max_header_kb: float = 32.0
-    """Largest head of a request, in KB."""
     receive_timeout_s: float = 30.0
     """Seconds in which a request must arrive, plus one second for each 64 KiB."""
     log_requests: bool = True
@@ -106,12 +105,9 @@ class Serve:
 def serve(argv: Sequence[str]) -> None:
     """Runs `groupax serve`."""
     command = parsed(Serve, "serve", argv)
-    try:
-        import uvicorn
+    require("serve", "the server")
+    import uvicorn
 
-        import groupax.serve.app  # noqa: F401 - reports a missing package before the model is loaded
-    except ImportError as error:
-        raise ValueError(f"groupax serve needs further packages: pip install 'groupax[serve]' ({error})") from error
     from groupax.serve.loop import EngineLoop
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(env.API_KEY, "")) if key)
@@ -145,8 +141,7 @@ def _uvicorn_config(
     import uvicorn
 
     from groupax.serve.app import Limits, create_app
-    from groupax.serve.connections import Connection, ConnectionLimits, Connections
-    from groupax.serve.rate_limited_log import RateLimitedLog
+    from groupax.serve.connections import limited
 
     limits = Limits(
         api_keys=keys,
@@ -157,18 +152,12 @@ def _uvicorn_config(
         host=command.host,
         allowed_hosts=command.allowed_hosts,
     )
-    connection_limits = ConnectionLimits(
-        max_connections=command.max_connections,
-        max_header_bytes=int(command.max_header_kb * 1e3),
-        receive_timeout_s=command.receive_timeout_s,
-        send_timeout_s=limits.send_timeout_s,
-    )
-    log = RateLimitedLog()
+    write_line = partial(print, flush=True) if command.log_requests else lambda _: None
     return uvicorn.Config(
-        create_app(loop, limits, models, log, partial(print, flush=True) if command.log_requests else lambda _: None),
-        http=partial(Connection, Connections(connection_limits, log)),  # pyright: ignore[reportArgumentType]
+        create_app(loop, limits, models, write_line),
+        http=limited(command.max_connections, command.receive_timeout_s),  # pyright: ignore[reportArgumentType]
         ws="none",
-        log_level="warning",
+        log_level="error",  # not a line for each malformed request
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=command.drain_s,
@@ -200,8 +189,10 @@ def models_of(command: Serve) -> "dict[str, Model]":
     """
     from groupax.engine.tensor_parallel import load_sharded
     from groupax.models.checkpoint import load_adapter
+    from groupax.models.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
 
+    require_quantizer(command.weights)
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):

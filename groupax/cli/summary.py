@@ -84,14 +84,14 @@ def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, fla
         result: Result of the training.
         flags: Options of the tools and environments of the run.
     """
-    chat = " --chat" if is_conversational(prompt) else ""
+    raw = "" if is_conversational(prompt) else " --raw"
     model, run = shlex.quote(f"{uri.rstrip('/')}/model"), shlex.quote(uri)
     prompt_text = shlex.quote(one_line(last_text(prompt), 60))
     minutes, seconds = divmod(round(result.train_seconds), 60)
     return [
         f"{result.num_steps:,} steps in {minutes}:{seconds:02d}; the model is in {model}\n"
         f"  groupax view {run}\n"
-        f"  groupax generate --model {model}{chat}{flags} --prompt {prompt_text}\n"
+        f"  groupax generate --model {model}{raw}{flags} --prompt {prompt_text}\n"
         f"  groupax report {run}"
     ]
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from groupax.errors import require
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.settings.command_line import parsed
 from groupax.view.guard import new_token
@@ -38,12 +39,9 @@ def view(arguments: Sequence[str]) -> None:
     command = parsed(View, "view", arguments)
     if not command.run_dirs:
         raise ValueError("no run folder is given; usage: groupax view RUN_DIR [RUN_DIR ...]")
-    try:
-        from groupax.view.server import serve
-    except ModuleNotFoundError as error:
-        raise ValueError(f"the page needs {error.name}; pip install 'groupax[view]'") from error
-
+    require("view", "the page")
     from groupax.view.runs import Runs
+    from groupax.view.server import serve
 
     runs = Runs(command.run_dirs)
     listening = _listen(command.host, command.port)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from groupax.data.chat import render_all
+from groupax.data.tokenizer import rust_errors
 
 TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 START, END = "\ue0f0", "\ue0f1"  # written in place of the tags; for private use, so that texts hardly have them
@@ -52,7 +53,8 @@ def learned_tokens(tokenizer: Any, text: str, spans: Spans) -> tuple[np.ndarray,
             "assistant_only_loss needs a fast tokenizer, which says which characters a token has; convert it to "
             "tokenizer.json, or set assistant_only_loss to False"
         )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    with rust_errors():
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     mask = np.zeros(len(offsets), bool)
     for start, end in spans:

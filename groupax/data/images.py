@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.errors import require
 from groupax.terminal.printable import error_line, short_repr
 
 COLUMNS = ("image", "images")
@@ -144,22 +145,44 @@ def _url(image: Any) -> str:
     return f"{URL}image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
-    """Returns an image, decoded, as a PIL image.
+def read_image(value: Any, where: str) -> Any:
+    """Returns an image (see `open_image`), decoded and upright, as a PIL image.
+
+    An image whose EXIF data asks for it, such as a photo of a phone, is rotated, as `datasets` and transformers do.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: It is no image, too large, damaged, or of another format.
+    """
+    image = open_image(value, where)
+    from PIL import ExifTags, ImageOps
+
+    try:
+        image.load()
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+    except Exception as error:  # decoders raise what they like
+        raise ValueError(f"{where} is damaged: {error_line(error)}") from error
+    return image
+
+
+def open_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
+    """Returns an image as a PIL image, after reading its header alone.
+
+    Of a photo with further pictures in its file (MPO, with a preview or a depth map) this is the first.
 
     Args:
         value: A PIL image, the bytes of a file, a path, a mapping with `bytes` and `path`, or a `data:` URL.
         where: Name of the image in an error.
-        max_pixels: Most pixels that are decoded.
+        max_pixels: Most pixels that it may have.
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: It is none of these, too large, damaged, or of another format.
+        ValueError: It is none of these, too large, or of another format.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise ImportError("images need Pillow: pip install 'groupax[vision]'") from error
+    require("vision", "reading images")
+    from PIL import Image, UnidentifiedImageError
+
     image = value
     if not isinstance(value, Image.Image):
         data = _data_of(value, where)
@@ -176,12 +199,8 @@ def read_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
     width, height = image.size
     if not 0 < width * height <= max_pixels:
         raise ValueError(f"{where} has {width:,} x {height:,} pixels, at most {max_pixels:,} in all are read")
-    if (num_frames := getattr(image, "n_frames", 1)) > 1:
+    if (num_frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":
         raise ValueError(f"{where} has {num_frames} frames, and a model sees still images; give one of them")
-    try:
-        image.load()
-    except Exception as error:  # decoders raise what they like
-        raise ValueError(f"{where} is damaged: {error_line(error)}") from error
     return image
 
 

@@ -15,7 +15,7 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational
 from groupax.data.tools_column import tools_of_rows
-from groupax.settings.sft import ExampleSettings, PackingStrategy
+from groupax.settings.sft import ExampleSettings
 from groupax.settings.template_kwargs import check_template_kwargs
 from groupax.types import Prompt, Row
 
@@ -29,7 +29,7 @@ class TokenExample:
 
     Attributes:
         ids: Token ids.
-        learned: Tokens that count in the loss; never the first one, which nothing predicts.
+        learned: Tokens that count in the loss; never the first one of a training sequence, which nothing predicts.
     """
 
     ids: Int[np.ndarray, "T"]
@@ -96,20 +96,23 @@ def encode_training_set(
         ValueError: A row is of no kind, or cannot be encoded; a setting does not apply; or no token can be learned.
     """
     max_length = min(settings.max_length or max_positions, max_positions)
+    strategy = settings.packing_strategy if settings.packing else None
     encoded = list(_encoded(examples, tokenizer, settings, name))
-    is_cut = not settings.packing or settings.packing_strategy == "bfd"
-    num_truncated = sum(len(example.ids) > max_length for example in encoded) if is_cut else 0
-    if num_truncated:
+    num_truncated = 0
+    if strategy == "wrapped":  # before the first tokens are left out, so that those within a sequence are learned
+        encoded = list(_wrapped(encoded, max_length))
+    elif strategy != "bfd_split":
+        num_truncated = sum(len(example.ids) > max_length for example in encoded)
         encoded = [TokenExample(each.ids[:max_length], each.learned[:max_length]) for each in encoded]
+    encoded = [*map(_without_first, encoded)]
     kept = [example for example in encoded if example.learned.any()]
     if not kept:
         raise ValueError(
             f"{name}: none of the {len(encoded)} examples has a token to learn within max_length {max_length}; raise "
             "max_length, or check the completions"
         )
-    sequences: list[list[TokenExample]] = [[example] for example in kept]
-    if settings.packing:
-        sequences = list(packed(kept, max_length, settings.packing_strategy))
+    is_packed = strategy in ("bfd", "bfd_split")
+    sequences = list(_packed(encoded, max_length)) if is_packed else [[example] for example in kept]
     return TrainingSet(sequences, len(encoded) - len(kept), num_truncated, max_length)
 
 
@@ -135,26 +138,30 @@ def rows_of(sequences: Sequence[Sequence[TokenExample]]) -> list[Row]:
     return rows
 
 
-def packed(
-    examples: Sequence[TokenExample], max_length: int, strategy: PackingStrategy
-) -> Iterator[list[TokenExample]]:
+def _wrapped(examples: Sequence[TokenExample], max_length: int) -> Iterator[TokenExample]:
+    """Yields pieces of `max_length` tokens of the joined examples, from `PACKED_TOGETHER` at a time, as in TRL."""
+    for block in _blocks(examples):
+        ids, learned = (np.concatenate([getattr(each, name) for each in block]) for name in ("ids", "learned"))
+        yield from _pieces(TokenExample(ids, learned), max_length)
+
+
+def _packed(examples: Sequence[TokenExample], max_length: int) -> Iterator[list[TokenExample]]:
     """Yields sequences of at most `max_length` tokens, from `PACKED_TOGETHER` examples at a time."""
-    for start in range(0, len(examples), PACKED_TOGETHER):
-        block = examples[start : start + PACKED_TOGETHER]
-        if strategy == "wrapped":
-            ids, learned = (np.concatenate([getattr(each, name) for each in block]) for name in ("ids", "learned"))
-            sequences = [[piece] for piece in _pieces(ids, learned, max_length)]
-        else:
-            pieces = [piece for each in block for piece in _pieces(each.ids, each.learned, max_length)]
-            sequences = _best_fit_decreasing(pieces, max_length)
-        for sequence in sequences:
+    for block in _blocks(examples):
+        pieces = [_without_first(piece) for each in block for piece in _pieces(each, max_length)]
+        for sequence in _best_fit_decreasing(pieces, max_length):
             if kept := [example for example in sequence if example.learned.any()]:
                 yield kept
 
 
-def _pieces(ids: np.ndarray, learned: np.ndarray, max_length: int) -> list[TokenExample]:
-    starts = range(0, len(ids), max_length)
-    return [_example(ids[start : start + max_length], learned[start : start + max_length]) for start in starts]
+def _blocks(examples: Sequence[TokenExample]) -> Iterator[Sequence[TokenExample]]:
+    return (examples[start : start + PACKED_TOGETHER] for start in range(0, len(examples), PACKED_TOGETHER))
+
+
+def _pieces(example: TokenExample, max_length: int) -> Iterator[TokenExample]:
+    for start in range(0, len(example.ids), max_length):
+        chosen = slice(start, start + max_length)
+        yield TokenExample(example.ids[chosen], example.learned[chosen])
 
 
 def _best_fit_decreasing(examples: Sequence[TokenExample], max_length: int) -> list[list[TokenExample]]:
@@ -181,14 +188,13 @@ def _best_fit_decreasing(examples: Sequence[TokenExample], max_length: int) -> l
     return sequences
 
 
-def _example(ids: np.ndarray, learned: np.ndarray) -> TokenExample:
-    learned = learned.copy()
-    learned[:1] = False
-    return TokenExample(ids.astype(np.int32), learned)
+def _without_first(example: TokenExample) -> TokenExample:
+    """Returns a sequence, or its first example, whose first token is not learned."""
+    return TokenExample(example.ids, example.learned & (np.arange(len(example.ids)) > 0))
 
 
 def _encoded(examples: Examples, tokenizer: Any, settings: ExampleSettings, name: str) -> Iterator[TokenExample]:
-    """Yields all examples as tokens."""
+    """Yields all examples as tokens; a first token counts as learned if only its place speaks against it."""
     first, text_field = examples[0], settings.dataset_text_field
     has_completions = "prompt" in first and "completion" in first
     if settings.completion_only_loss and not has_completions:
@@ -204,12 +210,12 @@ def _encoded(examples: Examples, tokenizer: Any, settings: ExampleSettings, name
         yield from _completions(rows, names, tokenizer, settings)
     elif "messages" in first:
         ids, learned = _conversations([row["messages"] for row in rows], rows, names, tokenizer, settings)
-        yield from map(_example, ids, learned)
+        yield from map(TokenExample, ids, learned)
     elif text_field in first:
         _refuse_settings_of_templates(settings, rows, name)
         texts = [_ended(row[text_field], tokenizer, row_name) for row, row_name in zip(rows, names, strict=True)]
         for ids in encode_texts(tokenizer, texts, [False] * len(texts)):
-            yield _example(ids, np.ones(len(ids), bool))
+            yield TokenExample(ids, np.ones(len(ids), bool))
     else:
         raise ValueError(f"{name} has prompts without completions; give a column completion, or messages")
 
@@ -238,7 +244,7 @@ def _completions(
     for start, each, mask in zip(prompt_ids, ids, learned, strict=True):
         if settings.completion_only_loss is not False:
             mask[: _num_common(start, each)] = False
-        yield _example(each, mask)
+        yield TokenExample(each, mask)
 
 
 def _conversations(
@@ -276,8 +282,9 @@ def _given(row: Mapping[str, Any], name: str) -> TokenExample:
     ids = _integers(row["input_ids"], f"{name}: input_ids")
     if ids.size and not 0 <= ids.min() <= ids.max() <= np.iinfo(np.int32).max:
         raise ValueError(f"{name}: input_ids must be token ids, got numbers from {ids.min()} to {ids.max()}")
+    ids = ids.astype(np.int32)
     if row.get("labels") is None:
-        return _example(ids, np.ones(len(ids), bool))
+        return TokenExample(ids, np.ones(len(ids), bool))
     labels = _integers(row["labels"], f"{name}: labels")
     if len(labels) != len(ids):
         raise ValueError(f"{name}: labels must be as many as input_ids, got {len(labels)} for {len(ids)}")
@@ -286,7 +293,7 @@ def _given(row: Mapping[str, Any], name: str) -> TokenExample:
         raise ValueError(
             f"{name}: labels must be those of input_ids, without a shift, or {NOT_LEARNED} where a token is not learned"
         )
-    return _example(ids, learned)
+    return TokenExample(ids, learned)
 
 
 def _integers(values: Any, name: str) -> np.ndarray:

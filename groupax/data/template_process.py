@@ -1,4 +1,4 @@
-"""A client of the process that renders chat templates (see `groupax.data.template_worker`). Imports no jax."""
+"""A client of `groupax.data.template_worker`, which runs templates and tries out tokenizers. Imports no jax."""
 
 import atexit
 import json
@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateError(Exception):
-    """A template failed.
+    """A template, or a tokenizer, failed.
 
     Args:
         message: The reason, on one line.
@@ -44,17 +44,19 @@ class TemplateProcess:
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
 
-    def ask(self, request: Mapping[str, Any], count: int) -> list[Any]:
+    def ask(self, request: Mapping[str, Any], count: int, deadline_s: int | None = None) -> list[Any]:
         """Returns the values that answer a request.
 
         Args:
             request: Action and arguments.
             count: Number of values that the action yields.
+            deadline_s: Time limit, if it is not that of other requests.
 
         Raises:
             TemplateError: The template fails, or exceeds its time or memory limit.
         """
-        line = json.dumps(request)
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        line = json.dumps({"deadline_s": deadline_s, **request})
         values: list[Any] = []
         with self._lock:
             process = self._running()
@@ -67,7 +69,7 @@ class TemplateProcess:
                 while len(values) < count:
                     answered = process.stdout.readline()
                     if not answered.endswith("\n"):
-                        raise TemplateError(self._end(), len(values), ended=True)
+                        raise TemplateError(self._end(deadline_s), len(values), ended=True)
                     answer = json.loads(answered)
                     if "error" in answer:
                         raise TemplateError(error_line(answer["error"], 1100), len(values), ended=False)
@@ -94,7 +96,7 @@ class TemplateProcess:
         if self._process is None:
             # -P: modules next to the worker's file must not shadow those that it imports
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER), str(self.deadline_s)],
+                [sys.executable, "-P", str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -104,7 +106,7 @@ class TemplateProcess:
             self._owner = os.getpid()
         return self._process
 
-    def _end(self) -> str:
+    def _end(self, deadline_s: int | None = None) -> str:
         """Ends the process and returns why it does not answer any more."""
         assert self._process is not None, "it is running"
         for pipe in (self._process.stdin, self._process.stdout):
@@ -113,8 +115,8 @@ class TemplateProcess:
                 pipe.close()
         status, self._process = self._process.wait(), None
         if status == -signal.SIGALRM:
-            return f"it was still running after {self.deadline_s} s"
-        return f"the process that renders it ended with status {status}; is there too little memory?"
+            return f"it was still running after {deadline_s} s"
+        return f"the process that runs it ended with status {status}; is there too little memory?"
 
 
 TEMPLATES = TemplateProcess()

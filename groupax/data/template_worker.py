@@ -1,14 +1,15 @@
-"""A program that renders chat templates and reads turns by response templates. It imports nothing of groupax.
+"""A program that renders chat templates, reads turns by response templates and tries out tokenizers.
 
-Chat templates are programs that come with a model, and response templates have its regular expressions. Both can run
-forever or fill the memory, even within one operation that no exception interrupts. So the kernel ends this process when
-a request takes too long, and limits its memory.
+It imports nothing of groupax. Chat templates are programs that come with a model, and response templates and tokenizers
+have its regular expressions and replacements. All can run forever or fill the memory, even within one operation that no
+exception interrupts. So the kernel ends this process when a request takes too long, and limits its memory.
 
 A request is a line of JSON, {"action": ..., **arguments}. So are its answers: one {"value": ...} for each requested
 value, up to the first {"error": ...}.
 """
 
 import json
+import os
 import re
 import resource
 import signal
@@ -70,37 +71,45 @@ def parse_response(response_template: dict[str, Any], prefix: str, text: str) ->
     yield message, sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
 
 
+def tokenize(path: str, text: str) -> Iterator[int]:
+    """Yields the number of tokens of a text, which is also decoded, by a `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    ids = tokenizer.encode(text).ids
+    tokenizer.decode(ids, skip_special_tokens=False)
+    yield len(ids)
+
+
 # Actions of a request, by name.
 ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {
     "render": render,
     "variables": variables,
     "parse_response": parse_response,
+    "tokenize": tokenize,
 }
 
 
-def answers(line: str, deadline_s: int) -> Iterator[dict[str, Any]]:
+def answers(line: str) -> Iterator[dict[str, Any]]:
     """Yields the answers to a request, up to the first error."""
     request = json.loads(line)
-    signal.alarm(deadline_s)
+    signal.alarm(request.pop("deadline_s"))
     try:
         for value in ACTIONS[request.pop("action")](**request):
             yield {"value": value}
     except MemoryError:
         yield {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001 - a template can raise anything, which goes to the client
+    except BaseException as error:  # noqa: BLE001 - whatever a template raises, or Rust, goes to the client
         yield {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
     finally:
         signal.alarm(0)
 
 
-def main(deadline_s: int) -> None:
-    """Answers requests until standard input is closed.
-
-    Args:
-        deadline_s: Time limit of a request.
-    """
+def main() -> None:
+    """Answers requests until standard input is closed."""
     import transformers.utils.chat_template_utils
 
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # threads reserve memory
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends when its input does
     memory = Path("/proc/self/statm")
     if memory.exists():
@@ -111,9 +120,9 @@ def main(deadline_s: int) -> None:
     )
     out, sys.stdout = sys.stdout, sys.stderr  # only answers go to standard output
     for line in sys.stdin:
-        for answer in answers(line, deadline_s):
+        for answer in answers(line):
             print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -1,8 +1,12 @@
 """Tokenizers: loading them, encoding prompts and decoding completions. Imports no jax."""
 
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import numpy as np
 
 from groupax.data.chat import CHAT_TEMPLATES, render_all
 from groupax.data.files import check_characters
+from groupax.data.template_process import TEMPLATES, TemplateError
 from groupax.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.terminal.printable import error_line, short_repr
 from groupax.types import Prompt
@@ -23,6 +28,17 @@ REPLACEMENT = "\ufffd"  # decoded for the bytes of an incomplete character
 # Without any of these files transformers creates a tokenizer of special tokens only for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
+# Parts of `tokenizer.json` that replace, cut and add text, and signs of those that are more than a fixed rule.
+RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+RISKY = re.compile(r'"(Regex|Replace|Precompiled|Prepend|continuing_subword_prefix)"|.{4096}', re.DOTALL)
+# Encoded by a new tokenizer before any other text, together with the texts that its rules name.
+TRIAL = f"{'a' * 48}! {'1' * 48}! {' ' * 48}!\n{''.join(map(chr, range(0x20, 0x530)))}"
+TRIAL += " 東京 ひらがな カタカナ 한국어 हिन्दी עברית العربية ไทย 🙂"
+TRIAL_CHARACTERS = 1 << 14  # most of the rules' texts that are encoded
+TRIAL_DEADLINE_S = 60
+
+logger = logging.getLogger(__name__)
+
 # Files that must contain a JSON object, if they exist.
 TOKENIZER_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -35,11 +51,14 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         chat_template: Name in `CHAT_TEMPLATES` or file of a template that replaces the tokenizer's own.
 
     Raises:
-        ValueError: The tokenizer is missing, damaged or Python code, or there is no such template.
+        ValueError: The tokenizer is missing, damaged or Python code, needs more time or memory for a short text than
+            any does, or there is no such template.
     """
     folder = Path(folder)
     if folder.is_dir():
         _check_files(folder)
+        if (folder / "tokenizer.json").is_file():
+            _try_out(folder / "tokenizer.json")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if _is_generic(folder):
         # AutoTokenizer chooses by the model's type, and would split text as that family does whatever the files say; it
@@ -50,7 +69,7 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
 
     try:
         tokenizer = Loader.from_pretrained(folder, trust_remote_code=False)
-        tokenizer("a")  # an incomplete file fails here rather than at the first prompt
+        token_ids(tokenizer, ["a"])  # an incomplete file fails here rather than at the first prompt
     except Exception as error:  # the tokenizers library raises no narrower class
         raise ValueError(
             f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {error_line(error)}; "
@@ -95,6 +114,37 @@ def _check_files(folder: Path) -> None:
                 raise ValueError(
                     f"{folder / 'tokenizer_config.json'} has {key}={short_repr(named)}, which is not one of its files"
                 )
+
+
+def _try_out(path: Path) -> None:
+    """Encodes and decodes a text in the limited process, unless the rules of `tokenizer.json` are all harmless.
+
+    Rules may be regular expressions that take forever, and replacements that make 10^12 characters of one.
+
+    Raises:
+        ValueError: That fails, or takes too long or too much memory.
+    """
+    content = read_json(path)
+    rules = json.dumps([content.get(name) for name in RULES])
+    if not RISKY.search(rules):
+        return
+    texts = " ".join(text[:1024] for text in _texts_of(json.loads(rules)))
+    request = {"action": "tokenize", "path": str(path.absolute()), "text": f"{TRIAL} {texts[:TRIAL_CHARACTERS]}"}
+    try:
+        TEMPLATES.ask(request, 1, TRIAL_DEADLINE_S)
+    except TemplateError as fault:
+        raise ValueError(
+            f"{path} cannot be used: it fails with a text of {len(request['text']):,} characters, for which {fault}; "
+            "download the file again, or do not trust it"
+        ) from fault
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts_of(each)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
@@ -273,15 +323,68 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool])
     for is_rendered in (False, True):
         chosen = [index for index, flag in enumerate(rendered) if flag == is_rendered]
         if chosen:
-            ids = tokenizer([texts[i] for i in chosen], add_special_tokens=not is_rendered)["input_ids"]
-            for index, row in zip(chosen, ids, strict=True):
+            rows = token_ids(tokenizer, [texts[i] for i in chosen], add_special_tokens=not is_rendered)
+            for index, row in zip(chosen, rows, strict=True):
                 encoded[index] = np.asarray(row, np.int32)
     return encoded
 
 
+def token_ids(tokenizer: Any, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    """Returns the token ids of each text.
+
+    A text that begins with the special tokens that the tokenizer puts first, as one does that `apply_chat_template` has
+    rendered, has them once.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        texts: Texts to encode.
+        add_special_tokens: Whether to add the tokenizer's special tokens.
+
+    Raises:
+        ValueError: The tokenizer's own rules fail for a text.
+    """
+    with rust_errors():
+        rows = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        if add_special_tokens and any(text.startswith(tuple(tokenizer.all_special_tokens)) for text in texts):
+            first = _first_tokens(tokenizer)
+            doubled = [bool(first) and row[: 2 * len(first)] == 2 * first for row in rows]
+            if any(doubled):
+                _say_doubled(" ".join(tokenizer.convert_ids_to_tokens(first)))
+            rows = [row[len(first) :] if is_doubled else row for row, is_doubled in zip(rows, doubled, strict=True)]
+    return rows
+
+
+def _first_tokens(tokenizer: Any) -> list[int]:
+    """Returns the special tokens that a tokenizer puts before a text."""
+    whole, own = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (True, False))
+    starts = (start for start in range(len(whole) + 1) if whole[start : start + len(own)] == own)
+    return whole[: next(starts, 0)]
+
+
+@lru_cache
+def _say_doubled(tokens: str) -> None:
+    logger.warning(
+        "a text begins with %s, as a chat template writes it, and the tokenizer puts that before every text: it is "
+        "given to the model once",
+        tokens,
+    )
+
+
+@contextmanager
+def rust_errors() -> Iterator[None]:
+    """Raises a ValueError where the tokenizers library, in Rust, panics, which Python has no `Exception` for."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer fails with a text: {error_line(error)}; are its files damaged?") from error
+
+
 def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
     """Returns the text of each completion, without special tokens."""
-    return tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
+    with rust_errors():
+        return tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
 
 
 def context_tokens(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> list[int]:

@@ -18,6 +18,7 @@ from groupax.engine.session import Session
 from groupax.engine.tensor_parallel import load_sharded
 from groupax.models.adapter_stack import changes_of, check_finite, stack_adapters
 from groupax.models.checkpoint import Model, load_adapter
+from groupax.models.quantize import require_quantizer
 from groupax.models.specs import Params
 from groupax.models.vision.prompts import prompt_encoder
 from groupax.settings.sampling import SamplingParams
@@ -94,6 +95,7 @@ class Engine(EngineCore):
         Raises:
             ValueError: There is no such model, it has no tokenizer, or its weights cannot be sharded so.
         """
+        require_quantizer(settings.get("weights", "same"))
         model = load_sharded(name_or_path, dtype, mesh, tp)
         assert model.source is not None, "a loaded model has a folder"
         loaded = {name: load_adapter(model, folder) for name, folder in (adapters or {}).items()}

@@ -6,7 +6,6 @@ episodes of a run at the same time, unless each episode has its own.
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import shlex
 import weakref
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.environments.remote_tools import remote_schema
-from groupax.errors import InfrastructureError, RunError
+from groupax.errors import InfrastructureError, RunError, require
 from groupax.terminal.printable import error_line, printable
 from groupax.tools.threads import start_loop
 from groupax.tools.tool import Tool
@@ -91,8 +90,7 @@ def mcp(
         InfrastructureError: The server does not answer.
         ValueError: The address is none, or there is no such tool.
     """
-    if importlib.util.find_spec("mcp") is None:
-        raise ImportError("mcp(...) needs the library mcp: pip install 'groupax[mcp]'")
+    require("mcp", "mcp(...)", is_imported=False)
     for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", 1 if timeout_s is None else timeout_s)):
         if not value > 0:
             raise ValueError(f"mcp takes a positive {name}, got {value}")

@@ -5,7 +5,6 @@ other one answers the model's messages, which `action` turns into actions.
 """
 
 import asyncio
-import importlib.util
 import json
 import math
 import numbers
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from groupax.environments.openenv_connection import Connection, InvalidActionError, Server, websocket_url
 from groupax.environments.remote_tools import remote_schema
 from groupax.episodes.environment import EnvironmentClass
-from groupax.errors import InfrastructureError
+from groupax.errors import InfrastructureError, require
 from groupax.terminal.printable import printable, short_repr
 from groupax.tools.tool import Step, Tool
 
@@ -67,8 +66,7 @@ def openenv(
         ValueError: The address is none, or the environment's actions are not understood.
         InfrastructureError: The server does not answer.
     """
-    if importlib.util.find_spec("websockets") is None:
-        raise ImportError("openenv needs websockets: pip install 'groupax[openenv]'")
+    require("openenv", "openenv(...)")
     if rewards not in ("sum", "last"):
         raise ValueError(f"openenv takes rewards='sum' or 'last', got {rewards!r}")
     for setting, value in (

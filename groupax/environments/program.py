@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import json
 import os
@@ -17,12 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from groupax.episodes.program import Endpoint, Listening, ProgramClass
-from groupax.errors import InfrastructureError
+from groupax.errors import InfrastructureError, require
 from groupax.parallel.sockets import LAST_PORT, is_loopback
 
 POLL_S = 0.2  # in which a program learns that nobody waits for it any more
 _LOOPS: list[asyncio.AbstractEventLoop] = []  # that no program uses
-NEEDED = ("pydantic", "starlette", "uvicorn")  # of the extra `serve`
 LAST_CHARACTERS = 2000  # of what a command that failed has written
 
 
@@ -72,9 +70,7 @@ def program(
         ...     return float(answer in said)
         >>> trainer = GRPOTrainer(model, environments=program(my_agent), ...)  # doctest: +SKIP
     """
-    missing = [each for each in NEEDED if importlib.util.find_spec(each) is None]
-    if missing:
-        raise ImportError(f"program(...) needs {', '.join(missing)}: pip install 'groupax[serve]'")
+    require("serve", "program(...)")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     if max_concurrent is not None and max_concurrent < 1:

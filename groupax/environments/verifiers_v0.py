@@ -15,6 +15,7 @@ from typing import Any
 
 from groupax.environments.remote_tools import remote_schema
 from groupax.episodes.environment import EnvironmentClass
+from groupax.errors import require
 from groupax.terminal.printable import error_line
 from groupax.tools.tool import Tool
 
@@ -74,6 +75,7 @@ def verifiers(environment: Any, *, name: str = "verifiers", **arguments: Any) ->
 
 
 def _loaded(environment: Any, arguments: Mapping[str, Any]) -> Any:
+    require("verifiers", "verifiers(...)", is_imported=False)
     try:
         from verifiers import load_environment
         from verifiers.envs.environment import Environment

@@ -9,7 +9,6 @@ import asyncio
 import secrets
 import threading
 import time
-from functools import partial
 
 from groupax.episodes.program import MODEL, Endpoint, Listening, Session
 from groupax.episodes.transcript import Templates
@@ -42,8 +41,7 @@ class ProgramServer:
         import uvicorn
 
         from groupax.episodes.program_http import OpenSession, application
-        from groupax.serve.connections import Connection, ConnectionLimits, Connections
-        from groupax.serve.rate_limited_log import RateLimitedLog
+        from groupax.serve.connections import limited
 
         self.listening = listening
         self._sessions: dict[str, OpenSession] = {}
@@ -53,10 +51,9 @@ class ProgramServer:
         except ValueError as error:
             raise RunError(f"the sessions of programs need an address of this machine: {error}") from error
         self._url = listening.url(self._socket.getsockname()[1])
-        connections = Connections(ConnectionLimits(max_connections=MAX_CONNECTIONS), RateLimitedLog())
         config = uvicorn.Config(
             application(self._sessions),
-            http=partial(Connection, connections),  # pyright: ignore[reportArgumentType]
+            http=limited(MAX_CONNECTIONS),  # pyright: ignore[reportArgumentType]
             log_config=None,
             access_log=False,
             lifespan="off",

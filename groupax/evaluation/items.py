@@ -15,6 +15,7 @@ from groupax.episodes.as_json import messages_as_json, turns_as_json
 from groupax.evaluation.answers import ACCURACY_REWARDS, ANSWERS
 from groupax.evaluation.paired import PairedDifference, paired_difference
 from groupax.metrics.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
+from groupax.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.types import Rollout
 
 
@@ -255,8 +256,8 @@ def read_items(path: Path) -> list[Item]:
         ValueError: There is no such file, or a line is not an item.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
+        lines = read_file(path, MAX_LOG_BYTES).decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     known = {each.name for each in fields(Item)}
     items = []

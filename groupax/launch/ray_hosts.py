@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.errors import PREEMPTED
+from groupax.errors import PREEMPTED, require
 from groupax.launch.environment import free_port, process_environment
 from groupax.launch.retries import Ending, Outcome
 
@@ -61,10 +61,9 @@ def connect(address: str | None = None, working_dir: Path | None = None) -> None
     Raises:
         ValueError: ray is not installed.
     """
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ValueError("this needs ray; pip install 'groupax[ray]'") from error
+    require("ray", "running on a cluster of ray")
+    import ray
+
     if not ray.is_initialized():
         runtime_env = None if working_dir is None else {"working_dir": str(working_dir)}
         ray.init(address=address, runtime_env=runtime_env)

@@ -192,7 +192,7 @@ def _find_weights(
 
 
 def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: Any, options: Mapping[str, Any]) -> Model:
-    base_name = base or peft_format.base_name(read_json(folder / peft_format.CONFIG_NAME), folder)
+    base_name = base if base is not None else peft_format.base_name(read_json(folder / peft_format.CONFIG_NAME), folder)
     try:
         base_folder = resolve_folder(base_name)
         if (base_folder / peft_format.CONFIG_NAME).is_file():

@@ -37,6 +37,7 @@ _INERT = frozenset(
     [
         "auto_mapping",
         "base_model_name_or_path",
+        "eva_config",
         "inference_mode",
         "loftq_config",
         "megatron_core",
@@ -127,8 +128,10 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
         )
     own = {field.name for field in fields(LoRAConfig)}
     _check_init(settings.get("init_lora_weights", True), has_weights)
+    if settings.get("inference_mode") and not has_weights:
+        raise ValueError("inference_mode=True freezes a new adapter, and nothing would be trained; leave it at False")
     others = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
-    unsupported = sorted(key for key, value in others.items() if value and not key.startswith("_"))
+    unsupported = sorted(key for key, value in others.items() if _is_set(value) and not key.startswith("_"))
     if unsupported:
         raise ValueError(
             "groupax does not support the LoRA settings "
@@ -138,10 +141,17 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
 
 
+def _is_set(value: Any) -> bool:
+    """Returns whether a setting is anything but PEFT's ways of leaving it unset; 0 is an index, e.g. of a layer."""
+    is_empty = isinstance(value, (str, Collection)) and not len(value)
+    return not (value is None or value is False or is_empty)
+
+
 def _check_init(init: Any, has_weights: bool) -> None:
-    if init not in (True, False, "gaussian", "orthogonal"):
+    if init not in (True, False, "gaussian", "orthogonal", "eva"):
         raise ValueError(
-            f"init_lora_weights is {short_repr(init)}, which changes the base; groupax does not support that"
+            f"init_lora_weights is {short_repr(init)}, which changes the base or what is trained; groupax does not "
+            "support that"
         )
     if init is not True and not has_weights:
         raise ValueError(

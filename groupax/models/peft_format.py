@@ -13,7 +13,7 @@ from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, as_lora_config, module_name
 from groupax.models.specs import model_specs
-from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
+from groupax.models.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.transfer import to_device
 from groupax.storage.folders import ADAPTER_NAME as CONFIG_NAME
 from groupax.storage.folders import at_revision, split_revision
@@ -93,6 +93,11 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
         ValueError: The file is missing or damaged, or its tensors do not match `adapter_config.json`.
     """
     path = folder / TENSORS_NAME
+    if whole := [name for name in (SINGLE_NAME, INDEX_NAME) if (folder / name).is_file()]:
+        raise ValueError(
+            f"{folder} has an adapter ({CONFIG_NAME}) and a whole model ({whole[0]}), as a folder has that both were "
+            "saved to; move one of them to another folder"
+        )
     if not path.is_file():
         raise ValueError(f"{folder} has no {TENSORS_NAME}; pickled adapters are never loaded")
     file = TensorFile(path)

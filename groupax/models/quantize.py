@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from groupax.errors import require
 from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
@@ -73,6 +74,12 @@ def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     return jax.jit(convert)
 
 
+def require_quantizer(kind: str) -> None:
+    """Raises a `MissingPackageError` if weights of this format cannot be made; for before a model is loaded."""
+    if kind in _QTYPES:
+        require("quantize", f"weights={kind!r}")
+
+
 def quantizer(kind: str) -> Callable[[Array], Any]:
     """Returns the function that quantizes a matrix to "int8", "float8" or "nf4".
 
@@ -81,10 +88,9 @@ def quantizer(kind: str) -> Callable[[Array], Any]:
     """
     if kind == "nf4":
         return quantize_nf4
-    try:
-        import qwix
-    except ImportError as error:
-        raise ImportError(f"weights in {kind} need qwix: pip install 'groupax[quantize]'") from error
+    require_quantizer(kind)
+    import qwix
+
     return lambda weight: qwix.quantize(weight, _QTYPES[kind], channelwise_axes=[0])
 
 

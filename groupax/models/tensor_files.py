@@ -1,5 +1,6 @@
 """Safetensors files of a folder: which tensors they contain, and reading them."""
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from groupax.storage.folders import list_names, read_json
 from groupax.terminal.printable import error_line, short_repr
 
+logger = logging.getLogger(__name__)
+
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\\0]*\.safetensors")
 CHECKED_NUMBERS = 1 << 18  # checked at a time, to fit in the processor's caches
@@ -169,17 +173,33 @@ def find_tensors(folder: Path) -> Tensors:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Returns the names of all tensors, each with the name of its file."""
+    """Returns the names of all tensors, each with the name of its file.
+
+    Raises:
+        ValueError: There are no such files, or there is a whole set of them beside the one that the index names.
+    """
+    shards = {path.name for path in folder.glob("model-*-of-*.safetensors")}
     if (folder / INDEX_NAME).is_file():
-        return _read_index(folder / INDEX_NAME)
-    if (folder / "model.safetensors").is_file():
-        return dict.fromkeys(TensorFile(folder / "model.safetensors").file.keys(), "model.safetensors")
-    pickled = next(iter(folder.glob("*.bin")), None)
-    if pickled:
-        reason = f"only {list_names([pickled.name])}, a pickle, which is never loaded; convert it"
+        weight_map = _read_index(folder / INDEX_NAME)
+        if (folder / SINGLE_NAME).is_file() and SINGLE_NAME not in weight_map.values():
+            raise ValueError(
+                f"{folder} has two sets of weights, {SINGLE_NAME} and the shards of {INDEX_NAME}, as a folder has that "
+                f"a model was saved to twice; delete {SINGLE_NAME}, or {INDEX_NAME} with its shards"
+            )
+    elif (folder / SINGLE_NAME).is_file():
+        weight_map = dict.fromkeys(TensorFile(folder / SINGLE_NAME).file.keys(), SINGLE_NAME)
     else:
-        reason = "no model.safetensors"
-    raise ValueError(f"{folder} has no safetensors weights: {reason}")
+        pickled = next(iter(folder.glob("*.bin")), None)
+        if shards:
+            reason = f"{list_names(shards)} without {INDEX_NAME}, which says what they contain; download it too"
+        elif pickled:
+            reason = f"only {list_names([pickled.name])}, a pickle, which is never loaded; convert it"
+        else:
+            reason = f"no {SINGLE_NAME}"
+        raise ValueError(f"{folder} has no safetensors weights: {reason}")
+    if left := shards - set(weight_map.values()):
+        logger.warning("%s has the shards %s, which are not of its model and are not read", folder, list_names(left))
+    return weight_map
 
 
 def _read_index(index: Path) -> dict[str, str]:

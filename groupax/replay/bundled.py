@@ -32,6 +32,7 @@ from groupax.runs.checkpoints.store import OWN
 from groupax.runs.files import parsed_record
 from groupax.runs.step_record import Stage
 from groupax.settings.objective import AdvantageEstimator, KLEstimator, LossType
+from groupax.storage.folders import read_file
 from groupax.terminal.printable import error_line, one_line
 from groupax.tools.tool import Tool
 from groupax.types import Rollout
@@ -201,7 +202,7 @@ def _place_state(folder: Path, manifest: Manifest, state: str | None) -> None:
     found = [path for path in (given, *(given / each / name for each in ("checkpoints", "states"))) if _is_state(path)]
     if not found:
         raise ValueError(f"--state {state}: there is no checkpoint {name}")
-    step = parsed_record((found[0] / STATE).read_bytes()).get("step")
+    step = parsed_record(read_file(found[0] / STATE)).get("step")
     if step != manifest.start:
         raise ValueError(
             f"--state {state} is the state after step {step}, and that after step {manifest.start} is needed"

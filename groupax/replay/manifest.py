@@ -8,6 +8,7 @@ from typing import Any
 
 from groupax.replay.foreign import is_count, is_flag, is_text, list_of, plain_json
 from groupax.runs.checkpoints.fingerprint import Identity
+from groupax.storage.folders import read_file
 
 FORMAT = 2
 # Entries of a tool that are true or false.
@@ -63,7 +64,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ValueError: It is not one of this version, or is damaged.
     """
-    content = plain_json((folder / "bundle.json").read_bytes(), "bundle.json")
+    content = plain_json(read_file(folder / "bundle.json"), "bundle.json")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         version = content.get("groupax") if isinstance(content, dict) else None
         raise ValueError(f"the bundle was written by groupax {version!r:.40}, and this groupax reads format {FORMAT}")

@@ -19,6 +19,7 @@ from groupax.rollouts.state import Cursor
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.files import STATE
 from groupax.settings.compute import Checkpointing
+from groupax.storage.folders import read_file
 
 
 def check_state(folder: Path, manifest: Manifest) -> None:
@@ -28,7 +29,7 @@ def check_state(folder: Path, manifest: Manifest) -> None:
         ValueError: It has another one, or a damaged one.
     """
     name = f"{folder.name}/{STATE}"
-    content = plain_json((folder / STATE).read_bytes(), name)
+    content = plain_json(read_file(folder / STATE), name)
     if not isinstance(content, dict) or content.get("identity") != manifest.identity:
         raise ValueError(f"{name} of the bundle is damaged: it is not of the run that bundle.json describes")
     if content.get("format") != FORMAT:

@@ -3,12 +3,15 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from groupax.rewards.contract import split_per_completion
+
+MAX_VALUES = 1_000_000  # returned by one call
 
 
 @dataclass
@@ -20,7 +23,7 @@ class CallLog:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Keeps one value per completion for the rollout log."""
-        self.extra.setdefault(column, []).extend(values)
+        self.extra.setdefault(column, []).extend(itertools.islice(values, MAX_VALUES))
 
     def log_metric(self, name: str, value: Any) -> None:
         """Keeps a number for the metrics of the step."""
@@ -115,7 +118,12 @@ def start_thread(function: Callable[..., Any], *args: Any) -> "concurrent.future
 
 
 def _as_list(returned: Any) -> Any:
-    """Returns arrays of other libraries, and generators, as lists, so that they can be sent between processes."""
+    """Returns arrays of other libraries, and iterables, as lists, so that they can be sent between processes.
+
+    One that does not end gives more values than there can be completions, which `contract.checked_scores` refuses.
+    """
     if hasattr(returned, "tolist"):
         return returned.tolist()
-    return list(returned) if hasattr(returned, "__next__") else returned
+    if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
+        return returned
+    return list(itertools.islice(returned, MAX_VALUES))

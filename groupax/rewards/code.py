@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -13,7 +14,7 @@ from groupax.rewards.text import completion_text
 
 MAX_COMPLETION_CHARS = 1 << 20
 # A line with a code fence: the text before it, its backticks, its info string. Matching takes linear time.
-FENCE = re.compile(r"([^`]*(?:`{1,2}[^`]+)*)(`{3,})([^`]*)")
+FENCE = re.compile(r"([^`]*(?:`{1,2}[^`]+)*)(`{3,})([^`]*)|([ \t>]*)(~{3,})([^~]*)")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Statements of a prompt that the tests may rely on.
 TRUSTED = (ast.Import, ast.ImportFrom, *DEFINITIONS, ast.Assign, ast.AnnAssign)
@@ -36,8 +37,9 @@ def code_tests(
     that defines the entry point, as in HumanEval, the tests see the prompt's other names as the prompt defines them,
     even if the solution redefines them.
 
-    The solution is the completion's last code block that is fenced as Python or as no language, or else the whole
-    completion. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in HumanEval.
+    The solution is the completion's last code block that defines `entry_point`, else the last one that is fenced as
+    Python, else as no language, else the whole completion. If it does not define `entry_point`, it is taken as the
+    continuation of the prompt, as in HumanEval.
 
     Args:
         completions: Completions of the policy.
@@ -88,54 +90,96 @@ def _sources(tests: Any, partial_credit: bool) -> list[str]:
 
 
 def program(completion: str, prompt: Any, entry_point: str) -> str:
-    """Returns the Python source in a completion, preceded by the prompt if it does not define the entry point."""
-    blocks = python_blocks(completion)
-    source = blocks[-1] if blocks else completion
+    """Returns the Python source in a completion, preceded by the prompt if it does not define the entry point.
+
+    It is the last block that defines the entry point, or else the last one fenced as Python, or as no language. A block
+    that the prompt has opened goes on in the completion.
+    """
+    blocks = _blocks(_open_block(_prompt_text(prompt)) + completion)
+    name = re.escape(re.split(r"\W+", entry_point.rstrip("()"))[-1])
     # not \s, which would try every sequence of empty lines from each of its lines
-    definition = rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}\b"
-    defined = re.search(definition, source, re.MULTILINE) if entry_point else True
-    return source if defined or not isinstance(prompt, str) else prompt + source
+    definition = re.compile(rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*=", re.MULTILINE)
+    defining = [source for _, source in blocks if name and definition.search(source)]
+    python = [source for language, source in blocks if language]
+    source = [completion, *(source for _, source in blocks)][-1]
+    source = (defining or python or [source])[-1]
+    if not name or definition.search(source):
+        return textwrap.dedent(source)
+    return prompt + source if isinstance(prompt, str) else source
 
 
 def python_blocks(text: str) -> list[str]:
-    """Returns the code blocks that are fenced as Python (`py`, `python`, `Python3`) or as no language, in order.
+    """Returns the code blocks that are fenced as Python (`py`, `python`, `Python3`) or as no language, in order."""
+    return [source for _, source in _blocks(text)]
+
+
+def _open_block(prompt: str) -> str:
+    """Returns the code block that a prompt begins as Python and does not end, with its fence."""
+    opened = ""
+    for line in prompt.splitlines(keepends=True):
+        fence = FENCE.fullmatch(line)
+        if opened:
+            opened = "" if fence and not _parts(fence)[2].strip() else opened + line
+        elif fence and _opens(fence) and _is_python(fence) and _parts(fence)[2].strip():
+            opened = line
+    return opened if not opened or opened.endswith("\n") else f"{opened}\n"
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Returns the language and the source of the blocks that are fenced as Python or as no language, in order.
 
     Fences pair line by line as in CommonMark (0.31, section 4.5), except that they may follow other text, and that one
-    with an info string ends the block before it. A block without an end counts only if there is no other block.
+    with an info string ends the block before it. A block without an end counts only if there is no other block. Lines
+    lose the indentation, or the marks of quotation, of their fence.
     """
-    blocks: list[str] = []
+    blocks: list[tuple[str, str]] = []
     opening: re.Match[str] | None = None
     lines: list[str] = []
+
+    def add(opening: re.Match[str], rest: str) -> None:
+        before = _parts(opening)[0]
+        width = len(before) if not re.search(r"[^\s\d.)*+>-]", before) else 0
+        prefix = re.compile(rf"[ \t>]{{0,{width}}}")
+        source = "".join(line[found.end() :] if (found := prefix.match(line)) else line for line in lines)
+        blocks.append((_parts(opening)[2].strip(), source + rest * bool(rest.strip(" \t>"))))
+
     for line in text.splitlines(keepends=True):
-        fence = FENCE.fullmatch(line) if "```" in line else None
+        fence = FENCE.fullmatch(line) if "```" in line or "~~~" in line else None
         if opening and not (fence and _ends(fence, opening)):
             lines.append(line)
         elif fence:
             if opening and _is_python(opening):
-                blocks.append("".join([*lines, fence[1]]))
-            closes = opening is not None and not fence[3].strip()
+                add(opening, _parts(fence)[0])
+            closes = opening is not None and not _parts(fence)[2].strip()
             opening, lines = (fence if not closes and _opens(fence) else None), []
     if opening and _is_python(opening) and not blocks:
-        blocks.append("".join(lines))
+        add(opening, "")
     return blocks
 
 
+def _parts(fence: re.Match[str]) -> tuple[str, str, str]:
+    """Returns the text before a fence, the fence, and its info string."""
+    before, marks, info = fence.groups()[:3] if fence[2] else fence.groups()[3:]
+    return before, marks, info
+
+
 def _opens(fence: re.Match[str]) -> bool:
-    before, _, info = fence.groups()
+    before, _, info = _parts(fence)
     return not before.strip() or re.fullmatch(r"\w*\s*", info) is not None
 
 
 def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
-    before, ticks, info = fence.groups()
-    if len(ticks) < len(opening[2]):
+    before, ticks, info = _parts(fence)
+    first, marks, _ = _parts(opening)
+    if ticks[0] != marks[0] or len(ticks) < len(marks):
         return False
     if before.strip():
         return not info.strip()
-    return len(before) <= len(opening[1]) + 3  # a deeper one belongs to the code, for example to a docstring
+    return len(before) <= len(first) + 3  # a deeper one belongs to the code, for example to a docstring
 
 
 def _is_python(opening: re.Match[str]) -> bool:
-    language = "".join(opening[3].lower().split()[:1])
+    language = "".join(_parts(opening)[2].lower().split()[:1])
     return language in ("", "py") or language.startswith("python")
 
 

@@ -3,6 +3,7 @@
 See docs/rewards.md for the contract with examples.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from groupax.types import Rollout, TrainerState
 BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "turns", "batch")
 SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask", "turns")
 ENVIRONMENTS = "environments"  # of functions in this process, for completions that have environments
+MAX_REWARD = 1e15  # beyond it, float64 does not tell rewards apart that differ by 0.1, and squares overflow float32
 EXTRA_ARGS = ("trainer_state", "log_extra", "log_metric")
 
 
@@ -133,7 +135,13 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
             f"reward function {name!r} returned {_shown(returned)}; it must return a list with one number (or None) "
             f"for each completion, here {len(rollouts)}"
         )
-    values = list(returned)
+    values = list(itertools.islice(returned, len(rollouts) + 1))
+    if len(values) > len(rollouts):
+        more = f"{len(returned)} values" if hasattr(returned, "__len__") else f"more than {len(rollouts)} values"
+        raise ValueError(
+            f"reward function {name!r} returned {more} for {_counted(len(rollouts), 'completion')}; it must return one "
+            "per completion, in their order"
+        )
     if len(values) != len(rollouts):
         raise ValueError(
             f"reward function {name!r} returned {_counted(len(values), 'value')} for "
@@ -152,10 +160,10 @@ def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Sco
                 f"reward function {name!r} returned a list of {len(numbers)} for {where}, which has "
                 f"{_counted(num_turns, 'turn')}; return one number for each turn, or one number for the whole"
             )
-        elif not math.isfinite(sum(numbers)):
+        elif not abs(sum(numbers)) <= MAX_REWARD:
             faults.append(
-                f"reward function {name!r} returned {_shown(value)} for {where}; return a finite number, or None where "
-                "the function does not apply"
+                f"reward function {name!r} returned {_shown(value)} for {where}; return a finite number of at most "
+                f"{MAX_REWARD:g}, or None where the function does not apply"
             )
         else:
             rewards[index], by_turn[index] = sum(numbers), numbers if _is_list(value) else None

@@ -1,230 +1,327 @@
-r"""Mathematical answers: finding the expression in a text, and comparing two of them. Imports no jax.
+r"""Comparisons of mathematical expressions by math-verify, for `math_process`. Imports no jax.
 
-math-verify parses LaTeX and compares values, but it is too lenient about some things, which are decided here first:
-which section of a text is the answer, and that relations, chains and lists of candidates do not pass for a number.
+math-verify parses LaTeX and compares values. `equal` gives it both expressions in one notation and without units,
+because it drops or misreads some others, and decides itself whether a relation stands for a value.
 """
 
+import math
 import re
-from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
-from groupax.rewards.text import Span, boxes, final_part, tagged
+from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended.sets import FiniteSet
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import And, Eq, Expr, I, MatrixBase, Mul, Pow, Rational, Symbol, Tuple, Union, log
+from sympy import FiniteSet as SympyFiniteSet
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
 
 MAX_LENGTH = 2000  # characters of an answer; longer ones are compared only if the gold answer is about as long
-TAIL = 4000  # characters at the end of a text that are searched for an answer without a box
-
-DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w))?|\.\d+"
-# `$$...$$`, `$...$`, `\(...\)`, `\[...\]`, and a fraction outside of them.
-MATH = re.compile(
-    r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$(?!\d+[^$]{0,99}\s\$\d)([^$\n]{1,1000}?)(?<!\\)\$(?!\d)"
-    r"|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]|(-?\\[dt]?frac\{[^{}]{1,99}\}\{[^{}]{1,99}\})",
-    re.DOTALL,
+MAX_DIGITS = 10_000  # of precision
+# As an answer alone: math-verify is neither to find it, nor to take a part of it for a unit.
+BOXED = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
 )
-# Numbers, and calculations with them, outside of mathematical markup.
-ARITHMETIC = re.compile(
-    rf"(?<![\w.^\\])[-+−]?(?:\\?[$£€¥] ?)?[-+]?\(?(?>{DIGITS})"
-    rf"(?: ?(?:[-+*/^×÷]|\*\*) ?[-+(]?(?>{DIGITS})\)?)*(?: ?\\?%)?"
+CHARACTERS = str.maketrans(
+    dict.fromkeys("−﹣－‒–", "-")
+    | {"×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne "}
+    | {"≈": r"\approx ", "…": r"\ldots ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset "}
+    | {"∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ", "√": r"\sqrt ", "°": r"^\circ ", "²": "^2", "³": "^3"}
 )
-ANSWER = re.compile(r"(?i)\banswer {0,3}(?:is\b|:|=)")
-SENTENCE = re.compile(r"\n|[.!?](?=\s|$)")
-MARKUP = re.compile(r"\$|\\[()\[\]]|\\text ?\{([^{}]*)\}|\\(?:quad|qquad|[,;:! ])|[\s*]+")
-CONNECTIVE = re.compile(r"(?i)[,;]?(?:and|or|oraswell|as wellas)?[,;]?")
-
-MINUS = re.compile("[−﹣－‒–]")
-SPACING = re.compile(r"\\(?:[,;: ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|[~\s]")
-POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
-MIXED = re.compile(r"(?<![\d.])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])")
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
-LIST_WORD = re.compile(r"\\(?:text|mathrm|textrm) ?\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
-TEXT_WITH_DIGITS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox) ?\{([^{}]*\d[^{}]*)\}")
-# Notations that may contain several candidates: adjacent numbers, alternatives, ellipses.
-SEVERAL = re.compile(
-    r"\d +\{?\d|\\(?:[lcd]?dots[a-z]?|lor|vee|land|wedge|mid|cup|pm|mp)(?![a-zA-Z])"
-    r"|\.\.|…|\\\\|&|\||±|∨|∪|\?"
+TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|rm|bf) *\{"
+AND_OR = r"(?:and|or)(?![a-zA-Z])"
+# Spellings, in the order in which they are replaced.
+NOTATION: list[tuple[re.Pattern[str], Any]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\displaystyle(?![a-zA-Z])|(?<!\\)\\! *", ""),
+        (r"(?<!\\)\\(?:[,;: ]|q?quad(?![a-zA-Z]))|[~\s]+", " "),
+        (r"(?<!\\)\{ *, *\}", ","),
+        (r"\\\\ *\[[^\[\]]*\]", r"\\\\"),  # space between rows
+        (r"\\(begin|end) *\{(?:[bBp]|small)?matrix\*?\}", r"\\\1{pmatrix}"),
+        (r"\\begin *\{cases\}([^&]*?)(?:\\\\ *)?\\end *\{cases\}", lambda rows: rows[1].replace(r"\\", ",")),
+        (rf"{TEXT} *(\\pi|[eij]|[-+]?[\d.,/]+) *\}}", r" \1 "),
+        (rf"{TEXT} *\\?[$£€¥] *\}}", r"\\$"),
+        (rf"{TEXT} *([^{{}}a-zA-Z]*\d[^{{}}a-zA-Z]*)([a-zA-Z][^{{}}\d]*)?\}}", r" \1\\text{\2}"),
+        (rf"{TEXT} *percent *\}}|(?<=\d) *percent(?![a-z])", r"\\%"),
+        (rf"{TEXT} *,? *{AND_OR} *\}}|(?<![a-zA-Z\\]){AND_OR}", ","),
+        (r"\\(?:text(?:rm|bf|it|normal)|mathrm|mbox) *\{", r"\\text{"),
+        (r"(?<=\d) *i(?![a-zA-Z])", " i"),  # math-verify knows it as a word
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+        (r"\\([lr])angle(?![a-zA-Z])", lambda side: "(" if side[1] == "l" else ")"),
+        (r"\\sqrt +(\d+|\([^()]*\))", lambda root: rf"\sqrt{{{root[1].strip('()')}}}"),
+        (r"(?<![\d.,_^])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", "")),
+        (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)", r"\1 \\times 10^{\2}"),
+        (r"(\d*)\.(\d*)\\(?:overline|bar|dot) *\{? *(\d+) *\}?", lambda digits: _repeating(*digits.groups())),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac *(\d)", r"\\frac{\1}"),
+        (r"(\\frac *\{[^{}]*\}) *(\d)", r"\1{\2}"),
+        (r"(?<![\d.])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
+        (r"(?<![\d.^_])(\d+) *\\frac *\{ *(\d+) *\} *\{ *(\d+) *\}", lambda digits: _mixed(*map(int, digits.groups()))),
+        (r"(?<![_^])([\d)]) *(?=\()", r"\1 \\cdot "),
+        (r"(\d) *_ *(?:\{ *10 *\}|10(?!\d))", r"\1"),
+        (r", *(?=,)", ""),
+        (r"^[\s$]+|(?<!\\)[\s$.,]+$", ""),
+    )
+]
+BRACKET = re.compile(r"[(\[]|\\\{")
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
+# What math-verify misreads: it drops ellipses and a sign of approximation, and adds adjacent numbers.
+MISREAD = re.compile(
+    r"(?<![_^])\d +\{?\d|(?<![_^\d.])\d+ *\\?[{\[]|(?<![a-zA-Z}\]^_])\{ *\d+ *\} *\{? *\d|\.\.|\? *\d"
+    r"|\\(?:[lcdv]?dots[a-z]?|approx(?:eq)?|sim(?:eq)?|cong|doteq)(?![a-zA-Z])"
 )
-EXPONENT = re.compile(r"[_^] ?(?:\{[^{}]*\}|\d)")  # or index
-BASE = re.compile(r"\d *_ *\{? *(\d+)")  # of a numeral, as in 11_6
-SCRIPT = re.compile(r"[_^] ?\{[^{}]*\}")
-RELATION = re.compile(
-    r"\\(?P<command>leq?(?:slant|qq)?|geq?(?:slant|qq)?|lt|gt|ll|gg|neq?|not|approx(?:eq)?|sim|simeq|cong|equiv|doteq"
-    r"|asymp|propto|in|ni|notin|subset(?:eq)?|supset(?:eq)?|to|mapsto|implies|impliedby|iff"
-    r"|(?:[Ll]ong)?(?:[Ll]eft|[Rr]ight|[Ll]eftright)arrow|coloneqq)(?![a-zA-Z])"
-    r"|(?P<sign><=|>=|!=|:=|==|[=<>≤≥≠≈≃≅≡∼∝∈∉→⇒⇔↦⊂⊆])"
-    r"|(?P<word>(?<![a-zA-Z])(?:not|least|most|less|greater|more|fewer|than|about|approximately|around|between|except"
-    r"|equals?)(?![a-zA-Z]))"
+# Text after a value, and a word after a number, with a power, at the end of an item of a list.
+UNIT = re.compile(
+    r"(?:(?<=[\w})!%]) *\\text *\{ *([^{}\d]+)\}|(?<=[\d}]) *(?<!\\)(?<![a-zA-Z])([a-zA-Z]+(?: +[a-zA-Z]+)*))"
+    r"(?: *\^ *\{? *(\d) *\}?)? *(?=$|[,;)\]])"
 )
-KINDS = {
-    **dict.fromkeys(("=", "==", ":=", "coloneqq", "in", "∈", "equal", "equals"), "="),
-    **dict.fromkeys(("<", ">", "lt", "gt"), "<"),
-    **dict.fromkeys(("<=", ">=", "≤", "≥", "le", "leq", "leqslant", "leqq", "ge", "geq", "geqslant", "geqq"), "<="),
-    **dict.fromkeys(("!=", "≠", "ne", "neq"), "!="),
+QUALIFIER = re.compile(
+    r"(?i)\b(?:or|and|not|least|most|less|greater|more|fewer|than|about|approximately|around|between|except|equals?)\b"
+)
+UNITS = {
+    name: (kind, factor)
+    for kind, factors in {
+        "length": {"mm millimeter": 1, "cm centimeter": 10, "m meter": 1000, "km kilometer": 10**6},
+        "distance": {"in inch": 1, "ft foot": 12, "yd yard": 36, "mi mile": 63360},
+        "time": {"s sec second": 1, "min minute": 60, "h hr hour": 3600, "day": 86400, "week": 604800},
+        "mass": {"mg milligram": 1, "g gram": 1000, "kg kilogram": 10**6},
+        "money": {"cent": 1, "dollar": 100},
+        "morning": {"am": 1},
+        "afternoon": {"pm": 1},
+    }.items()
+    for names, factor in factors.items()
+    for name in names.split()
 }
-# `x =`, `x_1 =`, `f(2) =`, `\angle ABC =`, `\overline{AB} =`, `\text{Area} =`, `x \in`
-NAME = re.compile(
-    r"\s*(?!\\pi(?![a-zA-Z]))(?:[a-zA-Z]{0,3}\\[a-zA-Z]+ *(?:\{[a-zA-Z ]+\}|[a-zA-Z ]*)|[a-zA-Z][a-zA-Z ]*)"
-    r"(?:_(?:\w|\{[\w, ]*\}))?'*(?:(?:\\left)?\([\w ,.+-]*(?:\\right)?\))? *(?:=|\\in(?![a-zA-Z])|∈)"
-)
-COMMA = re.compile(r"\\.|[()\[\]{};]|(?<!\d),|,(?!\d{3}(?!\d))")  # not the one in 1,000
-
-
-def final_expression(text: str) -> str | None:
-    r"""Returns the mathematical expression that a completion gives as its answer, or None.
-
-    Only the text after the last `</think>` counts, and in it the last `<answer>...</answer>` if there is one. The
-    answer is the last `\boxed{}`; else the text after the last "answer is" or "answer:" in that sentence; else the last
-    expression in mathematical markup or the last calculation or number, whichever comes later. Expressions joined by a
-    comma, "and" or "or" are one answer: a list.
-    """
-    part = tagged(final_part(text), "answer")
-    boxed = boxes(part)
-    if boxed:
-        return _listed(_runs(part, boxed)[-1])
-    if r"\boxed" in part:  # the box was cut off
-        return None
-    part = part[-TAIL:]
-    for stated in reversed(list(ANSWER.finditer(part))[-1:]):
-        runs = _runs(part, _expressions(part, stated.end()))
-        if runs and not SENTENCE.search(part, stated.end(), runs[0][0].start):
-            value = runs[0]
-            for run, following in pairwise(runs):
-                if part[run[-1].end : following[0].start].strip() != "=":
-                    break
-                value = following
-            return _listed(value)
-    runs = _runs(part, _expressions(part))
-    return _listed(runs[-1]) if runs else None
+PLURALS = {"feet": "foot", "inches": "inch", "metre": "meter", "metres": "meter"}
+GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega")
+POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+VARIABLE = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
+SCRIPT = re.compile(r"[_^] ?\{[^{}]*\}")
+RELATION = re.compile(r"[=<>]|\\(?:[gl]t|[gl]eq?(?:slant|q)?|neq?|not|in|notin)(?![a-zA-Z])")
+BASE = re.compile(r"\d *_ *\{? *(\d+)")  # of a numeral, as in 11_6
 
 
 def equal(answer: str, gold: str) -> bool | None:
     r"""Returns whether an answer has the value of the gold answer; None if the gold answer cannot be parsed.
 
-    Both must be of the same kind. A gold answer without a relation is matched by an answer without one, or by the value
-    of a name (`x = 5`, `f(2) = 5`, `x \in [0, 1]`). A gold relation is matched by one with the same relation signs,
-    where the constant value of a name may omit the name, and an inequality may be written as an interval.
+    A gold answer without a relation is matched by a value, or by the value of a name (`x = 5`, `f(2) = 5`,
+    `x \in [0, 1]`). A gold relation is matched by an equivalent one, where the constant value of a name may omit the
+    name, and an inequality may be written as an interval. A unit may be omitted.
 
     Args:
         answer: Expression in LaTeX.
         gold: Expression in LaTeX.
     """
-    from math_verify import verify
-
-    answer, gold = _normalized(answer), _normalized(gold)
-    expected = _parsed(gold)
-    if not expected:
+    if len(answer) > max(MAX_LENGTH, 2 * len(gold)):
+        return False
+    gold, gold_unit = _without_unit(_normalized(gold))
+    answer, unit = _without_unit(_normalized(answer), gold)
+    if not gold or not _balanced(gold):
         return None
-    if not answer or len(answer) > max(MAX_LENGTH, 2 * len(gold)):
+    if not answer or not _balanced(answer):
         return False
-    if answer == gold:
+    ratio = _ratio(unit, gold_unit)
+    if not ratio or not set(BASE.findall(answer)) <= set(BASE.findall(gold)):
+        return False
+    if re.sub(r" +(?!\w)|(?<!\w) +", "", answer) == re.sub(r" +(?!\w)|(?<!\w) +", "", gold) and ratio == 1:
         return True
-    if SEVERAL.search(answer) and not SEVERAL.search(gold):
+    found, expected = _value(answer), _value(gold)
+    if ratio != 1:
+        found = found * ratio if isinstance(found, Expr) else None
+    if found is None or expected is None:
         return False
-    if not set(BASE.findall(answer)) <= set(BASE.findall(gold)):
+    pair = _comparable(found, expected)
+    if pair is None:
         return False
-    expected_relations, found_relations = _relations(gold), _relations(answer)
-    if expected_relations != found_relations:
-        if not expected_relations:
-            answer = _without_names(answer)
-            if _relations(answer):
-                return False
-        elif found_relations:
-            return False
-        elif set(expected_relations) == {"="}:
-            gold = _without_names(gold)
-            expected = _parsed(gold)
-            if _relations(gold) or any(getattr(value, "free_symbols", None) for value in expected):
-                return False
-    values = _parsed(answer)
-    if any(isinstance(value, str) and _num_digits(value) < _num_digits(answer) for value in values):
-        return False  # math-verify drops what it takes for a unit, and the rest after it
-    return bool(verify(expected, values, timeout_seconds=None))
+    small, precise = _digits(*pair)
+    return bool(verify(pair[1], pair[0], float_rounding=small, numeric_precision=precise, timeout_seconds=None))
 
 
-def _expressions(text: str, start: int = 0) -> list[Span]:
-    """Returns the expressions in mathematical markup, and the calculations and numbers outside of it."""
-    found = [Span(*match.span(), match[match.lastindex or 0]) for match in MATH.finditer(text, start)]
-    gaps = zip([start, *(span.end for span in found)], [*(span.start for span in found), len(text)], strict=True)
-    for first, last in list(gaps):
-        found += [Span(*match.span(), _calculation(match[0])) for match in ARITHMETIC.finditer(text, first, last)]
-    return sorted(found)
+def verified(completion: str, solution: str) -> tuple[float | None, str, str]:
+    r"""Compares a completion with a solution by math-verify's definitions.
 
+    Args:
+        completion: Text whose first answer in LaTeX counts, one in `\boxed{}` before others.
+        solution: Text of the solution.
 
-def _calculation(written: str) -> str:
-    if written.count("(") != written.count(")"):
-        written = re.sub("[()]", "", written)
-    for sign, latex in {"**": "^", "×": r"\times ", "*": r"\times ", "÷": "/"}.items():
-        written = written.replace(sign, latex)
-    return re.sub(r"(?<!\\)([$%])", r"\\\1", written)
-
-
-def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
-    """Groups the spans that are separated only by a comma, "and" or "or"."""
-    runs: list[list[Span]] = []
-    for span in spans:
-        between = text[runs[-1][-1].end : span.start] if runs else ""
-        words = MARKUP.sub(lambda found: found[1] or "", between).replace(" ", "") if len(between) < 60 else "?"
-        if runs and runs[-1][-1].end <= span.start and words and CONNECTIVE.fullmatch(words):
-            runs[-1].append(span)
-        else:
-            runs.append([span])
-    return runs
-
-
-def _listed(run: Sequence[Span]) -> str:
-    return ", ".join(span.content for span in run)
+    Returns:
+        1 or 0, or None if math-verify cannot read the solution; then how it reads the solution, and the completion.
+    """
+    gold = parse(solution, parsing_timeout=0)
+    if not gold:
+        return None, "[unparseable]", "[skipped]"
+    how = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    found = parse(completion, extraction_config=[how], extraction_mode="first_match", parsing_timeout=0)
+    is_right = verify(gold, found, timeout_seconds=None)
+    return float(is_right), str(gold), str(found) if found else "[unparseable]"
 
 
 def _normalized(latex: str) -> str:
-    """Normalizes digits, minus signs, spacing, and "and" and "or" in lists."""
-    latex = MINUS.sub("-", latex)
+    """Returns an expression in the notation that math-verify reads."""
+    latex = latex.translate(CHARACTERS)
     if not latex.isascii():
         latex = re.sub(r"\d", lambda digit: str(int(digit[0])), latex)
-    latex = re.sub(r"\{,\}|,\\! *", ",", latex).replace(r"\!", "")
-    latex = TEXT_WITH_DIGITS.sub(r" \1 ", SPACING.sub(" ", latex))
-    latex = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), LIST_WORD.sub(",", latex))
-    latex = POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", latex)
-    latex = MIXED.sub(r"\1\\frac{\2}{\3}", re.sub(r",\s*,", ",", latex).strip())
-    return re.sub(r"^\$+ *|(?<!\\) *\$*[.,]* *\$*$", "", latex)
+    for pattern, replacement in NOTATION:
+        latex = pattern.sub(replacement, latex)
+    if not BRACKET.search(latex):
+        latex = THOUSANDS.sub(lambda number: number[0].replace(",", ""), latex)
+    return latex
 
 
-def _relations(latex: str) -> Counter[str]:
-    """Counts each kind of relation outside of indices and exponents; `<` and `>` are one kind."""
-    for _ in range(4):  # they may be nested
-        latex = SCRIPT.sub("", latex)
-    signs = (match["command"] or match["sign"] or match["word"] for match in RELATION.finditer(latex))
-    return Counter(KINDS.get(sign, sign) for sign in signs)
+def _repeating(whole: str, digits: str, repeated: str) -> str:
+    """Returns the fraction that a repeating decimal is: `0.1\\overline{6}` is 15/90."""
+    above = int(whole + digits + repeated) - int(whole + digits or "0")
+    return rf"\frac{{{above}}}{{{(10 ** len(repeated) - 1) * 10 ** len(digits)}}}"
 
 
-def _num_digits(latex: str) -> int:
-    return len(re.findall(r"\d", EXPONENT.sub("", latex)))
+def _mixed(whole: int, above: int, below: int) -> str:
+    """Returns a mixed number as one fraction, or a product if its fraction is improper."""
+    if above >= below:
+        return rf"{whole} \cdot \frac{{{above}}}{{{below}}}"
+    return rf"\frac{{{whole * below + above}}}{{{below}}}"
 
 
-def _without_names(latex: str) -> str:
-    """Returns the values in `x = 1, y = 2`: the items of a list without the names that they are the values of."""
-    return ",".join(NAME.sub("", part, count=1) if NAME.match(part) else part for part in _list_items(latex))
+def _without_unit(latex: str, gold: str | None = None) -> tuple[str, tuple[str, int] | None]:
+    """Returns an expression without units, and the last of them if it is in `UNITS`: its name and power.
+
+    A letter after a number is a unit of an answer only, and if the gold answer does not have it.
+    """
+    unit = ("dollar", 1) if r"\$" in latex else None
+
+    def read(found: re.Match[str]) -> str:
+        nonlocal unit
+        text, bare, power = found.groups()
+        *before, name = (text or bare).lower().replace(".", "").split() or [""]
+        name = PLURALS.get(name, name if name in UNITS else name.removesuffix("s"))
+        if name not in UNITS and (
+            VARIABLE.search(latex, 0, found.start()) or (bare and (len(name) < 4 or name in GREEK))
+        ):
+            return found[0]
+        if QUALIFIER.search(text or bare) or (bare and len(bare) == 1 and (gold is None or name in gold)):
+            return found[0]
+        if name in UNITS and len(before) < 2:
+            unit = name, int(power or POWERS.get("".join(before), 1))
+        return ""
+
+    latex = UNIT.sub(read, latex.replace(r"\$", ""))
+    return latex.strip(), unit
 
 
-def _list_items(latex: str) -> list[str]:
-    """Splits a list at commas and semicolons outside of brackets."""
-    depth, start, parts = 0, 0, []
-    for token in COMMA.finditer(latex):
-        depth += (token[0] in ("(", "[", "{", r"\{")) - (token[0] in (")", "]", "}", r"\}"))
-        if token[0] in ",;" and depth <= 0:
-            parts.append(latex[start : token.start()])
-            start = token.end()
-    return [*parts, latex[start:]]
+def _ratio(unit: tuple[str, int] | None, gold_unit: tuple[str, int] | None) -> Any:
+    """Returns the factor from one unit to the other, 1 if one of them is omitted; 0 if they measure other things."""
+    if unit is None or gold_unit is None:
+        return 1
+    (kind, factor), (gold_kind, gold_factor) = UNITS[unit[0]], UNITS[gold_unit[0]]
+    return Rational(factor, gold_factor) ** unit[1] if (kind, unit[1]) == (gold_kind, gold_unit[1]) else 0
 
 
-def _parsed(latex: str) -> list[Any]:
-    """Parses an expression with math-verify: a value and the text, or the text alone; nothing if it is not LaTeX."""
-    from math_verify import LatexExtractionConfig, parse
-
+def _balanced(latex: str) -> bool:
     depth = 0
     for brace in re.findall(r"(?<!\\)[{}]", latex):
         depth += 1 if brace == "{" else -1
         if depth < 0:
-            return []
-    if depth or not latex:
-        return []
-    return parse(rf"\boxed{{{latex}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
+            return False
+    return not depth
+
+
+def _value(latex: str) -> Any:
+    """Parses an expression with math-verify; None if that cannot read all of it."""
+    parsed = parse(rf"\boxed{{{latex}}}", [BOXED], parsing_timeout=0)
+    if MISREAD.search(latex) or len(parsed) < 2:
+        return None
+    for _ in range(4):  # scripts may be nested
+        latex = SCRIPT.sub("", latex)
+    if RELATION.search(latex) and not _is_relation(parsed[0]):  # it drops signs, and tries the end of a chain
+        return None
+    unit = Symbol("i", real=False)
+    return parsed[0].subs(unit, I) if unit in getattr(parsed[0], "free_symbols", ()) else parsed[0]
+
+
+def _comparable(found: Any, expected: Any) -> tuple[Any, Any] | None:
+    """Returns what to compare of an answer and the gold answer; None if one is a relation that is not for a value."""
+    (name, value), (gold_name, gold_value) = _named(found), _named(expected)
+    if not _is_relation(found):
+        if not _is_relation(expected):
+            return found, expected
+        if gold_name and not gold_value.free_symbols:
+            return found, gold_value
+        _, gold_set = _solutions(expected)
+        return None if gold_set is None else (found, gold_set)
+    if not _is_relation(expected):
+        if name:
+            return value, expected
+        _, solutions = _solutions(found)
+        return None if solutions is None else (solutions, expected)
+    if name and name == gold_name:
+        return value, gold_value
+    (symbol, solutions), (gold_symbol, gold_set) = _solutions(found), _solutions(expected)
+    if solutions is not None and gold_set is not None:
+        return (solutions, gold_set) if symbol == gold_symbol else None
+    return found, expected
+
+
+def _items(value: Any) -> list[Any]:
+    """Returns the elements of a list in the order in which they are written, or the value alone."""
+    return list(getattr(value, "_unsorted_args", value.args)) if isinstance(value, SympyFiniteSet) else [value]
+
+
+def _is_relation(value: Any) -> bool:
+    return any(isinstance(item, (Relational, And)) for item in _items(value))
+
+
+def _named(value: Any) -> tuple[Any, Any]:
+    """Returns the name and the value in `x = 1`, the names and values in a list of these; no name for anything else."""
+    names, values = [], []
+    for item in _items(value):
+        if not isinstance(item, Eq):
+            return None, value
+        name, *constants = sorted(item.args, key=lambda side: not _is_name(side))
+        if not _is_name(name):
+            return None, value
+        names.append(name)
+        values += _items(constants[0])
+    if len(set(names)) > 1:
+        return tuple(names), Tuple(*values)
+    return names[0], values[0] if len(values) == 1 else FiniteSet(*values)
+
+
+def _is_name(side: Any) -> bool:
+    """Returns whether this is a name: `x`, `f(2)`, `(x, y)`, `ABC`, or a quotient of such names."""
+    if isinstance(side, Pow):
+        return side.exp == -1 and _is_name(side.base)
+    return isinstance(side, (Symbol, AppliedUndef)) or (
+        isinstance(side, (Mul, Tuple)) and all(_is_name(part) for part in side.args)
+    )
+
+
+def _solutions(value: Any) -> tuple[Any, Any]:
+    """Returns the symbol and the set of its values in inequalities of one symbol, or None for both."""
+    symbols = value.free_symbols
+    items = _items(value)
+    if len(symbols) != 1 or not all(isinstance(item, (Relational, And)) and not item.has(Eq) for item in items):
+        return None, None
+    try:
+        return symbols.pop(), Union(*(item.as_set() for item in items))
+    except (NotImplementedError, TypeError, ValueError):
+        return None, None
+
+
+def _digits(*values: Any) -> tuple[int, int]:
+    """Returns the decimals and the digits that tell these values from others of their size."""
+    small = large = 0
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, MatrixBase):
+            pending += list(value.flat())
+        elif not getattr(value, "is_number", False):
+            pending += getattr(value, "args", ())
+        elif value.is_finite and not value.is_zero:
+            magnitude = log(abs(value), 10).evalf(5)
+            if magnitude.is_Float:
+                small, large = min(small, math.floor(magnitude)), max(large, math.ceil(abs(magnitude)))
+    return min(max(6, 3 - small), MAX_DIGITS), min(15 + large, MAX_DIGITS)

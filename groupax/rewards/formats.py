@@ -1,10 +1,13 @@
-"""Rewards for the format of a completion. Imports no jax."""
+"""Rewards for the format of a completion. Imports no jax.
+
+A completion that closes its thinking before it opens it begins within it, as `text.with_thinking` says.
+"""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from groupax.rewards.text import completion_text, tagged
+from groupax.rewards.text import completion_text, tagged, with_thinking
 
 THINK = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
 # Text that is not blank and contains none of the tags.
@@ -15,7 +18,9 @@ INTEGER = re.compile(r"[+-]?\d+")
 
 def think_format(completions: Sequence[Any]) -> list[float]:
     """Returns 1 for a completion that starts with exactly one `<think>...</think>`, else 0."""
-    return [float(THINK.fullmatch(completion_text(completion)) is not None) for completion in completions]
+    return [
+        float(THINK.fullmatch(with_thinking(completion_text(completion))) is not None) for completion in completions
+    ]
 
 
 def think_answer_format(completions: Sequence[Any]) -> list[float]:
@@ -23,12 +28,15 @@ def think_answer_format(completions: Sequence[Any]) -> list[float]:
 
     Neither section may be blank, and each of the four tags must occur once.
     """
-    return [float(THINK_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
+    return [
+        float(THINK_ANSWER.fullmatch(with_thinking(completion_text(completion))) is not None)
+        for completion in completions
+    ]
 
 
 def think_answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """Returns 1 for a completion in that format whose answer equals `answer`, else 0; None if that is None."""
-    matches = [THINK_ANSWER.fullmatch(completion_text(completion)) for completion in completions]
+    matches = [THINK_ANSWER.fullmatch(with_thinking(completion_text(completion))) for completion in completions]
     return [
         None if gold is None else float(match is not None and match["answer"].strip() == str(gold).strip())
         for match, gold in zip(matches, answer, strict=True)
@@ -46,7 +54,7 @@ def xml_format(
         strict: Whether the completion must consist of the tags alone, each on its own line and none repeated. Otherwise
             other text is allowed around and between them.
     """
-    texts = [completion_text(completion) for completion in completions]
+    texts = [with_thinking(completion_text(completion), tags[0]) for completion in completions]
     if not strict:
         marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
         return [float(_in_order(marks, text)) for text in texts]
@@ -69,7 +77,7 @@ def xml_count(
     expected = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     rewards = []
     for completion in completions:
-        text = completion_text(completion)
+        text = with_thinking(completion_text(completion), tags[0])
         share = sum(text.count(mark) == 1 for mark in expected) / len(expected)
         trailing = text.rpartition(expected[-1])[2].strip() if expected[-1] in text else ""
         rewards.append(max(0.0, share - trailing_penalty * len(trailing)))

@@ -4,11 +4,17 @@ The length of an episode of several turns is the number of tokens that the model
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from groupax.rewards.maths import math_accuracy
 from groupax.rewards.text import completion_text
+
+# Thai to Khmer, East Asian scripts but for Hangul, and pictures.
+WITHOUT_SPACES = re.compile(
+    r"[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2600-\u27bf\u2e80-\u9fff\uf900-\ufaff\U0001f000-\U0003ffff]"
+)
 
 
 def soft_overlong(
@@ -82,6 +88,9 @@ def _lengths(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]] | None
 def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, max_penalty: float = -1.0) -> list[float]:
     """Returns `max_penalty` times the fraction of word n-grams that occurred before.
 
+    A word of a script without spaces (Chinese, Thai), or of more than 20 characters, counts as its overlapping pieces
+    of three characters.
+
     Args:
         completions: Completions of the policy.
         ngram: Number of words in an n-gram; shorter completions get 0.
@@ -96,7 +105,13 @@ def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, max_penalt
         raise ValueError(f"repetition_penalty needs max_penalty <= 0 and ngram >= 1, got {max_penalty} and {ngram}")
     rewards = []
     for completion in completions:
-        words = completion_text(completion).lower().split()
+        words = [part for word in completion_text(completion).lower().split() for part in _parts(word)]
         grams = [tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)]
         rewards.append(max_penalty * (1.0 - len(set(grams)) / len(grams)) if grams else 0.0)
     return rewards
+
+
+def _parts(word: str) -> list[str]:
+    if len(word) > 20 or WITHOUT_SPACES.search(word):
+        return [word[start : start + 3] for start in range(max(1, len(word) - 2))]
+    return [word]

@@ -1,12 +1,12 @@
 """Rewards for correct answers to mathematical problems. Imports no jax."""
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from groupax.rewards.expressions import final_expression
+from groupax.errors import require
+from groupax.rewards.answers import final_expression
 from groupax.rewards.math_process import COMPARER
 from groupax.rewards.numbers import final_number
 from groupax.rewards.text import boxes, completion_text
@@ -36,7 +36,7 @@ def gsm8k_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
 def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""Returns 1 if a completion's answer equals the gold one as a mathematical expression, else 0.
 
-    `expressions.final_expression` defines the answer of a completion (the last `\boxed{}`, if there is one), and
+    `answers.final_expression` defines the answer of a completion (the last `\boxed{}`, if there is one), and
     `expressions.equal` when two expressions are equal: math-verify compares their values, but a relation, a chain or a
     list does not pass for a number.
 
@@ -52,8 +52,7 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[flo
     Raises:
         ImportError: math-verify is not installed (`pip install groupax[math]`).
     """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("math_accuracy needs math-verify: pip install 'groupax[math]'")
+    require("math", "math_accuracy", is_imported=False)
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         expected = gold_expression(gold)

@@ -26,9 +26,12 @@ NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?:[$£€¥] *)?(?P<inner_sign>[-+]?)"
     r"(?:(?P<whole>\d+) {1,2}(?=\d+/\d))?"
     rf"(?>(?P<value>{DIGITS})(?:[eE](?P<e>[-+]?\d{{1,3}})(?!\w)"
-    r"| {0,2}(?:\\times|\\cdot|[×*]) {0,2}10 ?\^ ?\{?(?P<power>[-+]?\d{1,3})\}?)?)"
+    r"| {0,2}(?:\\times|\\cdot|[×*]) {0,2}10 ?\^ ?\{?(?P<power>[-+]?\d{1,3})\}?"
+    r"| ?\^ ?\{?(?P<exponent>\d{1,2})(?!\d)\}?)?)"
     rf"(?:(?P<slash> ?/ ?)(?>(?P<below>{DIGITS}))(?! ?/))?"
 )
+# Before another number, `5 or 6`, `5, 6` and `5 6`: no single answer.
+ALTERNATIVE = re.compile(r"(?:,[ \t]*|[ \t]+)(?P<word>(?:or|and)[ \t]+)?(?=[$-]?\d)")
 MARK = re.compile(r"####[ \t]*")
 NUMBERING = re.compile(r"[.):][ \t]+\S")  # after the number of a heading: `#### 3. Add up`
 ANSWER = re.compile(r"(?i)\banswer {0,3}(?:is\b|:|=)")
@@ -54,15 +57,15 @@ def final_number(text: str) -> Fraction | None:
     a number outside of them.
     """
     text = plain(final_part(text))
-    marked = _marked(text)
-    if marked is not None:
+    is_marked, marked = _marked(text)
+    if is_marked:
         return marked
     answer = tagged(text, "answer")
     boxed = boxes(answer)
     if boxed:
         return _last(boxed[-1].content)
-    stated = _stated(answer)
-    return _last_outside_asides(answer) if stated is None else stated
+    is_stated, stated = _stated(answer)
+    return stated if is_stated else _last_outside_asides(answer)
 
 
 def number_text(number: Fraction) -> str:
@@ -106,6 +109,8 @@ def _value(number: re.Match[str]) -> Fraction | None:
     if len(number[0]) > MAX_LENGTH:
         return None
     value = Fraction(number["value"]) * Fraction(10) ** int(number["e"] or number["power"] or 0)
+    if number["exponent"]:
+        value **= int(number["exponent"])
     if number["below"]:
         below = Fraction(number["below"])
         if not below:
@@ -121,34 +126,40 @@ def _last(text: str) -> Fraction | None:
     return found[-1].value if found else None
 
 
-def _marked(text: str) -> Fraction | None:
-    """Returns the number directly after the last `####` that has one."""
-    last = None
+def _marked(text: str) -> tuple[bool, Fraction | None]:
+    """Returns whether there is a number directly after a `####`, and the last such; None for one of several."""
+    last: tuple[bool, Fraction | None] = False, None
     for mark in MARK.finditer(text):
         number = NUMBER.match(text, mark.end())
-        if number and not NUMBERING.match(text, number.end()):
-            value = _value(number)
-            last = last if value is None else value
+        if number and not NUMBERING.match(text, number.end()) and (value := _value(number)) is not None:
+            last = True, None if ALTERNATIVE.match(text, number.end()) else value
     return last
 
 
-def _stated(text: str) -> Fraction | None:
-    """Returns the first number in the sentence of the last "answer is", or the result of a calculation there."""
+def _stated(text: str) -> tuple[bool, Fraction | None]:
+    """Returns whether the sentence of the last "answer is" has a number, and the first, or a calculation's result.
+
+    The number is None if it is one of several, joined by "or" or "and".
+    """
     stated = list(ANSWER.finditer(text))
     if not stated:
-        return None
+        return False, None
     start = stated[-1].end()
     end = SENTENCE.search(text, start)
     sentence = text[start : end.start() if end else len(text)]
     found = numbers(sentence)
-    value = found[0].value if found else None
+    if not found:
+        return False, None
+    value = found[0].value
     for one, other in pairwise(found):
         between = sentence[one.end : other.start]
+        if (joined := ALTERNATIVE.match(sentence, one.end)) and joined["word"]:
+            return True, None
         if not ARITHMETIC.fullmatch(between):
             break
         if "=" in between:
             value = other.value
-    return value
+    return True, value
 
 
 def _last_outside_asides(text: str) -> Fraction | None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from groupax.errors import require
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
 from groupax.settings.fields import nearest
 from groupax.settings.references import import_attribute, parse_call
+
+OF_MATH = ("math_accuracy", "cosine_length")  # rewards that need the extra `math`
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def find_reward(reference: str) -> Any:
     """
     name, options, columns = parse_call("reward", reference)
     if name in BUILTIN_REWARDS:
+        if name in OF_MATH:
+            require("math", f"the reward {name}", is_imported=False)
         function: Any = BUILTIN_REWARDS[name]
     else:
         if ":" not in name:

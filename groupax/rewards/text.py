@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MAX_ANSWER_TEXT = 100_000  # characters at the end of a completion that are searched for an answer
-BRACES = re.compile(r"\\boxed\s{0,9}\{|\\fbox\s{0,9}\{|\\[{}]|[{}]")
+BRACES = re.compile(
+    r"\\(?:boxed|fbox)\s{0,9}\{|\\(?:boxed|fbox)\s{0,9}(?P<bare>[-+]?(?:[\d.]|\\[a-zA-Z])(?:\{[^{}]{0,99}\}|[^\s${}]){0,99})"
+    r"|\\[{}]|[{}]"
+)
 
 
 class Span(NamedTuple):
@@ -27,6 +30,16 @@ def completion_text(completion: Any) -> str:
     return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
 
 
+def with_thinking(text: str, tag: str = "think") -> str:
+    """Returns a completion with the opening tag of its thinking, which chat templates of reasoning models write.
+
+    This is a completion in which a tag whose name begins with "think" is closed before it is opened.
+    """
+    start = text.find(f"</{tag}>")
+    begun = tag.startswith("think") and start >= 0 and f"<{tag}>" not in text[:start]
+    return f"<{tag}>{chr(10) * (text[:1] != chr(10))}{text}" if begun else text
+
+
 def tagged(text: str, tag: str) -> str:
     """Returns the content of the last `<tag>...</tag>`, or the whole text if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
@@ -43,13 +56,15 @@ def final_part(text: str) -> str:
 
 
 def boxes(text: str) -> list[Span]:
-    r"""Returns every `\boxed{...}` that is closed, in the order in which they open. Braces may be nested."""
+    r"""Returns every `\boxed{...}` that is closed, and `\boxed 7`, in their order. Braces may be nested."""
     opened: list[re.Match[str]] = []
     found = []
     for brace in BRACES.finditer(text):
         if brace[0] in (r"\{", r"\}"):
             continue
-        if brace[0] != "}":
+        if brace["bare"]:
+            found.append(Span(brace.start(), brace.end(), brace["bare"]))
+        elif brace[0] != "}":
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             found.append(Span(start.start(), brace.end(), text[start.end() : brace.start()]))

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.errors import require
 from groupax.rewards.contract import Reward
 
 NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # accelerators are the trainers'
@@ -119,8 +120,7 @@ def _connect_to_ray() -> None:
 
 def _cloudpickled(function: Any) -> bytes:
     """Returns the function as Ray sends it: by value if workers cannot import it, as lambdas and a notebook's."""
-    try:
-        from ray import cloudpickle
-    except ModuleNotFoundError as error:
-        raise ValueError("reward_workers_on='ray' needs ray; pip install 'groupax[ray]'") from error
+    require("ray", "reward_workers_on='ray'")
+    from ray import cloudpickle
+
     return cloudpickle.dumps(function)  # pyright: ignore[reportPrivateImportUsage]

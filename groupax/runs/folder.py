@@ -32,6 +32,7 @@ from groupax.runs.metrics_file import NAME as METRICS
 from groupax.runs.metrics_file import MetricsFile
 from groupax.runs.rollout_log import RolloutLog, write_records
 from groupax.storage.buckets import RemoteFolder, is_remote
+from groupax.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
@@ -193,7 +194,7 @@ class RunFolder:
     def _earlier(self, name: str) -> bytes:
         """Returns the content of a file from an earlier process; empty if there is none."""
         try:
-            return self.remote.read(name) if self.remote else (self.path / name).read_bytes()
+            return self.remote.read(name) if self.remote else read_file(self.path / name, MAX_LOG_BYTES)
         except FileNotFoundError:
             return b""
 

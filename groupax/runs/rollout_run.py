@@ -21,6 +21,7 @@ from groupax.evaluation.sets import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
 from groupax.metrics.estimates import Estimate
 from groupax.models.checkpoint import Model
+from groupax.models.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import ENVIRONMENTS, Reward
@@ -99,6 +100,7 @@ class RolloutRun(Run[GRPOConfig]):
         self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
         self._open_folder(None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9))
         self.emit(PhaseStarted("loading the model"))
+        require_quantizer(args.decoding_weights)
         self._load_model(model, lora)
         self.emit(PhaseStarted("encoding the prompts"))
         self.tokenizer = tokenizer_for(args, self._model, processing_class)

@@ -6,12 +6,12 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -34,11 +34,9 @@ from groupax.serve.pause import pause_mode
 from groupax.serve.prepare import Prepared, ServedModel, check_constraint, encoded_chat, prepare
 from groupax.serve.prompt_scoring import PromptScorer
 from groupax.serve.protocols import anthropic_messages
-from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.protocols.table import PROTOCOLS, Protocol
-from groupax.serve.rate_limited_log import RateLimitedLog
 from groupax.serve.request_record import RequestRecord
-from groupax.serve.requests import ChatRequest
+from groupax.serve.requests import ChatRequest, Request
 from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
 from groupax.serve.tokenizing import detokenize, tokenize, tokenizer_info
 from groupax.serve.tokenizing import parse as parse_tokenizing
@@ -47,7 +45,9 @@ from groupax.serve.weight_uploads import Handler, WeightUploads
 from groupax.serve.weights import Weights
 
 RETRY_S = 1
-PREPARING_THREADS = 16
+PREPARING_THREADS = 8
+LARGE_BYTES = 64 << 10  # requests with more, or with images, share LARGE_THREADS, so that others go on meanwhile
+LARGE_THREADS = 2
 COMPILING_THREADS = 1  # of constraints, for which other requests do not wait
 T = TypeVar("T")
 
@@ -62,7 +62,6 @@ class Limits:
         max_completions: Prompts times `n` of one request.
         default_max_tokens: Longest completion of a chat that sets no limit.
         request_timeout_s: Time after which a request is cancelled.
-        send_timeout_s: Longest time for which the client of a streamed response may read nothing.
         host: Address that the server listens on; without keys it determines by which names requests may call it.
         allowed_hosts: Further such names.
     """
@@ -72,7 +71,6 @@ class Limits:
     max_completions: int = 256
     default_max_tokens: int = 1024
     request_timeout_s: float = 600.0
-    send_timeout_s: float = 60.0
     host: str = "127.0.0.1"
     allowed_hosts: tuple[str, ...] = ()
 
@@ -81,7 +79,6 @@ def create_app(
     loop: EngineLoop,
     limits: Limits | None = None,
     models: Mapping[str, Model] | None = None,
-    log: RateLimitedLog | None = None,
     write_line: Callable[[str], object] = lambda _: None,
 ) -> Starlette:
     """Creates the application.
@@ -90,10 +87,9 @@ def create_app(
         loop: A started loop whose engines all have tokenizers. Requests that name no model get the first one.
         limits: Limits of requests.
         models: Models of the engines, by name, whose weights clients with a key may change.
-        log: Log of refusals; None creates one.
         write_line: Receives a line for each request that is not a GET; by default nothing is written.
     """
-    server = Server(loop, limits or Limits(), Weights(loop, models or {}), log, write_line)
+    server = Server(loop, limits or Limits(), Weights(loop, models or {}), write_line)
     routes = [
         *[
             Route(path, server.endpoint(partial(server.complete, protocol), protocol.error_body), methods=["POST"])
@@ -130,7 +126,6 @@ class Server:
         loop: The engines.
         limits: Limits of requests.
         weights: Weights that clients may change.
-        log: Log of refusals; None creates one.
         write_line: Receives a line for each request that is not a GET.
     """
 
@@ -139,17 +134,19 @@ class Server:
         loop: EngineLoop,
         limits: Limits,
         weights: Weights,
-        log: RateLimitedLog | None = None,
         write_line: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._write_line = write_line
         self.loop, self.limits, self.weights = loop, limits, weights
-        self.metrics, self.log = Metrics(loop), log or RateLimitedLog()
-        self._preparing, self._scorer = CapacityLimiter(PREPARING_THREADS), PromptScorer(loop)
-        self._compiling = CapacityLimiter(COMPILING_THREADS)
+        self.metrics, self._scorer = Metrics(loop), PromptScorer(loop)
+        self._threads = ThreadPoolExecutor(PREPARING_THREADS, "request")
+        self._threads_of_large = ThreadPoolExecutor(LARGE_THREADS, "large request")
+        self._threads_of_constraints = ThreadPoolExecutor(COMPILING_THREADS, "constraint")
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
         self.models = {name: _served_model(name, loop) for name in loop.engines}
+        for model in self.models.values():  # what fails is told to the requests that need it
+            self._threads_of_constraints.submit(model.constraints.load_tokens)
 
     def endpoint(self, handler: Handler, error_body: Callable[[ApiError], Any] = lambda error: error.body) -> Handler:
         """Wraps a handler: checks the caller, converts errors to the protocol's format, and counts the request."""
@@ -179,13 +176,19 @@ class Server:
         record: RequestRecord = http.state.record
         deadline_s = record.started_s + self.limits.request_timeout_s
         body = await json_body(http, self.limits.max_body_bytes)
-        incoming = await run_in_threadpool(protocol.parse, body)
+        incoming = await self._in_time(partial(protocol.parse, body), deadline_s, self._threads_for(body))
         request = incoming.request
         name = self._model_name(request.model)
         if request.weights_state not in (None, self.weights.state(name)):
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
-        prepared = await self._prepared(incoming, name, deadline_s)
+        work = partial(
+            prepare, incoming, self.models[name], self.limits.max_completions, self.limits.default_max_tokens
+        )
+        prepared = await self._in_time(work, deadline_s, self._threads_for(body, request))
+        if prepared.params.constraint is not None:
+            work = partial(check_constraint, self.models[name], prepared.params)
+            await self._in_time(work, deadline_s, self._threads_of_constraints)
         exchange = await self._with_prompt_logps(prepared, http, deadline_s)
         record.begin(name, sum(map(len, exchange.prompts)))
         num = len(exchange.prompts) * request.n
@@ -199,30 +202,34 @@ class Server:
         writer = protocol.writer(exchange)
         if request.stream:
             events = self._events(exchange, writer, num, arriving)
-            return EventStream(events, protocol, cancel, deadline_s, self.limits.send_timeout_s)
+            return EventStream(events, protocol, cancel, deadline_s)
         work = asyncio.ensure_future(collect(arriving, num))
         try:
             completions = await unless_disconnected(work, http.receive, deadline_s)
         finally:
             work.cancel()
             cancel()
-        return JSONResponse(await run_in_threadpool(writer.full, completions))
+        return await run_in_threadpool(lambda: JSONResponse(writer.full(completions)))
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         """Handles /v1/messages/count_tokens."""
+        deadline_s = http.state.record.started_s + self.limits.request_timeout_s
         body = await json_body(http, self.limits.max_body_bytes)
-        incoming = await run_in_threadpool(anthropic_messages.parse, body, counts_only=True)
+        parse = partial(anthropic_messages.parse, body, counts_only=True)
+        incoming = await self._in_time(parse, deadline_s, self._threads_for(body))
         model = self.models[self._model_name(incoming.request.model)]
         assert isinstance(incoming.request, ChatRequest), "messages are chats"
         work = partial(encoded_chat, incoming.request, model, incoming.hints)
-        [ids], _, _ = await self._in_time(work, time.monotonic() + self.limits.request_timeout_s)
+        [ids], _, _ = await self._in_time(work, deadline_s, self._threads_for(body, incoming.request))
         return JSONResponse({"input_tokens": len(ids)})
 
     async def tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Response:
         """Handles /tokenize and /detokenize."""
-        name, given = await run_in_threadpool(parse_tokenizing, await json_body(http, self.limits.max_body_bytes))
-        model, deadline_s = self.models[self._model_name(name)], time.monotonic() + self.limits.request_timeout_s
-        return JSONResponse(await self._in_time(partial(work, given, model), deadline_s))
+        deadline_s = http.state.record.started_s + self.limits.request_timeout_s
+        body = await json_body(http, self.limits.max_body_bytes)
+        name, given = await self._in_time(partial(parse_tokenizing, body), deadline_s, self._threads_for(body))
+        model = self.models[self._model_name(name)]
+        return await self._in_time(lambda: JSONResponse(work(given, model)), deadline_s, self._threads_for(body))
 
     async def get_tokenizer_info(self, _: HttpRequest) -> Response:
         """Handles /tokenizer_info, for the first model."""
@@ -282,15 +289,6 @@ class Server:
         is_ready = self.loop.is_ready
         return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
 
-    async def _prepared(self, incoming: Incoming, name: str, deadline_s: float) -> Prepared:
-        limits = self.limits
-        work = partial(prepare, incoming, self.models[name], limits.max_completions, limits.default_max_tokens)
-        prepared = await self._in_time(work, deadline_s)
-        if prepared.params.constraint is not None:
-            work = partial(check_constraint, self.models[name], prepared.params)
-            await self._in_time(work, deadline_s, self._compiling)
-        return prepared
-
     async def _with_prompt_logps(self, prepared: Prepared, http: HttpRequest, deadline_s: float) -> Exchange:
         """Returns the exchange with the log-probs of its prompts, if the request wants them."""
         exchange, num = prepared.exchange, prepared.exchange.request.num_prompt_logprobs
@@ -306,11 +304,15 @@ class Server:
             work.cancel()
         return replace(exchange, prompt_logps=found)
 
-    async def _in_time(self, work: Callable[[], T], deadline_s: float, limiter: CapacityLimiter | None = None) -> T:
-        """Returns the result of work in a thread, which is abandoned at the deadline."""
+    def _threads_for(self, body: bytes, request: Request | None = None) -> ThreadPoolExecutor:
+        has_images = isinstance(request, ChatRequest) and bool(request.image_urls)
+        return self._threads_of_large if len(body) > LARGE_BYTES or has_images else self._threads
+
+    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor) -> T:
+        """Returns the result of work in a thread, which nobody waits for after the deadline."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
-                return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter or self._preparing)
+                return await asyncio.get_running_loop().run_in_executor(threads, work)
         except TimeoutError as error:
             raise timeout_error() from error
 
@@ -360,10 +362,11 @@ class Server:
 
     def _check_caller(self, http: HttpRequest) -> None:
         """Checks the key; on a server without keys, that the request is not another site's."""
+        if len(hosts := http.headers.getlist("host")) > 1:
+            raise ApiError(400, f"the request has {len(hosts)} Host headers; HTTP allows one")
         if not self.limits.api_keys:
             refusal = self._caller_check.refusal(http.headers)
             if refusal:
-                self.log.add("requests refused: a server without keys answers no other sites", refusal)
                 raise ApiError(403, refusal, code="forbidden")
             return
         check_key(http.headers, self.limits.api_keys)

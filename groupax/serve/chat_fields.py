@@ -111,13 +111,18 @@ def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ApiError: It has the id of no call, or there is no call before it.
     """
-    ids: list[Any] = []
+    ids: dict[str, None] = {}  # as they are quoted, whatever their type
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
-        ids += [call.get("id") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        if isinstance(calls, list):
+            ids |= dict.fromkeys(repr(call.get("id")) for call in calls if isinstance(call, Mapping))
         found = message.get("tool_call_id")
-        if message["role"] == "tool" and found not in ids:
-            known = f"the calls before it have the ids {short(ids)}" if ids else "there is no call before it"
+        if message["role"] == "tool" and repr(found) not in ids:
+            known = (
+                f"the calls before it have the ids {', '.join(ids):.{MAX_QUOTED}}"
+                if ids
+                else "there is no call before it"
+            )
             name = "has no tool_call_id" if found is None else f"is the result of the call {short(found)}"
             raise ApiError(400, f"messages.{number}, a tool's, {name}; {known}", "messages")
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupax.data.images import URL, read_image
+from groupax.data.images import URL, open_image, read_image
 from groupax.serve.errors import ApiError
 
 MAX_IMAGES = 16  # of a request
 MAX_PIXELS = 1 << 24  # of an image
+MAX_ALL_PIXELS = 1 << 25  # of the images of a request: each takes 4 bytes decoded, and up to 24 as patches
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 DETAILS = ("auto", "low", "high")  # without an effect here
 
@@ -61,11 +62,18 @@ def decoded_images(urls: Sequence[str]) -> list[Any]:
     """Returns the PIL images of `data:` URLs.
 
     Raises:
-        ApiError: One cannot be decoded or is too large, or there are too many.
+        ApiError: One cannot be decoded or is too large, there are too many, or they are too large together.
     """
     if len(urls) > MAX_IMAGES:
         raise ApiError(400, f"the chat has {len(urls)} images; a request may have {MAX_IMAGES}", "messages")
     try:
-        return [read_image(url, f"image {number} of the chat", MAX_PIXELS) for number, url in enumerate(urls, 1)]
+        opened = [open_image(url, f"image {number} of the chat", MAX_PIXELS) for number, url in enumerate(urls, 1)]
+        num_pixels = sum(image.width * image.height for image in opened)
+        if num_pixels > MAX_ALL_PIXELS:
+            raise ValueError(
+                f"the images of the chat have {num_pixels:,} pixels together, at most {MAX_ALL_PIXELS:,} are read; "
+                "send smaller images"
+            )
+        return [read_image(image, f"image {number} of the chat") for number, image in enumerate(opened, 1)]
     except ValueError as error:
         raise ApiError(400, str(error), "messages", "invalid_image") from error

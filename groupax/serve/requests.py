@@ -30,6 +30,7 @@ from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRI
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API; the server's own limit applies to chats
 MAX_BIAS = 100.0
+MAX_STOP_CHARACTERS = 1024  # of a stop string
 MAX_STOP_IDS = STOP_IDS - 32  # leaves room for the model's own stop tokens and those of stop strings
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -67,7 +68,7 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_of_key)], Bias], BeforeValidator(_biases)]
 StopStrings = Annotated[
-    list[Text],
+    list[Annotated[Text, Field(max_length=MAX_STOP_CHARACTERS)]],
     Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
@@ -272,7 +273,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """Returns the JSON object in a body.
 
     Raises:
-        ApiError: there is none, it has a field twice, or the name of a field is not valid Unicode.
+        ApiError: there is none, it has a field twice, or a response could not repeat it: half of a surrogate pair is no
+            character, and 1e999 is no number.
     """
 
     def refuse_constant(name: str) -> Any:
@@ -286,14 +288,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
         return found
 
     try:
-        given = json.loads(body, parse_constant=refuse_constant, object_pairs_hook=without_duplicates)
+        given = json.loads(body.decode(), parse_constant=refuse_constant, object_pairs_hook=without_duplicates)
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error}") from error
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "the body has half of a surrogate pair, which is no character; remove it") from error
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise ApiError(400, f"the body must be a JSON object, got {short(given)}")
-    for name in given:
-        if not is_text(name):  # a response could not quote it
-            raise ApiError(400, f"the body has a field whose name is not valid Unicode: {short(name)}")
     return given
 
 

@@ -26,7 +26,6 @@ class EventStream(Response):
         protocol: How events and errors are written.
         cancel: Called at the end, whatever ends the response.
         deadline_s: Deadline by `time.monotonic`.
-        send_timeout_s: Longest time for which the client may read nothing.
 
     Attributes:
         on_end: Called at the end, when `status_code` is final.
@@ -40,23 +39,18 @@ class EventStream(Response):
         protocol: Protocol,
         cancel: Callable[[], None],
         deadline_s: float,
-        send_timeout_s: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events, self._protocol, self._cancel = events, protocol, cancel
-        self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
+        self._deadline_s = deadline_s
         self.on_end: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response, as an ASGI application."""
 
-        async def send_in_time(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-
         async def send_body(body: bytes, more: bool = True) -> None:
-            await send_in_time({"type": "http.response.body", "body": body, "more_body": more})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         async def send_events() -> None:
             async for event in self._events:
@@ -65,7 +59,7 @@ class EventStream(Response):
         work = None
         try:
             head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            await send_in_time(head)
+            await send(head)
             work = asyncio.ensure_future(send_events())
             try:
                 await unless_disconnected(work, receive, self._deadline_s)
@@ -77,8 +71,8 @@ class EventStream(Response):
                 self.status_code = api_error.status
                 event = self._protocol.error_event(api_error)
                 await send_body(self._protocol.encode_event(event), more=False)
-        except (ClientDisconnect, OSError):  # a TimeoutError is an OSError
-            self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
+        except (ClientDisconnect, OSError):
+            self.status_code = CLIENT_GONE
         finally:
             if work is not None:
                 work.cancel()

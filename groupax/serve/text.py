@@ -64,10 +64,11 @@ class TextStream:
 
     def _final_text(self) -> str:
         text = text_before_stop(self._text, self._stop, self._num_exempt_characters)
-        num_held = 0
+        first_held = len(text)
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), num_held, -1):
-                if text.endswith(stop[:length]):
-                    num_held = length
-                    break
-        return text[: len(text) - num_held]
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= start < first_held:
+                if stop.startswith(text[start:]):
+                    first_held = start
+                start = text.find(stop[0], start + 1)
+        return text[:first_held]

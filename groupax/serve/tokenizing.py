@@ -11,6 +11,8 @@ from groupax.serve.errors import ApiError
 from groupax.serve.prepare import ServedModel, encoded_chat
 from groupax.serve.requests import ChatRequest, TokenId, check_known, parse_json, request_of, validated
 
+MAX_CHARACTERS = 1 << 19  # of a text: two seconds and 100 MB on a slow core
+MAX_TOKENS = 1 << 18
 CHAT_FIELDS = {
     *("messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("reasoning_effort", "model"),
@@ -24,7 +26,7 @@ class TextToEncode(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    prompt: Text
+    prompt: Annotated[Text, Field(max_length=MAX_CHARACTERS)]
     add_special_tokens: bool = True
 
 
@@ -33,7 +35,7 @@ class TokensToDecode(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 def parse(body: bytes) -> tuple[str | None, dict[str, Any]]:

@@ -119,8 +119,9 @@ class TurnReader:
 
     def _calls(self, calls: Sequence[ToolCall], seed: Sequence[int]) -> tuple[Call, ...]:
         calls = calls if self.parallel else calls[:1]
+        begun = hashlib.sha256(json.dumps([*seed])[:-1].encode()) if calls else None  # of a long prompt only once
         return tuple(
-            Call(_call_id(seed, number), call.name, json.dumps(self._arguments(call), ensure_ascii=False))
+            Call(_call_id(begun, number), call.name, json.dumps(self._arguments(call), ensure_ascii=False))
             for number, call in enumerate(calls)
         )
 
@@ -176,9 +177,10 @@ def _rest(whole: str, sent: str) -> str:
     return whole[len(sent) :] if whole.startswith(sent) else whole
 
 
-def _call_id(seed: Sequence[int], number: int) -> str:
-    digest = hashlib.sha256(json.dumps([*seed, number]).encode()).digest()
-    value, letters = int.from_bytes(digest[:16], "big"), ""
+def _call_id(begun: Any, number: int) -> str:
+    digest = begun.copy()
+    digest.update(f", {number}]".encode())
+    value, letters = int.from_bytes(digest.digest()[:16], "big"), ""
     for _ in range(ID_LETTERS):
         value, index = divmod(value, len(ALPHABET))
         letters += ALPHABET[index]

@@ -52,7 +52,8 @@ class WeightUploads:
     async def begin_upload(self, http: HttpRequest) -> Response:
         """Handles POST /groupax/v1/weights: announces an upload."""
         self._check_may_change()
-        return JSONResponse(self._weights.begin(parse_json(await json_body(http, self._max_body_bytes))))
+        body = await json_body(http, self._max_body_bytes)
+        return JSONResponse(self._weights.begin(await run_in_threadpool(parse_json, body)))
 
     async def put_piece(self, http: HttpRequest) -> Response:
         """Handles PUT /groupax/v1/weights/UPLOAD/PIECE."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from groupax.errors import require
+
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}  # groupax's extra to install, by protocol
 
 
@@ -34,8 +36,9 @@ class RemoteFolder:
         try:
             files, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
-            extra = f"pip install 'groupax[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
-            raise ValueError(f"{url} needs a package that is not installed: {extra}") from error
+            if protocol in EXTRAS:
+                require(EXTRAS[protocol], url)
+            raise ValueError(f"{url} needs a package that is not installed: {error}") from error
         except ValueError as error:
             raise ValueError(f"{url}: {error}; use a folder, s3:// or gs://") from error
         self.files: Any = files

@@ -1,11 +1,12 @@
-"""Model folders: how to find them, which of their files are read, and their JSON files."""
+"""Model folders: how to find them, which of their files are read, and their JSON files; files of strangers."""
 
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from groupax.settings.fields import nearest
 
@@ -19,6 +20,7 @@ FETCHED += ["README.md"]  # states the license
 LEFT_OUT = ["consolidated*", "*/*.json", "*/*.safetensors"]
 
 MAX_JSON_BYTES = 1 << 28  # tokenizers with large vocabularies take about 40 MB
+MAX_LOG_BYTES = 1 << 32  # of metrics, diagnostics and items of evaluations
 # Files of a folder that are read, or copied to folders derived from the model.
 READ = re.compile(r".*\.(json|safetensors|jinja|model|txt|md)|additional_chat_templates")
 
@@ -132,16 +134,46 @@ def check_links(folder: Path) -> None:
                 )
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file of a folder that somebody else may have filled, which may have pipes and devices in place of files.
+
+    Raises:
+        OSError: It cannot be opened, or is not a regular file.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
+
+
+def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Returns the content of a file (see `open_file`).
+
+    Raises:
+        OSError: It cannot be read, is not a regular file, or has more than `max_bytes`.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > max_bytes else file.read(max_bytes + 1)
+    if max(size, len(content)) > max_bytes:
+        raise OSError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
     Raises:
-        ValueError: The file is not a JSON object, or exceeds `MAX_JSON_BYTES`.
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a JSON object, is not a regular file, or exceeds `MAX_JSON_BYTES`.
     """
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes; settings have at most {MAX_JSON_BYTES:,}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path).decode())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # ValueError also for invalid UTF-8 and numbers that are too long
         raise ValueError(f"{path} is not valid JSON: {error}; download the file again") from error
     if not isinstance(content, dict):

@@ -14,6 +14,8 @@ import warnings
 import weakref
 from pathlib import Path
 
+from groupax.storage.folders import read_file
+
 LOCK = ".lock"
 # Errors of `flock` on file systems without locks, such as some network ones.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -81,7 +83,7 @@ def check_unlocked(folder: Path) -> None:
         LockedError: A run uses it.
     """
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK)  # which waits for no writer of a pipe
     except OSError:  # without the file nobody holds the lock
         return
     try:
@@ -99,7 +101,7 @@ def _acquire(path: Path) -> int | None:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         # opened read-only, since a file open for writing keeps its disk from being remounted read-only
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +130,7 @@ def _acquire(path: Path) -> int | None:
 
 def _refusal(path: Path) -> LockedError:
     try:
-        holder = path.read_text(encoding="utf-8", errors="replace").strip()
+        holder = read_file(path, 4096).decode(errors="replace").strip()
     except OSError:
         holder = ""
     who = f" ({holder})" if holder.startswith("process ") and holder.isprintable() else ""

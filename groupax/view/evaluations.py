@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.view.episodes import parts_of
+from groupax.view.tail import Tail
 from groupax.view.texts import SHOWN_CHARACTERS, shown_prompt
 
 PAGE_ITEMS = 25
@@ -27,23 +28,24 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
     query = query.casefold()
     items: list[dict[str, Any]] = []
     num_items = num_shown = num_bad = 0
+    file = Tail(path)
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    item = shown_item(json.loads(line))
-                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                    num_bad += 1
-                    continue
-                num_items += 1
-                texts = [item["prompt"], *(each["text"] for each in item["completions"])]
-                if not SHOWN[show](item) or not any(query in text.casefold() for text in texts):
-                    continue
-                if first <= num_shown < first + PAGE_ITEMS:
-                    items.append(item)
-                num_shown += 1
+        for record in file.new_objects():
+            try:
+                item = shown_item(record)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                num_bad += 1
+                continue
+            num_items += 1
+            texts = [item["prompt"], *(each["text"] for each in item["completions"])]
+            if not SHOWN[show](item) or not any(query in text.casefold() for text in texts):
+                continue
+            if first <= num_shown < first + PAGE_ITEMS:
+                items.append(item)
+            num_shown += 1
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
+    num_bad += file.num_bad_lines
     return {"items": items, "num_items": num_items, "num_shown": num_shown, "num_bad": num_bad, "page": PAGE_ITEMS}
 
 

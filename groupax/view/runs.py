@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from groupax.runs.severity import severity_of
-from groupax.storage.folders import RECORDS, run_folder_in
+from groupax.storage.folders import RECORDS, read_file, run_folder_in
 from groupax.view.blocks import columns_of
 from groupax.view.tail import Tail
 
+MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
 MAX_METRICS = 5000  # metric names; further ones are ignored
 BLOCK_BYTES = 2**19  # of metrics that are parsed at once
 SMALL_BYTES = 2**14  # what a live run has written since the last look is parsed line by line
@@ -286,7 +287,7 @@ class Run:
     def _json_file(self, name: str) -> dict[str, Any]:
         path = self.path / name
         try:
-            content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            content = json.loads(read_file(path, MAX_JSON_BYTES).decode(errors="replace"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:

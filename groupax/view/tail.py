@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from groupax.storage.folders import open_file
+
 MAX_LINE_BYTES = 16 * 2**20
 
 
@@ -35,7 +37,7 @@ class Tail:
         """
         if not self._has_more():
             return
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self._offset)
             while line := file.readline(MAX_LINE_BYTES):
                 if not line.endswith(b"\n"):
@@ -62,7 +64,7 @@ class Tail:
         """
         if not self._has_more():
             return b""
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self._offset)
             block = file.read(num_bytes)
         return block[: block.rfind(b"\n") + 1]

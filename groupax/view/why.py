@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from groupax.settings.objective import UNCLIPPED
+from groupax.storage.folders import read_file
 from groupax.view.arrow import has_mask, scalar_text
 from groupax.view.runs import NotFoundError, Run
 from groupax.view.tokens import token_texts
@@ -104,9 +105,7 @@ def exact_shares(folder: Path, step: int) -> Exact | None:
     """Returns what `groupax replay --why` has computed of a step, by prompt and sample index; None if it has not."""
     path = folder / "why" / f"step_{step:06d}.json"
     try:
-        if path.stat().st_size > MAX_WHY_BYTES:
-            return None
-        rows = json.loads(path.read_bytes())["rows"]
+        rows = json.loads(read_file(path, MAX_WHY_BYTES))["rows"]
         return {
             (int(row["prompt_index"]), int(row["sample_index"])): {
                 "share": _float(row["share"]),

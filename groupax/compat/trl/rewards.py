@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupax.rewards.formats import think_format
+from groupax.rewards.formats import THINK
 from groupax.rewards.math_process import Comparer
 
 Rewards = list[float | None]
 LogExtra = Callable[[str, Sequence[Any]], None]
 TOO_LONG = "[takes too long]"
 
-_VERIFY = Comparer("groupax.rewards.answers:verified")
+_VERIFY = Comparer("groupax.rewards.expressions:verified")
 
 
 def accuracy_reward(
@@ -97,7 +97,7 @@ def get_cosine_scaled_reward(
 
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     """Returns 1 for a completion that starts with exactly one `<think>...</think>`, else 0."""
-    return think_format([_first_text(completion) for completion in completions])
+    return [float(THINK.fullmatch(_first_text(completion)) is not None) for completion in completions]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:

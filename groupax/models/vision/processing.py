@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from groupax.data.tokenizer import token_ids
+from groupax.errors import require
 from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, VisionConfig
 from groupax.models.vision.placement import make_image, num_features, place_images
 from groupax.storage.folders import read_json, write_json
@@ -57,11 +59,13 @@ def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> 
         ImportError: Pillow is not installed.
         ValueError: The folder has no settings of an image processor, or they do not fit the model.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise ImportError("models that see images need Pillow: pip install 'groupax[vision]'") from error
+    require("vision", "a model that sees images")
     family, settings = _FAMILIES[type(config.projector)], _settings(folder)
+    if settings.get("do_pan_and_scan"):
+        raise ValueError(
+            f"{folder} has do_pan_and_scan, by which an image is also shown in crops; groupax shows it whole: set "
+            "do_pan_and_scan to false"
+        )
     try:
         processor = family.processor_class().from_dict(settings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -123,9 +127,9 @@ def process_images(
     parts = [between[0]]
     for (_, own), after in zip(processed, between[1:], strict=True):
         parts += [own, after]
-    token_ids = tokenizer("".join(parts), add_special_tokens=add_special_tokens)["input_ids"]
-    token_ids = np.asarray(token_ids, np.int32)
-    return token_ids, place_images(processor.config, token_ids, [image for image, _ in processed])
+    [ids] = token_ids(tokenizer, ["".join(parts)], add_special_tokens)
+    ids = np.asarray(ids, np.int32)
+    return ids, place_images(processor.config, ids, [image for image, _ in processed])
 
 
 def cut_patches(config: VisionConfig, pixels: Float[np.ndarray, "I C H W"]) -> Image:
@@ -166,8 +170,8 @@ def _process_tiles(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
 
 
 def _process_whole(processor: ImageProcessor, image: Any) -> tuple[Image, str]:
-    """Resizes an image to one size (Gemma 3); its crops ("pan and scan") are not made, as by default there."""
-    found = processor.processor([image], do_pan_and_scan=False, return_tensors="np")
+    """Resizes an image to one size (Gemma 3)."""
+    found = processor.processor([image], return_tensors="np")
     whole = cut_patches(processor.config, np.asarray(found["pixel_values"], np.float32))
     tokens = processor.token * num_features(processor.config, whole)
     return whole, f"\n\n{processor.placeholder}{tokens}<end_of_image>\n\n"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.errors import require
 from groupax.recipes.splits import Split, draw_split
 
 KINDS = ("circle", "square", "triangle")
@@ -132,6 +133,7 @@ def is_held_out(scene: Scene) -> bool:
 
 def draw(scene: Scene) -> Any:
     """Returns the picture as a PIL image. The same scene always has the same pixels."""
+    require("vision", "drawing pictures")
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (IMAGE_PIXELS, IMAGE_PIXELS), (scene.background,) * 3)

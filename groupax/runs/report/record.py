@@ -11,7 +11,7 @@ from groupax.config import config_class
 from groupax.evaluation.items import Completion, Item, read_items
 from groupax.runs.report.images import image_names, image_urls
 from groupax.runs.rollout_log import prompt_text
-from groupax.storage.folders import run_folder_in
+from groupax.storage.folders import MAX_LOG_BYTES, read_file, run_folder_in
 from groupax.types import Metrics
 
 MAX_SAMPLES = 4
@@ -287,6 +287,8 @@ def _first_answers(path: Path) -> dict[str, Answer]:
     import pyarrow.parquet as pq
 
     try:
+        if not path.is_file():
+            return {}
         names = pq.read_schema(path).names
         rewards = [name for name in names if name.startswith("rewards/")]
         rows = pq.read_table(path, columns=["prompt", "completion", "sample_index", *rewards]).to_pylist()
@@ -303,8 +305,8 @@ def _first_answers(path: Path) -> dict[str, Answer]:
 def _json(path: Path) -> dict[str, Any] | None:
     """Returns the object in a file; None if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
+        content = json.loads(read_file(path).decode(errors="replace"))
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
@@ -312,14 +314,14 @@ def _json(path: Path) -> dict[str, Any] | None:
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects in a file of lines, null as NaN, without damaged lines."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_file(path, MAX_LOG_BYTES).decode(errors="replace")
     except OSError:
         return []
     lines = []
     for line in text.split("\n"):
         try:
             record = json.loads(line) if line else None
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             lines.append({name: math.nan if value is None else value for name, value in record.items()})

@@ -121,17 +121,12 @@ def _check_package(name: str) -> None:
     if name not in PACKAGES:
         return
     package, otherwise = PACKAGES[name], "or leave it out of report_to"
-    if not is_installed(name):
-        raise ValueError(
-            f"report_to has {name!r}, and the package {package} is not installed; pip install 'groupax[{name}]', "
-            f"{otherwise}"
-        )
     try:
         importlib.import_module(package)
     except ImportError as error:
         raise ValueError(
-            f"report_to has {name!r}, and the package {package} cannot be imported ({error}); install it again, "
-            f"{otherwise}"
+            f"report_to has {name!r}, and the package {package} cannot be imported ({error}); pip install "
+            f"'groupax[{name}]', {otherwise}"
         ) from error
 
 

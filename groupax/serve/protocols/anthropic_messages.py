@@ -197,18 +197,20 @@ def _user_messages(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str
 
 
 def _assistant_message(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    content, reasoning = [], []
+    message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking" and is_text(block.get("thinking")):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            reasoning.append(block["thinking"])
         elif kind == "tool_use" and is_text(block.get("name")) and isinstance(block.get("input"), Mapping):
             function = {"name": block["name"], "arguments": block["input"]}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
-            message["content"] += text_of([block], TEXT, where)
-    return [message]
+            content.append(text_of([block], TEXT, where))
+    thoughts = {"reasoning_content": "".join(reasoning)} if reasoning else {}
+    return [{**message, "content": "".join(content), **thoughts}]
 
 
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
