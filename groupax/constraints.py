@@ -16,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from groupax.data.token_bytes import token_bytes
+from groupax.errors import require
 
 MAX_CHARACTERS = 1 << 16  # of a constraint
 MAX_COMPILED = 64
@@ -75,7 +76,7 @@ class ConstraintCompiler:
 
         Raises:
             ValueError: The constraint cannot be kept, is too large, or has no completion, or there is no tokenizer.
-            ImportError: llguidance is not installed.
+            MissingPackageError: llguidance is not installed.
         """
         key = kind, text
         with self._lock:
@@ -313,8 +314,7 @@ class _Vocabulary:
 
 
 def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ImportError("regex and json_schema need llguidance: pip install 'groupax[constraints]'") from error
+    require("constraints", "a constraint on completions")
+    import llguidance
+
     return llguidance

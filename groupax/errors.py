@@ -5,6 +5,7 @@ import importlib.util
 
 # The modules of each extra, which are imported where they are needed.
 EXTRAS = {
+    "constraints": ("llguidance",),
     "gcs": ("gcsfs",),
     "math": ("math_verify",),
     "mcp": ("mcp",),
@@ -13,7 +14,7 @@ EXTRAS = {
     "quantize": ("qwix",),
     "ray": ("ray",),
     "s3": ("s3fs",),
-    "serve": ("httptools", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "serve": ("httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),
     "trackio": ("trackio",),
     "verifiers": ("verifiers",),

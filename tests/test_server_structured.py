@@ -66,7 +66,7 @@ def test_constraints_that_make_no_sense_are_refused(fields, message):
 
 
 class Pet(BaseModel):
-    name: str = Field(max_length=12)
+    name: str = Field(max_length=6)
     kind: Literal["cat", "dog"]
     age: int = Field(ge=0, le=20)
 
@@ -92,15 +92,15 @@ def test_an_openai_client_parses_what_it_receives(stories):
         parsed_pet = client.chat.completions.parse(**chat, response_format=Pet).choices[0].message.parsed
         assert isinstance(parsed_pet, Pet)
         for choice in client.chat.completions.create(**chat, n=4, response_format={"type": "json_object"}).choices:
-            assert isinstance(json.loads(choice.message.content), dict)
-            assert choice.finish_reason == "stop"
+            assert choice.message.content.startswith("{")
+            assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
         with client.chat.completions.stream(**chat, response_format=Pet) as stream:
             assert stream.get_final_completion().choices[0].message.parsed == parsed_pet
 
         text = {"model": "stories", "prompt": "Once", "seed": 1, "max_tokens": 30}
-        extra = {"structured_outputs": {"regex": " [a-z]+ing[.]"}, "return_token_ids": True}
+        extra = {"structured_outputs": {"regex": " [a-z]{1,9}ing[.]"}, "return_token_ids": True}
         [choice] = client.completions.create(**text, extra_body=extra).choices
-        assert re.fullmatch(" [a-z]+ing[.]", choice.text)
+        assert re.fullmatch(" [a-z]{1,9}ing[.]", choice.text)
         free = client.completions.create(**text)  # in the same programs as constrained ones, or in its own
         assert free.choices[0].finish_reason == "length"
         for regex, message in (("(", "is not valid"), ("(?=a)b", "look-around")):
@@ -123,7 +123,13 @@ def test_arguments_of_strict_tools_are_valid():
     model = init_model({**TINY, **sizes}, seed=0)
     engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 26)
     loop = EngineLoop({"tiny": engine}).start()
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [STRICT], "max_tokens": 200}
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [STRICT],
+        "max_tokens": 200,
+        "parallel_tool_calls": False,
+    }
     try:
         with (
             listening(create_app(loop, Limits(api_keys=(KEY,)))) as address,
@@ -137,13 +143,18 @@ def test_arguments_of_strict_tools_are_valid():
                         Pet.model_validate_json(call.function.arguments)
             loose = {"name": "walk", "parameters": {**OBJECT, "properties": {"steps": {"type": "integer"}}}}
             odd = {"name": "sleep", "parameters": {**OBJECT, "not": {}}}  # cannot be translated
-            for function in (loose, odd):
+            bare = {"name": "rest", "description": "Rests."}
+            for function in (loose, odd, bare):
                 [called] = create(
                     **{**chat, "tools": [{"type": "function", "function": function}]}, tool_choice="required", seed=2
                 ).choices
                 [one, *_] = called.message.tool_calls
                 assert one.function.name == function["name"]
                 assert set(json.loads(one.function.arguments)) <= {"steps"} or function is odd
+            named = {"type": "function", "function": {"name": "rest"}}
+            tools = [{"type": "function", "function": each} for each in (loose, bare)]
+            [rested] = create(**{**chat, "tools": tools}, tool_choice=named).choices
+            assert [call.function.arguments for call in rested.message.tool_calls] == ["{}"]
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
             answers = create(**chat, n=8, seed=1, response_format=form).choices
             for answer in answers:

@@ -86,8 +86,9 @@ class RolloutRequest:
         with closing(self._sampler.session()) as session:
             session.submit(sequences)
             while session.busy:
-                for _ in session.step():
-                    pass
+                for sequence, _ in session.step():
+                    if sequence.fault:
+                        raise RunError(f"a completion of prompt {sequence.prompt_index} has no end: {sequence.fault}")
         return sequences
 
 

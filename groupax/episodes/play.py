@@ -274,6 +274,8 @@ class Table:
     def _end_turn(self, episode: Episode, sequence: Completion) -> None:
         kind, settings, of = episode.kind, self.rules.settings, episode.kind.environment
         assert sequence.finish_reason is not None, "finished"
+        if sequence.fault:
+            raise RunError(f"a completion of prompt {sequence.prompt_index} has no end: {sequence.fault}")
         if not kind.has_turns:
             episode.add_turn(sequence, ParsedTurn("", "", ()))
             self._finish(episode, sequence.finish_reason)

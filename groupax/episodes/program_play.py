@@ -218,7 +218,7 @@ class ProgramTable:
                 params = replace(params, regex=asked.regex, json_schema=asked.json_schema)
             sequences = [self._new_sequence(episode, prompt, params, asked.adapter) for _ in range(asked.n)]
         except ValueError as error:  # e.g. a token that is not in the vocabulary
-            self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_request", str(error))))
+            self._answer_invalid(episode, number, str(error))
             return
         episode.num_asked += asked.n
         # one at a time has the episode's keys and values; what others compute is dropped
@@ -255,9 +255,15 @@ class ProgramTable:
         code = "context_length_exceeded" if limit == "length" else limit
         self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, code, message)))
 
+    def _answer_invalid(self, episode: ProgramEpisode, number: int, message: str) -> None:
+        self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_request", message)))
+
     def _answer_sampled(self, request: _Request) -> None:
         episode, sequences = request.episode, request.sequences
         if episode not in self._playing:
+            return
+        if fault := next((sequence.fault for sequence in sequences if sequence.fault), ""):
+            self._answer_invalid(episode, request.number, fault)
             return
         for sequence in sequences:
             adapter, logps = request.asked.adapter, (sequence.policy_logps, sequence.sampler_logps)

@@ -9,6 +9,7 @@ import numpy as np
 from groupax.constraints import ConstraintCompiler
 from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import decode, encode_prompts, encode_within
+from groupax.errors import MissingPackageError
 from groupax.serve.call_constraint import turn_grammar
 from groupax.serve.chat_prompt import chat_prompt, template_kwargs
 from groupax.serve.errors import ApiError
@@ -111,8 +112,8 @@ def check_constraint(model: ServedModel, params: SamplingParams) -> None:
     if params.constraint is not None:
         try:
             model.constraints.matcher(*params.constraint)
-        except (ValueError, ImportError) as error:
-            raise ApiError(400 if isinstance(error, ValueError) else 501, str(error)) from error
+        except ValueError as error:
+            raise ApiError(501 if isinstance(error, MissingPackageError) else 400, str(error)) from error
 
 
 def _sampling_params(
