@@ -98,8 +98,9 @@ def load_examples(
     check_text_only(rows, name, may_have_images)
     if given is None:
         return _with_all_columns(rows)
-    is_plain = getattr(rows, "features", None) and getattr(rows, "format", {}).get("type") is None
-    shape = shape_of(rows.features.arrow_schema) if is_plain else {}
+    features = getattr(rows, "features", None)
+    is_plain = getattr(rows, "format", {}).get("type") is None  # a transform may give other rows
+    shape = shape_of(features.arrow_schema) if features and is_plain else {}
     return (
         TableRows(rows, shape)
         if any(isinstance(each, dict) and "tool_calls" in each for each in shape.values())
