@@ -197,7 +197,7 @@ class ToolRunner:
         if tool is None or fault:
             return error_result(fault, 0.0, self.max_result_bytes)
         try:
-            arguments = check_arguments(tool.schema, call.arguments)
+            arguments = check_arguments(tool.schema, call.arguments, call.is_text)
         except Exception as error:  # noqa: BLE001 - of a schema that is not groupax's too
             return error_result(message_of(error), 0.0, self.max_result_bytes)
         async with self._slots:
