@@ -4,11 +4,12 @@ import json
 import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.data.files import check_characters
 from groupax.data.images import COLUMNS as IMAGES
-from groupax.data.images import has_images, images_of, is_filled, named, unnamed
+from groupax.data.images import absolute_paths, has_images, images_of, is_filled, named, unnamed
 from groupax.data.sources import TRAIN_SPLITS, read_rows
 
 Example = Mapping[str, Any]
@@ -95,7 +96,9 @@ def load_examples(
         if given is None:
             _check_row(row, f"{name}: row {index}")
     check_text_only(rows, name, may_have_images)
-    return rows if given is not None else _with_all_columns(rows)
+    if given is not None:
+        return rows
+    return _with_all_columns(absolute_paths(rows, Path.cwd()) if may_have_images else rows)
 
 
 def describe_source(dataset: Any, name: str) -> str:
