@@ -253,7 +253,7 @@ def _absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping) and value.get("path") and not value.get("bytes"):
         return {**value, "path": _absolute(value["path"], folder)}
     is_path = isinstance(value, str) and value and not value.startswith(URL) and "://" not in value
-    if is_path or isinstance(value, os.PathLike):
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and is_path):
         return str(folder / value)
     return value
 

@@ -80,7 +80,7 @@ def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int], num_prompts: int
         found["few_prompts"] = (
             f"a rollout takes {wanted:,} prompts (prompts_per_step * updates_per_rollout) and the dataset has "
             f"{num_prompts:,}, so each is sampled {wanted / num_prompts:.3g} times, {args.num_generations:,} "
-            "completions each time; lower prompts_per_step, and raise num_generations if you want more completions of a prompt"
+            "completions each time; lower prompts_per_step, or raise num_generations for more completions of a prompt"
         )
     if args.learning_rate == 0:
         found["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
