@@ -1,4 +1,4 @@
-"""Prints pip's constraints for the lowest versions that pyproject.toml allows: python dev/lowest_versions.py EXTRA..."""
+"""Prints the lowest versions that pyproject.toml allows, for pip: python dev/lowest_versions.py EXTRA..."""
 
 import re
 import sys
