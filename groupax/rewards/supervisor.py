@@ -148,5 +148,7 @@ def _own_traceback(error: BaseException) -> str:
     while frame is not None and frame.tb_next is not None:
         if frame.tb_frame.f_globals.get("__name__") == calls.__name__:
             first = frame.tb_next
+        elif first is not error.__traceback__:  # the function, which may call this module's loggers
+            break
         frame = frame.tb_next
     return "".join(traceback.format_exception(type(error), error, first)).rstrip()
