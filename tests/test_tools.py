@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from groupax.tools.arguments import check_arguments, convert_arguments
+from groupax.data.tool_arguments import check_arguments, convert_arguments
 from groupax.tools.calls import ToolCall
 from groupax.tools.tool import Tool, match_calls, tool, tools_from, tools_of
 

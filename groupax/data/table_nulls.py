@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.tools.arguments import convert_arguments
+from groupax.data.tool_arguments import convert_arguments
 
 Shape = dict[str, Any]  # the keys of a table's structs, each with the shape of its value; None for a column of nulls
 

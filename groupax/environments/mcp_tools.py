@@ -392,8 +392,8 @@ def _failure(server: McpServer, error: BaseException) -> Exception:
         return ValueError(f"{server.address} has sent what the protocol does not allow: {where}: {fault['msg']}")
     if isinstance(error, ValueError):
         return error
-    told = error_line(error) or type(error).__name__
-    why = f"no answer within {server.connect_timeout_s:g} s" if isinstance(error, TimeoutError) else told
+    text = error_line(error) or type(error).__name__
+    why = f"no answer within {server.connect_timeout_s:g} s" if isinstance(error, TimeoutError) else text
     return InfrastructureError(f"{server.address} cannot be reached: {why}")
 
 

@@ -164,7 +164,7 @@ def is_raised(kind: type[BaseException]) -> bool:
 def keep_stops() -> Callable[["sys.UnraisableHookArgs"], Any]:
     """Sets a `sys.unraisablehook`, after which no request to stop the main thread is lost; returns the previous one.
 
-    Python calls it with exceptions that destructors and callbacks of the garbage collector have let pass, and goes on.
+    Python calls it with exceptions that destructors and callbacks of the garbage collector have let pass.
     If the handler of a signal raised one there, it is called again as soon as the code below reaches another line.
     """
     previous = sys.unraisablehook

@@ -20,7 +20,7 @@ from groupax.parallel.preemption import RolloutCancelled, is_raised
 from groupax.rewards.calls import as_exception
 
 INTERRUPT = signal.SIGVTALRM  # rarely used otherwise; reward functions themselves use SIGALRM
-AGAIN_S = 0.2  # between interruptions of a function that goes on
+AGAIN_S = 0.2  # between interruptions of a function that does not end
 REFUSAL = "signal only works in main thread"  # the text of CPython's ValueError
 
 _watched = threading.local()

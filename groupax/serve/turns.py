@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from groupax.data.tool_arguments import convert_arguments
 from groupax.engine.stop_strings import exempt_length, text_before_stop
 from groupax.serve.turn_format import TurnFormat
-from groupax.tools.arguments import convert_arguments
 from groupax.tools.calls import ParsedTurn, ToolCall
 
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id

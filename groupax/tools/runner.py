@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from groupax.data.tool_arguments import check_arguments
 from groupax.terminal.printable import one_line
-from groupax.tools.arguments import check_arguments
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import MIN_RESULT_BYTES, ToolResult, as_step, error_result, message_of
 from groupax.tools.threads import AsyncThread, Outcome, start_loop, start_thread

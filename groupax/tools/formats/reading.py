@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from groupax.data.strict_json import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.strict_json import read_json, skip_space
 
 MAX_CALLS = 128  # of a turn; what follows them is one more call, with a fault
 CUT_OFF = "the turn ends inside of this call"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from groupax.data.strict_json import read_json, skip_space
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import short_repr
-from groupax.tools.strict_json import read_json, skip_space
 
 CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 WRITTEN = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
