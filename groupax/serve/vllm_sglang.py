@@ -12,7 +12,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -26,7 +26,7 @@ from groupax.models.checkpoint import Model
 from groupax.models.saving import save_model
 from groupax.models.specs import Params
 from groupax.serve.remote import RefusedError, RemoteServer
-from groupax.settings.sampling import SamplingParams
+from groupax.settings.sampling import SAMPLER, SamplingParams
 from groupax.types import FinishReason
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by `owned_by` of their models
@@ -198,16 +198,12 @@ ForeignServer = VLLM | SGLang
 
 def samples_from_logits(params: SamplingParams) -> bool:
     """Returns whether completions are sampled from softmax(logits), neither scaled nor changed nor truncated."""
-    return params == SamplingParams(
-        n=params.n,
-        max_tokens=params.max_tokens,
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
+    return params.is_plain and params.temperature == 1 and params.constraint is None
 
 
+# Parameters that both servers have under these names, and those with other names or forms.
+SHARED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+KNOWN = {*SHARED, "top_k", "min_tokens", "logit_bias"}
 _VLLM_NAMES = {"regex": "regex", "json_schema": "json"}  # of constraints
 
 
@@ -290,9 +286,16 @@ def seed_from_key(key: np.ndarray) -> int:
 
 
 def _shared_settings(params: SamplingParams) -> dict[str, Any]:
-    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings."""
+    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings.
+
+    Raises:
+        RunError: A parameter is set that these servers do not have.
+    """
+    for name in SAMPLER.keys() - KNOWN:
+        if getattr(params, name) != SAMPLER[name]:
+            raise RunError(f"servers of vLLM and SGLang have no {name}; leave it out, or sample with groupax serve")
     return {
-        **{field.name: getattr(params, field.name) for field in fields(params) if field.type is float},
+        **{name: getattr(params, name) for name in SHARED},
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
         "stop": list(params.stop),
     }
