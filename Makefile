@@ -12,7 +12,11 @@ QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TEST
 # Modules are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test cpus gpu lint parity optimized heavy long docs bench clean all_installed
+# Pythons for the lowest and the newest versions of the dependencies.
+OLD_PYTHON ?= python3.11
+NEW_PYTHON ?= python3.12
+
+.PHONY: demo test cpus gpu lint parity optimized heavy long docs bench versions clean all_installed
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
@@ -62,6 +66,19 @@ bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/start.py
+
+# A short run with the lowest and with the newest versions of the dependencies; to be run when pyproject.toml changes.
+versions:
+	rm -rf build/versions && mkdir -p build/versions
+	$(OLD_PYTHON) dev/lowest_versions.py plot view serve math > build/versions/lowest.txt
+	$(OLD_PYTHON) -m venv build/versions/lowest
+	build/versions/lowest/bin/pip install --quiet -c build/versions/lowest.txt ".[plot,view,serve,math]"
+	$(NEW_PYTHON) -m venv build/versions/newest
+	build/versions/newest/bin/pip install --quiet ".[plot,view,serve,math]"
+	for each in lowest newest; do \
+	  build/versions/$$each/bin/groupax train --recipe arithmetic --max_steps 2 --prompts_per_step 2 \
+	    --num_generations 4 --output_dir build/versions/run_$$each || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) runs build

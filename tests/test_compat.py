@@ -99,6 +99,15 @@ def test_the_defaults_make_a_native_config(make):
         ({"lr_scheduler_kwargs": {"min_lr_rate": 0.5}, "learning_rate": 2e-4}, {"learning_rate_end": 1e-4}),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, {"warmup_steps": 3}),
         ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
+        ({"max_grad_norm": 0, "beta": 0, "epsilon_high": 0, "epsilon": 0, "seed": 0},
+         {"max_grad_norm": 0.0, "beta": 0.0, "epsilon_high": 0.0, "epsilon": 0.0, "seed": 0}),
+        ({"top_k": -1, "min_p": 0, "warmup_steps": 0}, {"top_k": 0, "min_p": 0.0, "warmup_steps": 0}),
+        ({"reward_weights": [0.0, 0.0]}, {"reward_weights": (0.0, 0.0), "reward_scope": "rollout"}),
+        ({"run_name": "", "metric_for_best_model": "", "deepspeed": ""}, {"run_name": None, "mesh": None}),
+        ({"eval_strategy": "steps", "eval_steps": 0, "logging_steps": 3}, {"eval_steps": 3}),
+        ({"save_steps": 0}, {"save_steps": 0, "do_last_save": True}),
+        ({"mask_truncated_completions": True}, {"mask_truncated_completions": ("length",)}),
+        ({"max_completion_length": None, "generation_kwargs": {"max_tokens": 5}}, {"max_completion_length": 5}),
         ({"metric_for_best_model": "reward"}, {"metric_for_best_model": "eval_reward", "greater_is_better": True}),
         ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_loss", "greater_is_better": False}),
         ({"metric_for_best_model": "kl", "greater_is_better": False}, {"greater_is_better": False}),
@@ -137,6 +146,11 @@ def test_an_entropy_bonus_over_other_tokens_than_trls_warns():
         trl.GRPOConfig(entropy_coef=0.01, top_entropy_quantile=0.2).to_native()
 
 
+def test_a_quantile_over_other_tokens_than_trls_warns():
+    with pytest.warns(CompatWarning, match="where TRL has one of each of its 2 micro-batches"):
+        trl.GRPOConfig(top_entropy_quantile=0.2, gradient_accumulation_steps=2).to_native()
+
+
 def test_a_constant_schedule_has_no_warm_up():
     with pytest.warns(CompatWarning, match="'constant' has no warm-up"):
         config = trl.GRPOConfig(lr_scheduler_type="constant", warmup_steps=10).to_native(1, 24)
@@ -147,6 +161,13 @@ def test_a_constant_schedule_has_no_warm_up():
     ("settings", "message"),
     [
         ({"temperature": None}, "temperature must be a number, got None"),
+        ({"temperature": 0}, "greedy completions of one prompt are all the same"),
+        ({"max_completion_length": 0}, "max_completion_length must be between 1"),
+        ({"max_completion_length": None}, "max_completion_length must be a whole number, got None"),
+        ({"logging_steps": 0}, "logging_steps must be a number of steps, got 0"),
+        ({"output_dir": ""}, "output_dir must not be an empty text"),
+        ({"off_policy_mask_threshold": 0.0}, "by the rounding between sampling and training"),
+        ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be a whole number"),
         (
             {"per_device_train_batch_size": 6, "steps_per_generation": 1},
             "6 completions.*not a multiple of num_generations 8.*counts completions",
@@ -595,6 +616,7 @@ def test_a_trl_run_reports_trls_metrics(folder, tmp_path):
     trainer.train()
     *lines, last = trainer.state.log_history
     assert last["train_loss"] == pytest.approx(np.mean([line["loss"] for line in lines]))
+    assert {len(values) for values in drawn.values()} == {config.per_device_train_batch_size}
     for step, line in enumerate(lines):
         assert line["reward_std"] == pytest.approx(np.std(drawn[step], ddof=1))
         assert line["frac_reward_zero_std"] == float(np.std(drawn[step]) == 0)

@@ -95,7 +95,7 @@ def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_be
 
 def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path, capsys):
     reports = Reports()
-    reports.args, reports.state = trl.GRPOConfig(str(tmp_path / "run")), State(global_step=3)
+    reports.args, reports._output_dir, reports.state = None, str(tmp_path / "run"), State(global_step=3)
     reports.log_metrics("train", {"train_runtime": 3723.456, "train_loss": 0.123456, "rows": 8})
     assert capsys.readouterr().out.splitlines() == [
         "***** train metrics *****",

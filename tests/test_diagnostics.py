@@ -167,7 +167,10 @@ def test_metrics_that_a_run_has_not_make_no_diagnostic():
 
 
 def test_what_is_off_before_the_first_step():
-    assert setup_diagnostics(GRPOConfig(), [1]) == {}
+    assert setup_diagnostics(GRPOConfig(), [1], 8) == {}
+    few = setup_diagnostics(GRPOConfig(prompts_per_step=4000), [1], 800)
+    assert "takes 4,000 prompts" in few["few_prompts"]
+    assert "has 800, so each is sampled 5 times" in few["few_prompts"]
     assert set(setup_diagnostics(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
     assert set(setup_diagnostics(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
     for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):

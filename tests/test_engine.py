@@ -1,7 +1,11 @@
 """The engine: what it samples, where it stops, and that neither layout nor luck of placement shows in the result."""
 
+import importlib
+import inspect
+import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +15,10 @@ from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.engine.batch import Batch
+from groupax.engine.engine import new_sequences
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.engine.sampling import (
     History,
-    SamplingArrays,
     changed_logits,
     row_keys,
     sample,
@@ -25,7 +29,7 @@ from groupax.episodes.play import play_episodes
 from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
-from groupax.settings.sampling import sampling_kind
+from groupax.settings.sampling import SAMPLER, sampling_kind
 
 from .conftest import TINY, rest_heavy
 
@@ -239,28 +243,12 @@ def truncated(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return probs / probs.sum()
 
 
-OFF = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logprobs": 0,
-}
-
-
 def settings_array(B, logit_bias=None, **settings):
-    columns = {name: jnp.full(B, value) for name, value in {**OFF, **settings}.items()}
-    columns = {name: x.astype(jnp.int32 if isinstance(OFF[name], int) else jnp.float32) for name, x in columns.items()}
+    numbers = {name: settings.get(name, off) for name, off in SAMPLER.items() if name != "logit_bias"}
+    columns = {name: jnp.full(B, x, jnp.asarray(SAMPLER[name]).dtype) for name, x in numbers.items()}
     bias = logit_bias or {-1: 0.0}
-    return SamplingArrays(
-        **columns,
-        bias_tokens=jnp.tile(jnp.asarray(list(bias), jnp.int32), (B, 1)),
-        bias=jnp.tile(jnp.asarray(list(bias.values()), jnp.float32), (B, 1)),
-    )
+    tokens, values = jnp.asarray(list(bias), jnp.int32), jnp.asarray(list(bias.values()), jnp.float32)
+    return {**columns, "logit_bias_tokens": jnp.tile(tokens, (B, 1)), "logit_bias": jnp.tile(values, (B, 1))}
 
 
 def history_of(B, prompt=(), generated=(), stop_ids=(-1,)):
@@ -352,7 +340,9 @@ CHANGES = [
 def test_changed_logits_are_the_definitions(settings):
     row = np.random.default_rng(5).normal(scale=2.0, size=V).astype(np.float32)
     seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
-    out = changed_logits(jnp.asarray(row)[None], settings_array(1, **settings), history_of(1, **seen))[0]
+    given = settings_array(1, **settings)
+    options = {name: given[name] for name in inspect.signature(changed_logits).parameters if name in given}
+    out = changed_logits(jnp.asarray(row)[None], history_of(1, **seen), **options)[0]
     np.testing.assert_allclose(out, changed_by_numpy(row, **seen, **settings), rtol=1e-6)
 
 
@@ -461,24 +451,58 @@ def test_the_plain_program_draws_what_the_general_one_draws(tiny_model, temperat
             np.testing.assert_allclose(one.sampler_logps, other.sampler_logps, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"top_k": 3},
-        {"top_p": 0.9},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
-        {"min_tokens": 1},
-        {"logit_bias": {3: 1.0}},
-        {"logprobs": 1},
-    ],
-    ids=str,
-)
-def test_what_plain_sampling_is_not(setting):
-    assert not SamplingParams(**setting).is_plain
+@pytest.mark.parametrize("name", SAMPLER.keys() - {"temperature"})
+def test_what_plain_sampling_is_not(name):
+    value = {3: 1.0} if name == "logit_bias" else 0.5 if isinstance(SAMPLER[name], float) else 3
+    assert not SamplingParams(**{name: value}).is_plain
     assert SamplingParams(temperature=0.3, n=4, max_tokens=7, stop="end", stop_token_ids=3, ignore_eos=True).is_plain
+
+
+def loaded_with(monkeypatch, name, changes=()):
+    """A module of groupax with changes of its source."""
+    spec = importlib.util.find_spec(name)
+    source = Path(spec.origin).read_text()
+    for old, new in changes:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    return module
+
+
+def test_an_option_is_a_field_and_a_rule(monkeypatch):
+    """top-a keeps the tokens of at least `top_a` times the square of the largest probability."""
+    before = "    stop: Sequence[str] = ()\n"
+    settings = loaded_with(
+        monkeypatch, "groupax.settings.sampling", [(before, f"    top_a: float = ranged(0.0, 1)\n{before}")]
+    )
+    assert not settings.SamplingParams(top_a=0.4).is_plain
+    requests = loaded_with(monkeypatch, "groupax.serve.requests")
+    assert requests.request_of({"prompt": "a", "top_a": 0.4}, is_chat=False).sampling_params(8).top_a == 0.4
+    assert "top_a" in loaded_with(monkeypatch, "groupax.serve.protocols.incoming").EXTENSIONS
+
+    with pytest.raises(TypeError, match="no rule of the sampler reads top_a"):
+        loaded_with(monkeypatch, "groupax.engine.sampling")
+    rule = [
+        ('min_p: Float[Array, "B"]\n) -> T', 'min_p: Float[Array, "B"], top_a: Float[Array, "B"]\n) -> T'),
+        ("floor=min_p", "floor=jnp.maximum(min_p, top_a * jnp.exp(-of.log_sum))"),
+    ]
+    sampling = loaded_with(monkeypatch, "groupax.engine.sampling", rule)
+    slots = loaded_with(monkeypatch, "groupax.engine.slots")
+    [sequence] = new_sequences([PROMPTS[2]], settings.SamplingParams(top_a=0.4), (), 0)
+    table = slots.slot_table(B := 200, 1, 1)
+    for row in table:
+        slots.fill(row, sequence)
+    row = RNG.normal(scale=2.0, size=V).astype(np.float32)
+    keys = jnp.stack([jnp.arange(B, dtype=jnp.uint32)] * 2, axis=1)
+    options = slots.to_slots(table, jnp.asarray).settings
+    drawn = sampling.sample(jnp.tile(row, (B, 1)), first_uniforms(keys), options, history_of(B))
+    probs = np.exp(row) / np.exp(row).sum()
+    kept = probs >= 0.4 * probs.max() ** 2
+    assert 1 < kept.sum() < V
+    assert set(np.flatnonzero(kept)) >= set(np.asarray(drawn.token))
+    np.testing.assert_allclose(drawn.sampler_logp, np.log(probs[drawn.token] / probs[kept].sum()), atol=1e-5)
 
 
 def test_end_of_sequence_as_the_first_token(tiny_model):

@@ -1,6 +1,7 @@
 """Tools of MCP servers, over standard streams and HTTP."""
 
 import importlib.util
+import shlex
 import socket
 import subprocess
 import sys
@@ -101,6 +102,52 @@ def test_tools_that_change_end_the_run(tmp_path):
     added.touch()
     with pytest.raises(RunError, match="describes other tools than at the start of the run: added changed"):
         played(answer, tools, params=TWO)
+
+
+# A server without the library, which can do what the protocol does not allow
+SERVER = """
+import json, sys
+mode, schema, page = sys.argv[1], {"type": "object"}, 0
+for line in sys.stdin:
+    request = json.loads(line)
+    server = {"name": "s", "version": "1"}
+    result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": server}
+    if request["method"] == "tools/list":
+        page += 1
+        tool = {"name": f"t{page}", "description": "d", "inputSchema": schema}
+        result = {"tools": [tool], "nextCursor": str(page)} if page == 1 or mode == "endless" else {"tools": [tool]}
+        if mode == "twice":
+            result = {"tools": [tool, tool]}
+        if mode == "no schema":
+            result = {"tools": [{"name": "t"}]}
+    if mode == "noise":
+        print("no message", flush=True)
+    if "id" in request:
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "found"),
+    [
+        ("pages", 2),
+        ("endless", 100),
+        ("noise", 2),
+        ("twice", "twice has two tools of the name 't1'; rename one"),
+        ("no schema", "has sent what the protocol does not allow: tools.0.inputSchema: Field required"),
+    ],
+)
+def test_lists_of_tools(mode, found, caplog):
+    address = f"stdio:{sys.executable} -c {shlex.quote(SERVER)} {shlex.quote(mode)}"
+    if isinstance(found, int):
+        assert sorted(tool.name for tool in mcp(address)) == sorted(f"t{page}" for page in range(1, found + 1))
+        assert ("100 pages" in caplog.text) == (mode == "endless")
+        assert "Traceback" not in caplog.text
+        assert sum("JSONRPC" in record.getMessage() for record in caplog.records) <= 1
+    else:
+        with pytest.raises(ValueError, match=found) as refused:
+            mcp(address)
+        assert str(refused.value).startswith("stdio:")
 
 
 def test_mistakes_are_found_at_the_start():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, load_model, program
@@ -72,7 +72,10 @@ def test_answers_become_tokens_with_their_log_probs():
         {"index": 1, "text": "b", "token_ids": [7], "logprobs": {"token_logprobs": [-2.0]}, "finish_reason": "stop"},
         {"index": 0, "text": "a", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"},
     ]
-    expected = [RemoteCompletion([5], [-1.0], "a", "length"), RemoteCompletion([7], [-2.0], "b", "stop")]
+    expected = [
+        RemoteCompletion([5], [-1.0], "a", "length", [-1.0]),
+        RemoteCompletion([7], [-2.0], "b", "stop", [-2.0]),
+    ]
     assert parse_vllm({"choices": choices}) == expected
     rows = [
         {"text": text, "meta_info": {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": end}}}
@@ -132,6 +135,7 @@ def test_a_folder_without_servers_is_refused():
 
 
 PLAIN = SamplingParams(n=2, max_tokens=1)
+ONE = {"text": "", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
 
 
 @dataclass
@@ -167,11 +171,14 @@ def scripted(monkeypatch):
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             server.left.set()
+        if callable(answer):
+            answered = JSONResponse(answer({"choices": [{"index": index, **ONE} for index in range(PLAIN.n)]}))
+            answered.body = answered.body.replace(b'"NaN"', b"NaN")
+            return Response(answered.body, media_type="application/json")
         if answer != 200:
             return JSONResponse({}, 500 if answer == "nothing" else answer)
         num = (await request.json())["n"]
-        one = {"text": "", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-        return JSONResponse({"choices": [{"index": index, **one} for index in range(num)]})
+        return JSONResponse({"choices": [{"index": index, **ONE} for index in range(num)]})
 
     routes = [Route(path, takes, methods=["POST"]) for path in ("/collective_rpc", "/reset_prefix_cache")]
     routes += [Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])]
@@ -201,6 +208,42 @@ def test_patience_is_with_servers_that_say_nothing(scripted, sampler_of):
     scripted.told = [503, 503, 503]
     with pytest.raises(RunError, match=r"no server has sampled for 0 s; the last error is: .*503"):
         sampled(sampler)
+
+
+def without(name):
+    return lambda whole: {"choices": [{k: v for k, v in each.items() if k != name} for each in whole["choices"]]}
+
+
+def with_(**changes):
+    return lambda whole: {"choices": [{**each, **changes} for each in whole["choices"]]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (lambda _: {}, "responds without token ids"),
+        (lambda _: [], "responds without token ids"),
+        (lambda _: {"choices": None}, "responds without token ids"),
+        (lambda whole: {"choices": whole["choices"][1:]}, "responds with 1 completions instead of 2"),
+        (lambda whole: {"choices": whole["choices"] * 2}, "responds with 4 completions instead of 2"),
+        *((without(name), "responds without token ids") for name in ("token_ids", "logprobs", "text", "finish_reason")),
+        (with_(token_ids=None), "responds without token ids"),
+        (with_(token_ids=[]), "responds with 0 tokens"),
+        (with_(token_ids=[5] * 99, logprobs={"token_logprobs": [-1.0] * 99}), "responds with 99 tokens, where 1 to"),
+        (with_(token_ids=[10**6]), "outside of the model's vocabulary"),
+        (with_(token_ids=[-1]), "outside of the model's vocabulary"),
+        (with_(token_ids=["5"]), "outside of the model's vocabulary"),
+        (with_(text=None), "and a text are expected"),
+        *(
+            (with_(logprobs={"token_logprobs": logps}), "log-probs that are not 1 finite numbers")
+            for logps in ([], [-1.0, -1.0], ["NaN"], [None], ["-1"], [True], None)
+        ),
+    ],
+)
+def test_answers_that_cannot_be_right_end_the_run_by_name(scripted, sampler_of, answer, fault):
+    scripted.told = [answer]
+    with pytest.raises(RunError, match=f"{scripted.address} .*{fault}"):
+        sampled(sampler_of(scripted.address))
 
 
 def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
@@ -388,7 +431,7 @@ def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, serve
     server.logprobs_mode = "processed_logprobs"
     assert len(completions(sampler_for(folder, address, tmp_path))) == 6
     server.with_ids = False
-    with pytest.raises(RunError, match=r"responds without token ids or log-probs .*'token_ids'"):
+    with pytest.raises(RunError, match=r"responds without token ids, log-probs .*'token_ids'"):
         completions(sampler_for(folder, address, tmp_path))
     server.logprobs_mode, server.with_ids = "raw_logprobs", True
 

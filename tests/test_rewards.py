@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import sys
 
 import numpy as np
@@ -222,6 +223,30 @@ def test_what_a_function_logs():
     assert scores.values.tolist() == [0.0, 0.0]
     assert scores.extra == {"length": [2, 1]}
     assert scores.metrics == {"custom": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value", "message"),
+    [
+        ("log_metric", 5, 1.0, "log_metric: name must be a text, got int 5"),
+        ("log_metric", None, 1.0, "log_metric: name must be a text, got NoneType None"),
+        ("log_metric", "x", "1.5", "log_metric: the value of 'x' must be a number, got str '1.5'"),
+        ("log_metric", "x", [1.0], r"the value of 'x' must be a number, got list \[1.0\]"),
+        ("log_metric", "x", 1j, "the value of 'x' must be a number, got complex 1j"),
+        ("log_metric", "x", np.ones(2), "the value of 'x' must be a number, got ndarray"),
+        ("log_metric", "x", 10**400, "the value of 'x' must be a number, got int 1000"),
+        ("log_extra", ("a",), [1, 2], r"log_extra: column must be a text, got tuple \('a',\)"),
+        ("log_extra", "x", 1.0, "log_extra: values must be a list with one value per completion, got 1.0"),
+        ("log_extra", "x", "ab", "values must be a list with one value per completion, got 'ab'"),
+        ("log_extra", "x", {"a": 1}, "values must be a list with one value per completion, got {'a': 1}"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_where_it_is(function, name, value, message):
+    def logging(completions, log_metric, log_extra):
+        {"log_metric": log_metric, "log_extra": log_extra}[function](name, value)
+        return [1.0] * len(completions)
+
+    assert re.search(f"in logging\n(.*\n)*TypeError: .*{message}", scores_of(logging, rollouts_of(["ab", "c"])).error)
 
 
 @pytest.mark.parametrize(

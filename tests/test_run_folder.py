@@ -15,7 +15,7 @@ import pytest
 from groupax import load_model
 from groupax.cli.main import exit_status, main
 from groupax.errors import PREEMPTED, PreemptedError
-from groupax.parallel.preemption import before_training
+from groupax.parallel.preemption import stoppable
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, states
 from groupax.runs.checkpoints.files import damage
@@ -346,7 +346,7 @@ def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, ca
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys, number):
     def command():
-        with before_training():
+        with stoppable():
             os.kill(os.getpid(), number)
             time.sleep(5)
 

@@ -117,6 +117,9 @@ def test_a_call_that_is_cut_off_never_runs(name):
     assert parse(name, text[: one - 15]).calls[-1].fault
 
 
+OPEN = "the parameter 'a' is not closed by </parameter>"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
@@ -145,6 +148,18 @@ def test_a_call_that_is_cut_off_never_runs(name):
         ("qwen_xml", '<tool_call>{"name": "f"}</tool_call>', "<function=name> is missing"),
         ("qwen_xml", "<tool_call><function=></function></tool_call>", "<function=name> is missing"),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "'a' is not closed"),
+        ("qwen_xml", "<tool_call><function=f><parameter=a>1<parameter=b>2</parameter></function></tool_call>", OPEN),
+        (
+            "qwen_xml",
+            "<tool_call><function=f><parameter=a>1</a><parameter=b>2</parameter></function></tool_call>",
+            OPEN,
+        ),
+        ("qwen_xml", "<tool_call><function=f><parameter=a>1</parameter=a></function></tool_call>", OPEN),
+        (
+            "qwen_xml",
+            "<tool_call><function=f><parameter=a>1</parameter>\n<param=b>2</parameter></function></tool_call>",
+            "is missing before '<param=b>",
+        ),
         ("qwen_xml", "<tool_call><function=f>1</function></tool_call>", "is missing before '1</function>"),
         ("qwen_xml", "<tool_call><function=f></function>1</tool_call>", "text follows the call"),
         (
@@ -227,6 +242,32 @@ def test_both_orders_of_harmony_headers():
     text = ' to=functions.f<|channel|>commentary json<|message|>{"a": "<|call|>"}<|call|>'
     assert read_back(parse("gpt_oss", text)) == [("f", {"a": "<|call|>"})]
     assert read_back(parse("gpt_oss", "<|channel|>analysis to=python<|message|>{}<|call|>")) == [("python", {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": VALUE}</tool_call>'),
+        ("llama", '{"name": "f", "parameters": VALUE}'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]VALUE"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>VALUE<|call|>"),
+    ],
+)
+def test_arguments_may_have_raw_line_breaks_and_be_a_text_of_json(name, text):
+    expected = [("f", {"code": "a\n\tb"})]
+    assert read_back(parse(name, text.replace("VALUE", '{"code": "a\n\tb"}'))) == expected
+    if name in ("hermes", "llama"):
+        assert read_back(parse(name, text.replace("VALUE", json.dumps(json.dumps(expected[0][1]))))) == expected
+        assert read_back(parse(name, text.replace("VALUE", '""'))) == [("f", {})]
+        assert read_back(parse(name, text.replace("VALUE", "null"))) == [("f", {})]
+        assert parse(name, text.replace("VALUE", '"{} x"')).calls[0].fault
+
+
+def test_a_call_that_is_not_closed_does_not_swallow_the_next():
+    broken = "<tool_call><function=f><parameter=a>1</parameter></tool_call>"
+    first, second = parse("qwen_xml", broken + written("qwen_xml", [("g", {"b": "2"})])).calls
+    assert first.fault
+    assert (second.name, second.arguments, second.fault) == ("g", {"b": "2"}, "")
 
 
 def test_a_value_of_xml_may_contain_tags():

@@ -2,10 +2,12 @@
 
 import json
 
+import datasets
 import numpy as np
 import pytest
 
 from groupax.data.chat import CHAT_TEMPLATES, render, render_all, writes_tools
+from groupax.data.examples import load_examples
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts
 
@@ -91,3 +93,47 @@ def test_results_may_be_encoded_but_not_left_out():
     assert render(byte_tokenizer(encoded), conversation, "x") == "Q;{degrees = 42};"
     with pytest.raises(ValueError, match="leaves out message 2 of 2, which has the role 'tool'"):
         render(byte_tokenizer("{{ messages[0].content }}"), conversation, "x")
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": ["string", "null"]}}}
+REQUIRED = {**CITY, "required": ["city", "unit"]}
+
+
+@pytest.mark.parametrize("source", ["dataset", "parquet", "folder"])
+@pytest.mark.parametrize(
+    ("parameters", "given", "expected"),
+    [
+        (None, {"city": "P"}, {"city": "P"}),
+        (None, {"city": "P", "unit": None}, {"city": "P"}),  # another row has a unit
+        (None, {"city": "P", "never": None}, {"city": "P", "never": None}),
+        (None, {"in": {"x": 1}, "of": [{"y": 1}, {"z": 2}]}, {"in": {"x": 1}, "of": [{"y": 1}, {"z": 2}]}),
+        (None, {"of": [None, {"y": 1}]}, {"of": [None, {"y": 1}]}),
+        (None, {}, {}),
+        (None, json.dumps({"city": None}), None),
+        (CITY, {"city": "P", "unit": None}, {"city": "P"}),
+        (CITY, {"city": "P", "never": None}, {"city": "P"}),
+        (REQUIRED, {"city": "P", "unit": None}, {"city": "P", "unit": None}),
+    ],
+)
+def test_nulls_that_a_table_adds_to_arguments_are_left_out(source, parameters, given, expected, tmp_path):
+    def row(name, arguments, parameters=None):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tools = json.dumps([{"type": "function", "function": {"name": name, "parameters": parameters}}])
+        return {
+            "prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}],
+            "tools": tools if parameters else None,
+        }
+
+    other = given if isinstance(given, str) else {"query": "q", "unit": "C", "in": {"w": 1, "x": 2}}
+    table = datasets.Dataset.from_list([row("weather", given, parameters), row("search", other)])
+    if source == "parquet":
+        table.to_parquet(tmp_path / "train.parquet")
+        table = tmp_path / "train.parquet"
+    elif source == "folder":
+        table.save_to_disk(tmp_path)
+        table = tmp_path
+    rows = load_examples(table)
+    [found] = next(message["tool_calls"] for message in rows[0]["prompt"] if message["tool_calls"])
+    assert found["function"]["arguments"] == (given if expected is None else expected)
+    if hasattr(rows, "column_names"):
+        assert rows["prompt"][0] == rows[0]["prompt"]

@@ -2,13 +2,15 @@
 
 import asyncio
 import functools
+import json
 import random
+import time
 from enum import Enum
 from typing import Any, Literal
 
 import pytest
 
-from groupax.tools.arguments import check_arguments
+from groupax.data.tool_arguments import check_arguments, convert_arguments
 from groupax.tools.calls import ToolCall
 from groupax.tools.tool import Tool, match_calls, tool, tools_from, tools_of
 
@@ -374,6 +376,99 @@ def test_objects_with_properties_are_checked_inside():
     with pytest.raises(ValueError, match="the argument 'place' has no argument 'y'"):
         check_arguments(schema, {"place": {"x": 1, "y": 2}})
     assert check_arguments({"function": {"name": "go"}}, {}) == {}
+
+
+INTEGER, STRING, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}
+DEFINITIONS = {
+    "Point": {"type": "object", "properties": {"x": INTEGER, "next": {"$ref": "#/$defs/Point"}}, "required": ["x"]},
+    "e%f": {"enum": [1, 2], "type": "integer"},
+    "a/b": {"$ref": "#/$defs/e%25f"},
+    "loop": {"$ref": "#/$defs/loop"},
+    "Circle": {"type": "object", "properties": {"kind": {"const": "circle"}, "r": STRING}},
+    "Square": {"type": "object", "properties": {"kind": {"const": "square"}, "r": INTEGER}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (STRING, ["None", "true", "5", '{"a": 1}', "", "  x\n"]),
+        ({"anyOf": [STRING, NULL]}, ["x", "", None]),
+        ({"type": ["string", "null"]}, ["none", None]),
+        ({**STRING, "nullable": True}, ["5", None]),
+        ({"anyOf": [INTEGER, STRING]}, [5, "1.0", "007", "five"]),
+        ({"type": ["number", "boolean", "string"]}, [1.5, "1.50", True, "yes"]),
+        ({"anyOf": [STRING, {"type": "array", "items": STRING}, {"type": "object"}]}, ["x", ["5"], {"a": 1}, "[5]"]),
+        ({"oneOf": [INTEGER, {"type": "array", "items": INTEGER}]}, [1, [1]]),
+        ({"$ref": "#/$defs/Point"}, [{"x": 1}, {"x": 1, "next": {"x": 2}}]),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "A point."}, [{"x": 1}]),
+        ({"type": "array", "items": {"$ref": "#/$defs/Point"}}, [[{"x": 1}], []]),
+        ({"$ref": "#/$defs/e%25f", "default": 1}, [2]),
+        ({"$ref": "#/$defs/a~1b", "nullable": True}, [2, None]),
+        ({"$ref": "#/$defs/loop"}, [{"a": 1}]),
+        ({"$ref": "#/$defs/nowhere"}, [{"a": 1}]),
+        ({"oneOf": [{"$ref": "#/$defs/Circle"}, {"$ref": "#/$defs/Square"}]}, [{"kind": "square", "r": 5}]),
+        ({"const": 3}, [3]),
+        ({"enum": [1, "1.5", None, True]}, [1, "1.5", None, True]),
+        ({}, [{"k": 1}, [1], "text"]),
+        (True, [{"k": 1}]),
+        ({"type": "object", "additionalProperties": INTEGER}, [{"a": 1}]),
+        ({"patternProperties": {"^n_": INTEGER, "(a+)+": STRING}, "additionalProperties": False}, [{"n_a": 1}]),
+        ({"type": "array", "prefixItems": [INTEGER, STRING], "items": False}, [[1, "x"]]),
+        ({"type": "dict", "properties": {"x": {"type": "float"}}}, [{"x": 1.5}]),
+        ({"if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}}, [{"x": 1, "y": 2}, {"x": 2}]),
+    ],
+)
+def test_texts_of_xml_are_the_values_that_templates_write_so(schema, values):
+    parameters = {"properties": {"a": schema}, "$defs": DEFINITIONS, "anyOf": [{"required": ["a"]}]}
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict | list) else str(value)
+        found = check_arguments({"function": {"name": "f", "parameters": parameters}}, {"a": text}, True)["a"]
+        assert found == value
+        assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given", "expected"),
+    [
+        ({"properties": {"a": INTEGER}}, {"a": "1", "more": "2"}, {"a": 1, "more": "2"}),
+        ({"properties": {"a": INTEGER, "b": {"enum": ["x"]}}, "required": ["c"]}, {"a": "1", "b": "y"}, None),
+        ({"properties": {"a": INTEGER, "b": INTEGER}}, {"a": "1", "b": "two"}, {"a": 1, "b": "two"}),
+        ({"$ref": "#/$defs/Square", "$defs": DEFINITIONS}, {"kind": "circle", "r": "1"}, {"kind": "circle", "r": 1}),
+        ({"properties": {"a": {"$ref": "#/$defs/Point"}}, "$defs": DEFINITIONS}, {"a": "{}"}, {"a": {}}),
+        ({"properties": [1], "required": [[1]], "enum": 3, "$ref": 7}, {"a": "5"}, {"a": "5"}),
+        (5, {"a": "5"}, {"a": "5"}),
+    ],
+)
+def test_an_argument_with_a_fault_does_not_change_the_others(parameters, given, expected):
+    values, faults = convert_arguments({"function": {"name": "f", "parameters": parameters}}, given, True)
+    assert values == ({"a": 1, "b": "y"} if expected is None else expected)
+    assert faults
+
+
+def test_a_schema_cannot_make_a_check_long():
+    deep: Any = STRING
+    for _ in range(5000):
+        deep = {"allOf": [deep]}
+    doubled = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(99)}
+    patterns = {f"a*a*{i}": INTEGER for i in range(10_000)}
+    names = [f"name{i}" for i in range(30_000)]
+    start = time.perf_counter()
+    for parameters in (
+        {"properties": {"a": deep}},
+        {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": doubled},
+        {"$ref": "#/$defs/a0", "$defs": doubled},
+        {"patternProperties": {"^(a+)+$": INTEGER, "(a)\\1*": INTEGER, **patterns}, "additionalProperties": False},
+        {"properties": {"a": {"enum": names}}},
+        {"properties": dict.fromkeys(names, INTEGER)},
+    ):
+        given = {"a": "[" * 50 + "1," * 5000, "a" * 60: "x"}
+        assert convert_arguments({"function": {"name": "f", "parameters": parameters}}, given, True)[0] == given
+    assert time.perf_counter() - start < 10
+    many = list(range(20_000))
+    parameters = {"properties": {"a": {"type": "array", "items": INTEGER}}}
+    found = check_arguments({"function": {"name": "f", "parameters": parameters}}, {"a": json.dumps(many)}, True)
+    assert found == {"a": many}
 
 
 def test_hostile_arguments_are_refused_quickly():

@@ -11,6 +11,7 @@ from groupax.cli.agents import chosen_agents
 from groupax.config import GRPOConfig
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
+from groupax.parallel.preemption import stoppable
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
@@ -119,16 +120,18 @@ def run_eval(command: Eval, progress: Progress) -> Results:
     from groupax.parallel.compilation import compilation
     from groupax.parallel.runtime import configure_jax
 
-    task = _prepare(command)
+    command = replace(command, output_dir=command.output_dir.absolute())  # a reward may change the working directory
     configure_jax()  # joins the other processes, so that it is known which one is the primary process
     progress = primary_only(progress)
     progress.is_compiling = lambda: compilation().is_under_way
-    for note in task.notes:
-        progress(Message(note))
-    progress(PhaseStarted("loading the model"))
-    engine = _load_engine(command, task)
-    started_s = time.perf_counter()
-    results = _evaluate_sets(command, task, engine, progress)
+    with stoppable("before the evaluation was complete; nothing was saved"):
+        task = _prepare(command)
+        for note in task.notes:
+            progress(Message(note))
+        progress(PhaseStarted("loading the model"))
+        engine = _load_engine(command, task)
+        started_s = time.perf_counter()
+        results = _evaluate_sets(command, task, engine, progress)
     errors = {name: text for ways in results.values() for way in ways.values() for name, text in way.errors.items()}
     for text in reward_diagnostics(errors).values():
         progress(Message(text, warning=True))

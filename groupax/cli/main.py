@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -30,6 +31,7 @@ from groupax.cli.train import plan_run, train
 from groupax.cli.view import view
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.parallel import processes
+from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
@@ -143,11 +145,12 @@ def _raised_outside(error: BaseException) -> bool:
 
 def entry_point() -> None:
     """Runs the console script, which finds modules in the current folder too, after installed ones."""
-    sys.path.append("")
+    sys.path.append(str(Path.cwd()))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
+    keep_stops()
     warnings.formatwarning = _formatted_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())

@@ -12,7 +12,7 @@ from groupax.cli.options import check_flags, flag_value, overlaid, read_yaml, re
 from groupax.config import SFTConfig
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
-from groupax.parallel.preemption import before_training
+from groupax.parallel.preemption import stoppable
 from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import parsed
 
@@ -59,7 +59,7 @@ def start_sft(command: SFT) -> None:
         from groupax.sft import SFTTrainer
 
         sets = sources_by_name(command.eval_dataset, only=ONLY_SET) if command.eval_dataset else None
-        with before_training():
+        with stoppable():
             trainer = SFTTrainer(str(command.model), args, command.dataset, sets, progress=progress)
         trainer.run_folder.command = recorded(command)
         result = trainer.train()

@@ -15,7 +15,7 @@ from groupax.config import GRPOConfig
 from groupax.errors import RewardError
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
-from groupax.parallel.preemption import before_training
+from groupax.parallel.preemption import stoppable
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.model_card import shown_name
@@ -143,8 +143,10 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     tools, environments = agents.load()
 
     from groupax.evaluation.sets import ONLY_SET, sources_by_name
+    from groupax.parallel.runtime import configure_jax
     from groupax.trainer import GRPOTrainer
 
+    configure_jax()
     progress(PhaseStarted("loading the data"))
     dataset, sets = inputs.dataset(command), None
     if command.eval_dataset:
@@ -156,7 +158,7 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     for note in notes:
         progress(Message(note))
     given = inputs.model, inputs.rewards, args, dataset, sets
-    with before_training():
+    with stoppable():
         trainer = GRPOTrainer(*given, progress=progress, tools=tools, environments=environments)
     trainer.dataset_name = inputs.data_name(command)
     if recipe and not command.dataset:  # the recipe's own data is public
@@ -175,7 +177,7 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
 
     from groupax.cli.summary import BeforeAfter, write_report
 
-    with before_training():
+    with stoppable():
         before = trainer.evaluate()
     if broken := before.broken_rewards:
         raise RewardError(
@@ -187,7 +189,8 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
     result = trainer.train()
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
-    after = trainer.evaluate()
+    with stoppable("in the evaluation after training; the model and the run's state are saved"):
+        after = trainer.evaluate()
     closing = []
     if processes.is_primary():
         trainer.emit(PhaseStarted("writing the report"))

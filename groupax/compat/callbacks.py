@@ -12,6 +12,7 @@ from typing import Any
 from groupax.compat.fields import warn
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
 from groupax.metrics.completions import window_mean
+from groupax.rewards.calls import check_name
 from groupax.settings.fields import nearest
 from groupax.types import Metrics
 
@@ -149,7 +150,13 @@ class CallbackListener:
             self._call(callback, method, more)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a line to the log and calls the callbacks."""
+        """Adds a line to the log and calls the callbacks.
+
+        Raises:
+            TypeError: A name is not a text.
+        """
+        for name in metrics:
+            check_name("log", "the name of a value", name)
         logs = {"epoch": step / self.steps_per_epoch, **metrics}
         self.state.log_history.append({**logs, "step": step})
         self._call_all("on_log", step, logs=logs)

@@ -4,12 +4,14 @@ import json
 import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.data.files import check_characters
 from groupax.data.images import COLUMNS as IMAGES
-from groupax.data.images import has_images, images_of, is_filled, named, unnamed
+from groupax.data.images import absolute_paths, has_images, images_of, is_filled, named, unnamed
 from groupax.data.sources import TRAIN_SPLITS, read_rows
+from groupax.data.table_nulls import TableRows, shape_of
 
 Example = Mapping[str, Any]
 MAX_ROWS = 50_000_000  # of a dataset that is read into memory, which a `datasets.Dataset` is not
@@ -95,7 +97,16 @@ def load_examples(
         if given is None:
             _check_row(row, f"{name}: row {index}")
     check_text_only(rows, name, may_have_images)
-    return rows if given is not None else _with_all_columns(rows)
+    if given is None:
+        return _with_all_columns(absolute_paths(rows, Path.cwd()) if may_have_images else rows)
+    features = getattr(rows, "features", None)
+    is_plain = getattr(rows, "format", {}).get("type") is None  # a transform may give other rows
+    shape = shape_of(features.arrow_schema) if features and is_plain else {}
+    return (
+        TableRows(rows, shape)
+        if any(isinstance(each, dict) and "tool_calls" in each for each in shape.values())
+        else rows
+    )
 
 
 def describe_source(dataset: Any, name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.data.images import absolute_paths
+from groupax.data.table_nulls import shape_of, without_added_nulls
 from groupax.terminal.printable import error_line
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
@@ -72,7 +73,9 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        shape = shape_of(table.schema)
+        return [dict(without_added_nulls(row, shape)) for row in table.to_pylist()]
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a complete Parquet file: {error_line(error, 500)}") from error
 

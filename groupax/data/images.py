@@ -271,7 +271,8 @@ def _absolute(value: Any, folder: Path) -> Any:
         return [_absolute(each, folder) for each in value]
     if isinstance(value, Mapping) and value.get("path") and not value.get("bytes"):
         return {**value, "path": _absolute(value["path"], folder)}
-    if isinstance(value, str) and value and not value.startswith(URL) and "://" not in value:
+    is_path = isinstance(value, str) and value and not value.startswith(URL) and "://" not in value
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and is_path):
         return str(folder / value)
     return value
 

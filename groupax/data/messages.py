@@ -92,7 +92,7 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 def _parse_arguments(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text) if text.strip() else {}  # which clients send for a tool without parameters
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} has arguments that are not JSON ({error}): {text!r:.100}") from error
 

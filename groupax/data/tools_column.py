@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupax.data.examples import Examples
+from groupax.data.table_nulls import without_nulls
 
 Schemas = list[Mapping[str, Any]]
 
@@ -50,11 +51,4 @@ def _schemas(value: Any, name: str) -> Schemas:
             f"{name}: the column tools must have a list of schemas in OpenAI's format, or the JSON of one, got "
             f"{value!r:.100}; rename the column if it is for something else"
         )
-    return [_without_nulls(each) for each in schemas]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Returns a value without the nulls that a table has where other rows have more."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+    return [without_nulls(each) for each in schemas]

@@ -121,14 +121,13 @@ def move_slots(slots: Slots, rows: Int[Array, "B"], *, mesh: Mesh) -> Slots:
 @partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
 def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
     """Returns the slots with room for more stop ids and biased tokens."""
-    settings = slots.settings
 
     def wide(x: Array, num: int, padding: int) -> Array:
         return jnp.pad(x, ((0, 0), (0, num - x.shape[1])), constant_values=padding)
 
-    bias_tokens, bias = wide(settings.bias_tokens, num_biased, -1), wide(settings.bias, num_biased, 0)
-    settings = replace(settings, bias_tokens=bias_tokens, bias=bias)
-    return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings=settings)
+    of_tokens = {name: x for name, x in slots.settings.items() if x.ndim > 1}
+    widened = {name: wide(x, num_biased, -1 if name.endswith("_tokens") else 0) for name, x in of_tokens.items()}
+    return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings={**slots.settings, **widened})
 
 
 @partial(jax.jit, static_argnames="mesh")

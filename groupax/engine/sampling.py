@@ -1,6 +1,12 @@
-"""Sampling of tokens by inverse CDF, with settings per row and counter-based randomness."""
+"""Sampling of tokens by inverse CDF, with settings per row and counter-based randomness.
 
-from collections.abc import Callable
+The rules of the options in `SamplingParams` are `changed_logits` and `_truncation`; their keyword-only parameters are
+the options that they read.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,25 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from groupax.engine.truncation import Truncation, largest, members, reduce_blocks, truncation_threshold
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
-from groupax.settings.sampling import MAX_LOGPROBS
+from groupax.settings.sampling import MAX_LOGPROBS, SAMPLER
 
-
-@pytree
-class SamplingArrays:
-    """The numbers of each row's `SamplingParams`, by the same names, and its `logit_bias`: tokens, padded with -1, and
-    their biases."""
-
-    temperature: Float[Array, "B"]
-    top_k: Int[Array, "B"]
-    top_p: Float[Array, "B"]
-    min_p: Float[Array, "B"]
-    min_tokens: Int[Array, "B"]
-    repetition_penalty: Float[Array, "B"]
-    presence_penalty: Float[Array, "B"]
-    frequency_penalty: Float[Array, "B"]
-    bias_tokens: Int[Array, "B A"]
-    bias: Float[Array, "B A"]
-    logprobs: Int[Array, "B"]
+# The options of each row by their names, [B]; of `logit_bias` the biases, [B, A], and their tokens as
+# `logit_bias_tokens`, [B, A], padded with -1.
+Options = dict[str, Array]
 
 
 @pytree
@@ -79,7 +71,7 @@ class Sampled:
 def sample(
     logits: Float[Array, "B V"],
     uniform: Float[Array, "B 2"],
-    settings: SamplingArrays,
+    settings: Options,
     history: History | None,
     allowed: Bool[Array, "B V"] | None = None,
 ) -> Sampled:
@@ -94,8 +86,8 @@ def sample(
         allowed: Tokens that a constraint allows, at least one per row; None without constraints. The policy's log-probs
             are those without it.
     """
-    greedy = settings.temperature == 0
-    inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
+    greedy = settings["temperature"] == 0
+    inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings["temperature"]))[:, None]
     policy = _distribution(logits * inverse_temperature)
     if history is None:
         drawn = policy if allowed is None else _distribution(jnp.where(allowed, logits, -jnp.inf) * inverse_temperature)
@@ -107,16 +99,16 @@ def sample(
     if allowed is None:
         changed = lax.cond(
             _are_changed(settings, history),
-            lambda: _distribution(changed_logits(logits, settings, history) * inverse_temperature),
+            lambda: _distribution(_by(changed_logits, settings, logits, history) * inverse_temperature),
             lambda: policy,
         )
     else:
         changed = _distribution(_constrained_logits(logits, settings, history, allowed) * inverse_temperature)
-    truncation = _truncation(changed, settings)
+    truncation = _by(_truncation, settings, changed)
     sums = reduce_blocks(jnp.sum, truncation.weights(changed.scaled), 0.0)
     token, scaled = _draw(changed, sums, truncation.weights, uniform, greedy)
     sampler_logp = jnp.where(greedy, 0.0, scaled - jnp.log(jnp.sum(sums, axis=-1)))
-    return Sampled(token, _logp_of(token, policy), sampler_logp, *_alternatives(policy, settings))
+    return Sampled(token, _logp_of(token, policy), sampler_logp, *_alternatives(policy, settings["logprobs"]))
 
 
 @pytree
@@ -208,18 +200,32 @@ def _draw(
     return token.astype(jnp.int32), scaled
 
 
-def _truncation(of: _Distribution, settings: SamplingArrays) -> Truncation:
-    top_k, top_p = settings.top_k, settings.top_p
+@functools.cache
+def _read_by(rule: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of a rule's keyword-only parameters."""
+    parameters = inspect.signature(rule).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def _by(rule: Callable[..., Any], settings: Options, *inputs: Any) -> Any:
+    """Calls a rule with the options that it reads."""
+    return rule(*inputs, **{name: settings[name] for name in _read_by(rule)})
+
+
+def _truncation(
+    of: _Distribution, *, top_k: Int[Array, "B"], top_p: Float[Array, "B"], min_p: Float[Array, "B"]
+) -> Truncation:
+    """Returns which tokens are kept; a rule that compares with the likeliest token is one more maximum of `floor`."""
     total = jnp.sum(of.sums, axis=-1)
     threshold = lax.cond(
         jnp.any((top_k > 0) | (top_p < 1)),
         lambda: truncation_threshold(of.scaled, of.maxima, total, top_k, top_p),
         lambda: jnp.zeros(len(top_k), jnp.uint32),
     )
-    return Truncation(threshold, settings.min_p)
+    return Truncation(threshold, floor=min_p)
 
 
-def _alternatives(policy: _Distribution, settings: SamplingArrays) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
+def _alternatives(policy: _Distribution, logprobs: Int[Array, "B"]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
     """Returns the likeliest tokens and their log-probs, or zeros if no row requests any."""
     B, V = policy.scaled.shape
     num = min(MAX_LOGPROBS, V)
@@ -229,20 +235,32 @@ def _alternatives(policy: _Distribution, settings: SamplingArrays) -> tuple[Int[
         return tokens, scaled - policy.log_sum[:, None]
 
     nothing = jnp.zeros((B, num), jnp.int32), jnp.zeros((B, num), jnp.float32)
-    return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)
+    return lax.cond(jnp.any(logprobs > 0), search, lambda: nothing)
 
 
-def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, history: History) -> Float[Array, "B V"]:
-    """Returns the logits with bias, without stop tokens where it is too early for them, and with the penalties."""
+def changed_logits(
+    logits: Float[Array, "B V"],
+    history: History,
+    *,
+    logit_bias_tokens: Int[Array, "B A"],
+    logit_bias: Float[Array, "B A"],
+    min_tokens: Int[Array, "B"],
+    repetition_penalty: Float[Array, "B"],
+    presence_penalty: Float[Array, "B"],
+    frequency_penalty: Float[Array, "B"],
+) -> Float[Array, "B V"]:
+    """Returns the logits with bias, without stop tokens where it is too early for them, and with the penalties.
+
+    Steps in which all options have their defaults leave it out.
+    """
     V = logits.shape[-1]
     rows = jnp.arange(logits.shape[0])[:, None]
 
     def at(x: Array, tokens: Array, where: Array) -> Any:
         return x.at[rows, jnp.where(where, tokens, V)]  # beyond the vocabulary: dropped
 
-    biased = settings.bias_tokens >= 0
-    logits = at(logits, settings.bias_tokens, biased).add(settings.bias, mode="drop")
-    early = (history.num_generated < settings.min_tokens)[:, None] & (history.stop_ids >= 0)
+    logits = at(logits, logit_bias_tokens, logit_bias_tokens >= 0).add(logit_bias, mode="drop")
+    early = (history.num_generated < min_tokens)[:, None] & (history.stop_ids >= 0)
     logits = at(logits, history.stop_ids, early).set(-jnp.inf, mode="drop")
 
     none = jnp.zeros(logits.shape, logits.dtype)
@@ -251,32 +269,48 @@ def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, histor
     of_prompt = (jnp.repeat(x, share, axis=0) for x in (history.prompt_tokens, history.prompt_seen))
     seen = at(seen, *of_prompt).set(1.0, mode="drop") > 0
     count = at(none, history.tokens, history.generated).add(1.0, mode="drop")
-    penalty = settings.repetition_penalty[:, None]
+    penalty = repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = logits - settings.presence_penalty[:, None] * (count > 0).astype(logits.dtype)
-    return logits - settings.frequency_penalty[:, None] * count
+    logits = logits - presence_penalty[:, None] * (count > 0).astype(logits.dtype)
+    return logits - frequency_penalty[:, None] * count
+
+
+def check_rules(options: Iterable[str]) -> None:
+    """Checks that each of the sampler's options is read.
+
+    Raises:
+        TypeError: An option is not.
+    """
+    read = {"temperature", "logprobs", *_read_by(changed_logits), *_read_by(_truncation)}
+    if unread := [name for name in options if name not in read]:
+        raise TypeError(
+            f"no rule of the sampler reads {', '.join(unread)} of SamplingParams; make it a keyword-only parameter of "
+            "changed_logits or _truncation in groupax/engine/sampling.py and apply it there, or name it in HOST of "
+            "groupax/settings/sampling.py if the host reads it"
+        )
+
+
+check_rules(SAMPLER)
 
 
 def _constrained_logits(
-    logits: Float[Array, "B V"], settings: SamplingArrays, history: History, allowed: Bool[Array, "B V"]
+    logits: Float[Array, "B V"], settings: Options, history: History, allowed: Bool[Array, "B V"]
 ) -> Float[Array, "B V"]:
     """Returns the changed logits of allowed tokens; unchanged ones where no token that may follow is allowed."""
     changed = lax.cond(
-        _are_changed(settings, history), lambda: changed_logits(logits, settings, history), lambda: logits
+        _are_changed(settings, history), lambda: _by(changed_logits, settings, logits, history), lambda: logits
     )
     # the end of a completion may be the only allowed token before `min_tokens`
     is_left = jnp.any(allowed & (changed > -jnp.inf), axis=-1, keepdims=True)
     return jnp.where(allowed, jnp.where(is_left, changed, logits), -jnp.inf)
 
 
-def _are_changed(settings: SamplingArrays, history: History) -> Bool[Array, ""]:
-    by_row = (
-        (settings.repetition_penalty != 1)
-        | (settings.presence_penalty != 0)
-        | (settings.frequency_penalty != 0)
-        | (history.num_generated < settings.min_tokens)
-        | jnp.any(settings.bias_tokens >= 0, axis=-1)
-    )
+def _are_changed(settings: Options, history: History) -> Bool[Array, ""]:
+    """Returns whether an option of `changed_logits` is set in a row."""
+    by_row = history.num_generated < settings["min_tokens"]
+    for name in [each for each in _read_by(changed_logits) if each in SAMPLER and each != "min_tokens"]:
+        is_set = settings[name] != (SAMPLER[name] or 0)
+        by_row |= is_set if is_set.ndim == 1 else jnp.any(is_set, axis=-1)
     return jnp.any(by_row)
 
 

@@ -1,20 +1,18 @@
 """The state of the slots: arrays on the devices, made from a table on the host with a row per slot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-from groupax.engine.sampling import SamplingArrays
+from groupax.engine.sampling import Options
 from groupax.engine.sequence import Sequence
 from groupax.parallel.pytree import pytree
-from groupax.settings.sampling import SamplingParams
+from groupax.settings.sampling import SAMPLER
 
 _DTYPES = {int: "i4", float: "f4"}
-_ARRAYS = {each.name for each in fields(SamplingArrays)}
-_NUMBERS = [each for each in fields(SamplingParams) if each.name in _ARRAYS]  # the numbers that the devices need
 
 
 @pytree
@@ -38,12 +36,12 @@ class Slots:
     key: UInt32[Array, "B 2"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
-    settings: SamplingArrays
+    settings: Options
     adapter: Int[Array, "B"] | None = None
 
 
 def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
-    """Returns idle slots on the host, a structured array with a field per field of `Slots` and `SamplingArrays`.
+    """Returns idle slots on the host, a structured array with a field per field of `Slots` and per array of `Options`.
 
     Args:
         num_slots: Number of slots.
@@ -59,14 +57,15 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters:
         ("remaining", "i4"),
         ("stop_ids", "i4", num_stop_ids),
     ]
-    numbers = [(each.name, _DTYPES[each.type]) for each in _NUMBERS]
-    bias = [("bias_tokens", "i4", num_biased), ("bias", "f4", num_biased)]
-    table = np.zeros(num_slots, columns + numbers + bias + [("adapter", "i4")] * has_adapters)
-    table["stop_ids"] = table["bias_tokens"] = -1
-    if has_adapters:
-        table["adapter"] = -1
-    for each in _NUMBERS:
-        table[each.name] = each.default
+    of_tokens = [name for name, default in SAMPLER.items() if isinstance(default, Mapping)]
+    idle = {name: default for name, default in SAMPLER.items() if name not in of_tokens}
+    columns += [(name, _DTYPES[type(default)]) for name, default in idle.items()]
+    columns += [(f"{name}_tokens", "i4", num_biased) for name in of_tokens]
+    columns += [(name, "f4", num_biased) for name in of_tokens] + [("adapter", "i4")] * has_adapters
+    table = np.zeros(num_slots, columns)
+    idle |= dict.fromkeys(["stop_ids", *(f"{name}_tokens" for name in of_tokens), *["adapter"] * has_adapters], -1)
+    for name, value in idle.items():
+        table[name] = value
     return table
 
 
@@ -78,14 +77,16 @@ def fill(row: np.void, sequence: Sequence) -> None:
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
-    for each in _NUMBERS:
-        row[each.name] = getattr(sequence.params, each.name)
-    for index, (token, bias) in enumerate(sequence.params.logit_bias.items()):
-        row["bias_tokens"][index], row["bias"][index] = token, bias
+    for name in SAMPLER:
+        value = getattr(sequence.params, name)
+        if isinstance(value, Mapping):
+            row[f"{name}_tokens"][: len(value)], row[name][: len(value)] = list(value), list(value.values())
+        else:
+            row[name] = value
 
 
 def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
     """Returns the table's columns as `Slots`, each transferred by `put`."""
     columns = {name: put(table[name]) for name in table.dtype.names or ()}
-    settings = SamplingArrays(**{each.name: columns.pop(each.name) for each in fields(SamplingArrays)})
-    return Slots(**columns, settings=settings)
+    own = {name: columns.pop(name) for name in columns.keys() & {each.name for each in fields(Slots)}}
+    return Slots(**own, settings=columns)

@@ -116,16 +116,16 @@ class Truncation:
 
     Attributes:
         threshold: Smallest number that top-k and top-p keep, as `_ordered_bits`.
-        min_p: Smallest fraction of the likeliest token's probability.
+        floor: Smallest fraction of the likeliest token's probability that is kept.
     """
 
     threshold: UInt32[Array, "B"]
-    min_p: Float[Array, "B"]
+    floor: Float[Array, "B"]
 
     def weights(self, scaled: Float[Array, "B M"]) -> Float[Array, "B M"]:
         """Returns exp(scaled) of the tokens that are kept, 0 of the others; the likeliest token has scaled = 0."""
         weights = jnp.exp(scaled)
-        kept = (_ordered_bits(scaled) >= self.threshold[:, None]) & (weights >= self.min_p[:, None])
+        kept = (_ordered_bits(scaled) >= self.threshold[:, None]) & (weights >= self.floor[:, None])
         return jnp.where(kept, weights, 0.0)
 
 

@@ -6,6 +6,7 @@ episodes of a run at the same time, unless each episode has its own.
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import weakref
@@ -19,13 +20,15 @@ from typing import Any
 
 from groupax.environments.remote_tools import remote_schema
 from groupax.errors import InfrastructureError, RunError, require
-from groupax.terminal.printable import error_line, printable
+from groupax.terminal.printable import error_line, one_line, printable, short_repr
 from groupax.tools.threads import start_loop
 from groupax.tools.tool import Tool
 
+logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 PAUSE_S = 0.5  # between attempts to connect
 MOST_PAGES = 100
+LOGGERS = ("mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.tool_name_validation", "client", "root")
 REFUSED = (-32601, -32602)  # JSON-RPC: an unknown method, or invalid arguments
 Schemas = Mapping[str, dict[str, Any]]
 
@@ -91,6 +94,8 @@ def mcp(
         ValueError: The address is none, or there is no such tool.
     """
     require("mcp", "mcp(...)", is_imported=False)
+    for library_logger in LOGGERS:
+        logging.getLogger(library_logger).addFilter(_say_once)
     for name, value in (("connect_timeout_s", connect_timeout_s), ("timeout_s", 1 if timeout_s is None else timeout_s)):
         if not value > 0:
             raise ValueError(f"mcp takes a positive {name}, got {value}")
@@ -181,6 +186,9 @@ class McpSession:
 
     async def _hold(self, begun: "asyncio.Future[tuple[Any, Schemas]]") -> None:
         """Begins the session and keeps it until it is closed; all in one task, as its contexts demand."""
+        import mcp.client.stdio
+        import mcp.client.streamable_http  # noqa: F401 - seconds, which are not the server's
+
         for attempt in range(self._server.num_retries + 1):
             try:
                 async with AsyncExitStack() as stack:
@@ -325,21 +333,28 @@ async def _connected(server: McpServer) -> AsyncIterator[Any]:
 
 async def _schemas(server: McpServer, session: Any) -> Schemas:
     """Returns the schemas of a server's tools by name, in the order of the names."""
+    from mcp.types import PaginatedRequestParams
+
     found: list[dict[str, Any]] = []
     cursor: str | None = None
     for _ in range(MOST_PAGES):
-        page = (await session.list_tools(**({} if cursor is None else {"cursor": cursor}))).model_dump(by_alias=True)
-        found += page["tools"]
-        cursor = page.get("nextCursor")
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        fields = page.model_dump(by_alias=True)
+        found += fields["tools"]
+        cursor = fields.get("nextCursor")
         if cursor is None:
             break
-    schemas = [
-        remote_schema(server.address, *(each.get(key) for key in ("name", "description", "inputSchema")))
-        for each in found
-    ]
+    else:
+        logger.warning("%s has more than %d pages of tools; those of the first are used", server.address, MOST_PAGES)
+    schemas: dict[str, dict[str, Any]] = {}
+    for each in sorted(found, key=lambda each: each["name"]):
+        if each["name"] in schemas:
+            raise ValueError(f"{server.address} has two tools of the name {short_repr(each['name'])}; rename one")
+        given = (each.get(key) for key in ("name", "description", "inputSchema"))
+        schemas[each["name"]] = remote_schema(server.address, *given)
     if not schemas:
         raise ValueError(f"{server.address} has no tools")
-    return {schema["function"]["name"]: schema for schema in sorted(schemas, key=lambda each: each["function"]["name"])}
+    return schemas
 
 
 def _text_of(result: Any) -> str:
@@ -367,9 +382,31 @@ def _changes(server: McpServer, pinned: Schemas, found: Schemas) -> str:
 
 
 def _failure(server: McpServer, error: BaseException) -> Exception:
+    from pydantic import ValidationError
+
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, ValidationError):  # of the library's types, whose message has several lines
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        return ValueError(f"{server.address} has sent what the protocol does not allow: {where}: {fault['msg']}")
     if isinstance(error, ValueError):
         return error
-    why = f"no answer within {server.connect_timeout_s:g} s" if isinstance(error, TimeoutError) else error_line(error)
+    text = error_line(error) or type(error).__name__
+    why = f"no answer within {server.connect_timeout_s:g} s" if isinstance(error, TimeoutError) else text
     return InfrastructureError(f"{server.address} cannot be reached: {why}")
+
+
+_said: set[tuple[str, int]] = set()
+
+
+def _say_once(record: logging.LogRecord) -> bool:
+    """Keeps the first of each warning of the library, which warns of each line that a server sends, as one line."""
+    place = record.pathname, record.lineno
+    if record.levelno < logging.WARNING or "mcp" not in Path(record.pathname).parts:
+        return True
+    record.msg = f"{one_line(record.getMessage())[:300]} (a server of MCP; this is said once)"
+    record.args, record.exc_info, record.exc_text = (), None, None
+    is_new = place not in _said
+    _said.add(place)
+    return is_new

@@ -35,7 +35,6 @@ from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, unless_
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TURNS = 64  # of one request
-SEND_TIMEOUT_S = 600.0  # in which a client must read what is streamed
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 
 
@@ -130,7 +129,7 @@ class _Handlers:
         writer = protocol.writer(exchange)
         if request.stream:
             events = _events(templates.tokenizer, exchange, writer, turns)
-            return EventStream(events, protocol, _nothing, math.inf, SEND_TIMEOUT_S)
+            return EventStream(events, protocol, _nothing, math.inf)
         return JSONResponse(await run_in_threadpool(writer.full, [_completed(turn) for turn in turns]))
 
     def _reached(self, http: HttpRequest) -> OpenSession:

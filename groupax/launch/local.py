@@ -20,6 +20,7 @@ from groupax.launch import child
 from groupax.launch.environment import free_port, process_environment
 from groupax.launch.output import copy_lines
 from groupax.launch.retries import Outcome
+from groupax.parallel.preemption import leave_closed_terminal, stop_signals
 
 MISTAKE = 2  # exit status of groupax and of Python's argument parsers for a mistake of the user
 LOOK_S = 0.05
@@ -27,7 +28,7 @@ DRAIN_S = 2.0  # for the last lines of ended processes
 
 
 class Stop:
-    """A context that collects requests to stop: SIGTERM and SIGINT, in the main thread.
+    """A context that collects requests to stop (see `parallel.preemption.stop_signals`), in the main thread.
 
     Attributes:
         signals: Received signals, in order.
@@ -40,7 +41,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in stop_signals():
                 self._handlers[number] = signal.signal(number, self._handle)
         return self
 
@@ -53,6 +54,8 @@ class Stop:
         return not self._requested.wait(seconds)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         self.signals.append(number)
         self._requested.set()
 

@@ -176,7 +176,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     """Returns the names of all tensors, each with the name of its file.
 
     Raises:
-        ValueError: There are no such files, or there is a whole set of them beside the one that the index names.
+        ValueError: There are no such files, or there are two whole sets of them.
     """
     shards = {path.name for path in folder.glob("model-*-of-*.safetensors")}
     if (folder / INDEX_NAME).is_file():

@@ -24,7 +24,7 @@ from groupax.objective.aggregation import (
     token_mean,
 )
 from groupax.objective.metrics import LossMetrics, RowMax, RowMin, row_means
-from groupax.objective.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
+from groupax.objective.ratios import LOG_RATIO_LIMIT, clamp_log_ratio, clip_ratio
 from groupax.parallel.pytree import pytree
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import bind, reference_to, resolve
@@ -115,8 +115,8 @@ def ppo_clip_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array
     Source: arXiv:2402.03300, eq. 3; a higher upper bound: DAPO, arXiv:2503.14476, eq. 10; delta bounds the loss of
     tokens with negative advantage, whose ratio is otherwise unbounded: INTELLECT-2, arXiv:2505.07291, section 3.4.
     """
-    bounded = terms.ratio if settings.delta is None else jnp.minimum(terms.ratio, settings.delta)
-    clipped = jnp.clip(terms.ratio, 1.0 - settings.epsilon, 1.0 + settings.upper_epsilon)
+    bounded = terms.ratio if settings.delta is None else clip_ratio(terms.ratio, 0.0, settings.delta)
+    clipped = clip_ratio(terms.ratio, 1.0 - settings.epsilon, 1.0 + settings.upper_epsilon)
     return -jnp.minimum(bounded * terms.advantage, clipped * terms.advantage)
 
 

@@ -12,6 +12,11 @@ def clamp_log_ratio(log_ratio: Float[Array, "*M"]) -> Float[Array, "*M"]:
     return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def clip_ratio(ratio: Float[Array, "*M"], low: float, high: float) -> Float[Array, "*M"]:
+    """Clips ratios to [low, high], with gradient 1 at both bounds, so that on-policy ratios have it at any bounds."""
+    return jnp.where(ratio < low, low, jnp.where(ratio > high, high, ratio))
+
+
 def token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Computes w_t = exp(r_t), r = logp - old."""
     del mask

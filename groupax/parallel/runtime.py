@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from groupax.errors import RunError
 from groupax.parallel.accelerators import GPU_MEMORY_FRAC
 from groupax.parallel.host_memory import keep_freed_memory
 from groupax.parallel.processes import join
@@ -21,6 +22,9 @@ def configure_jax() -> None:
     """Sets up virtual CPU devices, memory reuse, compilation, and the connection to the run's processes.
 
     Settings that the user made are kept.
+
+    Raises:
+        RunError: jax finds no device of the platform that the user chose.
     """
     keep_freed_memory()
     _use_all_cores()
@@ -29,6 +33,22 @@ def configure_jax() -> None:
         set_gpu_flags()
     _keep_compiled_programs()
     join()
+    _find_devices()
+
+
+def _find_devices() -> None:
+    """Has jax find its devices, so that an error comes before any work and says what to install."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an assertion without text if it finds no GPU
+        chosen = str(jax.config.jax_platforms or "")  # pyright: ignore[reportAttributeAccessIssue]
+        reason = next(iter(str(error).splitlines()), "it finds no such device")
+        reason = reason.partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        gpu = "see nvidia-smi for the GPU and its driver" if has_cuda_plugin() else "pip install 'groupax[cuda]'"
+        remedies = {"cuda": gpu, "gpu": gpu, "tpu": "pip install 'groupax[tpu]'"}
+        remedy = "".join(f"; for {name}: {text}" for name, text in remedies.items() if name in chosen.split(","))
+        unset = f"JAX_PLATFORMS is {chosen!r} (unset it to use the devices that there are), and " if chosen else ""
+        raise RunError(f"{unset}jax cannot start: {reason}{remedy}") from error
 
 
 def _use_most_of_a_gpu() -> None:

@@ -5,11 +5,12 @@ import concurrent.futures
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from groupax.rewards.contract import split_per_completion
+from groupax.terminal.printable import short_repr
 
 MAX_VALUES = 1_000_000  # returned by one call
 
@@ -22,17 +23,50 @@ class CallLog:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keeps one value per completion for the rollout log."""
+        """Keeps one value per completion for the rollout log.
+
+        Raises:
+            TypeError: The column's name is not a text, or the values have no order.
+        """
+        check_name("log_extra", "column", column)
+        if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__iter__"):
+            raise TypeError(f"log_extra: values must be a list with one value per completion, got {short_repr(values)}")
         self.extra.setdefault(column, []).extend(itertools.islice(values, MAX_VALUES))
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keeps a number for the metrics of the step."""
-        self.metrics[name] = float(value)
+        """Keeps a number for the metrics of the step.
+
+        Raises:
+            TypeError: The name is not a text, or the value is not a number.
+        """
+        check_name("log_metric", "name", name)
+        try:
+            if isinstance(value, (str, bytes)):  # which float reads
+                raise TypeError
+            self.metrics[name] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # of arrays of several libraries
+            given = f"{type(value).__name__} {short_repr(value)}"
+            raise TypeError(f"log_metric: the value of {name!r} must be a number, got {given}") from None
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments with this log's methods for those of them that are loggers."""
         loggers = {"log_extra": self.log_extra, "log_metric": self.log_metric}
         return {name: loggers.get(name, value) for name, value in arguments.items()}
+
+
+def check_name(function: str, argument: str, name: Any) -> None:
+    """Checks the name of what user code logs.
+
+    Args:
+        function: The function that was called with it.
+        argument: Its argument with the name.
+        name: The name.
+
+    Raises:
+        TypeError: It is not a text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{function}: {argument} must be a text, got {type(name).__name__} {short_repr(name)}")
 
 
 def call_sync(

@@ -93,7 +93,7 @@ def program(completion: str, prompt: Any, entry_point: str) -> str:
     """Returns the Python source in a completion, preceded by the prompt if it does not define the entry point.
 
     It is the last block that defines the entry point, or else the last one fenced as Python, or as no language. A block
-    that the prompt has opened goes on in the completion.
+    that the prompt has opened continues in the completion.
     """
     blocks = _blocks(_open_block(_prompt_text(prompt)) + completion)
     name = re.escape(re.split(r"\W+", entry_point.rstrip("()"))[-1])

@@ -16,10 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.parallel.preemption import RolloutCancelled
+from groupax.parallel.preemption import RolloutCancelled, is_raised
 from groupax.rewards.calls import as_exception
 
 INTERRUPT = signal.SIGVTALRM  # rarely used otherwise; reward functions themselves use SIGALRM
+AGAIN_S = 0.2  # between interruptions of a function that does not end
 REFUSAL = "signal only works in main thread"  # the text of CPython's ValueError
 
 _watched = threading.local()
@@ -124,8 +125,9 @@ class MainThread:
         try:
             return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
-            if self._current is job:
+            while self._current is job:  # a destructor or the function's own `except` may drop what is raised
                 signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+                await asyncio.sleep(AGAIN_S)
             raise
 
     def run_until(self, calls: Sequence["Future[Any]"]) -> None:
@@ -174,7 +176,7 @@ class MainThread:
             self._current = None
 
     def _interrupt(self, *_: object) -> None:
-        if self._current is not None:
+        if self._current is not None and not is_raised(_Interrupted):
             raise _Interrupted
 
 

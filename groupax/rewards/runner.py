@@ -44,6 +44,7 @@ class RewardRunner:
 
     Attributes:
         device_lock: Lock to hold while reward models compute.
+        groups_per_call: Number of groups in a call if `reward_scope` is "rollout"; None for all.
 
     Raises:
         ValueError: `reward_workers` is set and a function cannot be sent to another process, or Ray is not installed.
@@ -53,6 +54,7 @@ class RewardRunner:
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
         self.rewards, self.settings = rewards, settings
         self.device_lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.groups_per_call: int | None = None
         self._own = _ThreadState()
         self._running: set[concurrent.futures.Future[Scores]] = set()
         self._home: int | None = None  # the thread of the context
@@ -101,16 +103,24 @@ class RewardRunner:
         """
         own = self._own
         groups, own.groups = own.groups, []
-        if self.settings.reward_scope == "rollout" and groups and self._is_ours(0):
-            self._start_calls([row for group in groups for row in group])
+        parts = [[index] for index in range(len(groups))]  # groups of each call
+        if self.settings.reward_scope == "rollout":
+            in_order = sorted(range(len(groups)), key=lambda index: groups[index][0].prompt_index)
+            size = self.groups_per_call or max(1, len(groups))
+            parts = [in_order[first : first + size] for first in range(0, len(groups), size)]
+            for number, part in enumerate(parts):
+                if self._is_ours(number):
+                    self._start_calls([row for index in part for row in groups[index]])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
             self.serve([call for row in calls for call in row])
         by_reward = self._model_scores(groups)
-        called = self._from_all_processes([[call.result() for call in row] for row in calls], len(groups))
-        for index, reward in enumerate(self._functions if groups else ()):
-            scores = [row[index] for row in called]
-            by_reward[reward.name] = scores if self.settings.reward_scope == "group" else _split(scores[0], groups)
+        called = self._from_all_processes([[call.result() for call in row] for row in calls], len(parts))
+        for number, reward in enumerate(self._functions):
+            scores: dict[int, Scores] = {}
+            for part, row in zip(parts, called, strict=True):
+                scores |= zip(part, _split(row[number], [groups[index] for index in part]), strict=True)
+            by_reward[reward.name] = [scores[index] for index in range(len(groups))]
         by_group = [[by_reward[reward.name][index] for reward in self.rewards] for index in range(len(groups))]
         if self.settings.reward_errors == "raise":
             self._raise_failures(by_group)
@@ -145,15 +155,14 @@ class RewardRunner:
             call.add_done_callback(self._running.discard)
 
     def _is_ours(self, index: int) -> bool:
-        """Returns whether this process makes the calls for the group (or rollout) of this index."""
+        """Returns whether this process makes the calls of this index."""
         return index % processes.num_processes() == processes.process_index()
 
-    def _from_all_processes(self, called: list[list[Scores]], num_groups: int) -> list[list[Scores]]:
-        """Returns the scores of the calls in all processes, in the order of their groups."""
+    def _from_all_processes(self, called: list[list[Scores]], num_calls: int) -> list[list[Scores]]:
+        """Returns the scores of the calls in all processes, in their order."""
         if processes.num_processes() == 1:
             return called
         shares = [iter(share) for share in processes.all_gather_object(called)]
-        num_calls = num_groups if self.settings.reward_scope == "group" else min(num_groups, 1)
         return [next(shares[index % len(shares)]) for index in range(num_calls)]
 
     def _model_scores(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Scores]]:

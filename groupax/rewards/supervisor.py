@@ -146,7 +146,10 @@ def _own_traceback(error: BaseException) -> str:
     """Returns the traceback of an error from the user's function on, without the frames that lead to it."""
     first = frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
-        if frame.tb_frame.f_globals.get("__name__") == calls.__name__:
+        module = frame.tb_frame.f_globals.get("__name__", "")
+        if module == calls.__name__:
             first = frame.tb_next
+        elif first is not error.__traceback__ and not module.startswith("groupax."):  # it may call loggers of `calls`
+            break
         frame = frame.tb_next
     return "".join(traceback.format_exception(type(error), error, first)).rstrip()

@@ -72,9 +72,16 @@ class Diagnostics:
                 self.emit(Diagnosed(step, name, text))
 
 
-def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
-    """Returns the diagnostics of the settings, texts by name."""
+def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int], num_prompts: int | None = None) -> dict[str, str]:
+    """Returns the diagnostics of the settings, and of the number of prompts if it is given, texts by name."""
     found = {}
+    wanted = args.prompts_per_step * args.updates_per_rollout
+    if num_prompts is not None and num_prompts < wanted:
+        found["few_prompts"] = (
+            f"a rollout takes {wanted:,} prompts (prompts_per_step * updates_per_rollout) and the dataset has "
+            f"{num_prompts:,}, so each is sampled {wanted / num_prompts:.3g} times, {args.num_generations:,} "
+            "completions each time; lower prompts_per_step, or raise num_generations for more completions of a prompt"
+        )
     if args.learning_rate == 0:
         found["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
     if not eos_ids:

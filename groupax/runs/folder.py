@@ -68,7 +68,7 @@ class RunFolder:
         LockedError: Another run works in the folder.
 
     Attributes:
-        path: The local folder.
+        path: The local folder, which stays where it is if a function changes the working directory.
         uri: The folder or URL, for messages.
         remote: The folder in the bucket; None for a local run.
         command: Content of `command.json`, if any.
@@ -82,7 +82,7 @@ class RunFolder:
         self.remote = RemoteFolder(self.uri) if is_remote(path) else None
         if self.remote is None and not Path(self.uri).name:
             raise ValueError(f"output_dir {self.uri!r} has no name, under which an earlier run could be moved aside")
-        self.path = Path(tempfile.mkdtemp(prefix="groupax-run-")) if self.remote else Path(self.uri)
+        self.path = Path(tempfile.mkdtemp(prefix="groupax-run-")) if self.remote else Path(self.uri).absolute()
         if self.remote:
             weakref.finalize(self, shutil.rmtree, self.path, True)
         self.moved_aside: str | None = None

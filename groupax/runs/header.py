@@ -54,7 +54,8 @@ def run_facts(
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
         **of_episodes,
-        "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt",
+        "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt, of at most "
+        f"{args.max_completion_length:,} tokens ({rows_per_step * args.max_completion_length:,} together)",
         **recomputation(args.gradient_checkpointing, checkpointing),
     }
 

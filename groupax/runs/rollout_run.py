@@ -98,6 +98,7 @@ class RolloutRun(Run[GRPOConfig]):
         own_sampling = as_rollout_function(rollout_func)
         more += () if own_sampling is None else tuple(own_sampling.columns)
         self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
+        self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
         self._open_folder(None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9))
         self.emit(PhaseStarted("loading the model"))
         require_quantizer(args.decoding_weights)
@@ -208,14 +209,14 @@ class RolloutRun(Run[GRPOConfig]):
         """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
         if is_remote(self.args.output_dir) or not self.rules.has_turns:
             return None
-        return self.run_folder.records if processes.is_primary() else Path(self.args.output_dir).expanduser() / RECORDS
+        return self.run_folder.records if processes.is_primary() else self._shared_records
 
     # -- its start and results -----------------------------------------------------------------------------------
 
     @contextmanager
     def _working(self, stop: PreemptionHandler) -> Iterator[None]:
         with self.reward_runner, self.pipeline or nullcontext():
-            self.engine.before_chunk = stop.check if processes.num_processes() > 1 else None
+            self.engine.before_chunk = stop.check_cancellable
             try:
                 yield
             finally:
@@ -300,7 +301,7 @@ class RolloutRun(Run[GRPOConfig]):
             if prompts.num_dropped + prompts.num_truncated:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 self.emit(Message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True))
-        log.diagnostics.report(self.cursor.step, setup_diagnostics(self.args, self.eos_ids))
+        log.diagnostics.report(self.cursor.step, setup_diagnostics(self.args, self.eos_ids, len(self.prompts)))
 
 
 def _load_eval_sets(dataset: Any) -> dict[str, Examples]:

@@ -45,6 +45,7 @@ from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
+from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.training.adapters import AdapterLearners, PolicyLearner
@@ -53,6 +54,13 @@ from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 
 ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
+
+
+def _with_absolute_paths(args: ConfigT) -> ConfigT:
+    """Returns settings whose paths mean the same wherever a reward function changes the working directory to."""
+    named = {name: getattr(args, name, None) for name in ("resume", "rollout_folder")}
+    paths = {name: path for name, path in named.items() if path not in (None, "auto", "never") and not is_remote(path)}
+    return replace(args, **{name: str(Path(path).expanduser().absolute()) for name, path in paths.items()})
 
 
 class Run(Generic[ConfigT]):
@@ -84,7 +92,7 @@ class Run(Generic[ConfigT]):
     DIVERGED = "Lower learning_rate, or look at these batches"  # advice
 
     def __init__(self, args: ConfigT, listeners: Sequence[Listener] = (), progress: Progress | None = None) -> None:
-        self.args: ConfigT = args
+        self.args: ConfigT = _with_absolute_paths(args)
         configure_jax()
         self.progress = primary_only(progress or progress_named(args.progress_bar))
         self.progress.is_compiling = lambda: compilation().is_under_way

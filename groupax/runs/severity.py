@@ -15,6 +15,7 @@ SEVERITIES: dict[str, Severity] = {
     "learning_rate_zero": "error",
     "environment_failures": "error",
     "filter_budget": "warning",
+    "few_prompts": "warning",
     "all_truncated": "warning",
     "length_explosion": "warning",
     "logp_drift": "warning",

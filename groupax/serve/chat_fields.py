@@ -154,10 +154,10 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 def _function(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a function without null fields, with the schema of no arguments if it has none."""
-    function = {key: value for key, value in given.items() if value is not None}
+    function = {key: value for key, value in given.items() if value is not None and (key, value) != ("parameters", {})}
     # in the order in which templates of models that know tools were trained to read them
-    empty = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
-    return {**empty, **function}
+    no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"name": "", "description": "", "parameters": no_arguments, **function}
 
 
 def _tool_choice(value: Any) -> str | dict[str, str]:

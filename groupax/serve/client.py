@@ -6,6 +6,7 @@ stream ──► a request per prompt ──► server 0, 1, ... ──► seque
 """
 
 import http.client
+import math
 import socket
 import threading
 import time
@@ -29,14 +30,16 @@ from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import Params, model_specs
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
-from groupax.serve.remote import RefusedError, RemoteServer
-from groupax.serve.vllm_sglang import ForeignServer, WeightsFolder, identify_server
+from groupax.serve.remote import RefusedError, RemoteServer, reading
+from groupax.serve.vllm_sglang import ForeignServer, RemoteCompletion, WeightsFolder, identify_server
 from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
 
 MAX_REQUESTS = 64  # simultaneous
 NUM_SENDERS = 2  # threads that send pieces: one computes checksums while the server receives the other's
 PIECE_ATTEMPTS = 4
 RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 LONGEST_STEP_S = 0.05  # of waiting for a request, after which a session's user may submit others
 
@@ -187,20 +190,23 @@ class RemoteSampler:
             if server.pushed != self.version or server.state is None:
                 self.push(server)
             state, version = server.state, server.version
-        if foreign is not None:
-            with requests.connection(server) as connection:
-                return foreign.complete(group, version, connection)
         with requests.connection(server) as connection:
-            body = self._request_body(group, state)
-            choices = server.request("POST", "/v1/completions", body, connection)["choices"]
-        versions = {made_by for choice in choices for made_by, _ in choice["weight_versions"]}
-        if versions != {version}:
-            raise RefusedError(409, f"sampled with weights {sorted(versions)}, not {version}", "other_weights")
-        for sequence, choice in zip(group, choices, strict=True):
-            sequence.tokens = list(choice["token_ids"])
-            sequence.policy_logps, sequence.sampler_logps = choice["policy_logps"], choice["sampler_logps"]
-            sequence.versions = [self.version] * len(sequence.tokens)
-            sequence.text, sequence.finish_reason = choice["text"], choice["finish_reason"]
+            if foreign is not None:
+                completions, made_by = foreign.complete(group, connection), version
+            else:
+                body = self._request_body(group, state)
+                response = server.request("POST", "/v1/completions", body, connection)
+                with reading(server.url, "token ids, log-probs and the version of the weights of each token"):
+                    completions, versions = _completions(response)
+                if versions != {version}:
+                    raise RefusedError(409, f"sampled with weights {sorted(versions)}, not {version}", "other_weights")
+                made_by = self.version
+        check_completions(completions, group, server.url, self.config.vocab_size)
+        for sequence, each in zip(group, completions, strict=True):
+            sequence.tokens, sequence.text = each.tokens, each.text
+            sequence.policy_logps, sequence.sampler_logps = each.logps, each.sampler_logps
+            sequence.versions = [made_by] * len(each.tokens)
+            sequence.finish_reason = FINISH_REASONS[each.finish_reason]
         return group
 
     def _request_body(self, group: list[Completion], state: str | None) -> dict[str, Any]:
@@ -257,7 +263,9 @@ class RemoteSampler:
         return foreign
 
     def _held_by(self, server: RemoteServer, connection: http.client.HTTPConnection) -> dict[str, Any]:
-        models = server.request("GET", "/groupax/v1/weights", None, connection)["models"]
+        response = server.request("GET", "/groupax/v1/weights", None, connection)
+        with reading(server.url, "a list of models with the state of their weights"):
+            models = [{name: each[name] for name in ("model", "state")} for each in response["models"]]
         found = [each for each in models if self.model in (None, each["model"])]
         if not found:
             names = ", ".join(each["model"] for each in models) or "none"
@@ -378,6 +386,46 @@ class _RolloutRequests:
             for opened in self._open:
                 with suppress(OSError):  # it has just been closed
                     opened.shutdown(socket.SHUT_RDWR)
+
+
+def _completions(response: Any) -> tuple[list[RemoteCompletion], set[int]]:
+    """Returns the completions in a response of `groupax serve`, and the versions of the weights that sampled them."""
+    names, choices = ("token_ids", "policy_logps", "text", "finish_reason", "sampler_logps"), response["choices"]
+    completions = [RemoteCompletion(*(choice[name] for name in names)) for choice in choices]
+    return completions, {made_by for choice in choices for made_by, _ in choice["weight_versions"]}
+
+
+def check_completions(
+    completions: Sequence[RemoteCompletion], group: Sequence[Completion], url: str, vocab_size: int
+) -> None:
+    """Checks that a server's completions are what was asked for.
+
+    Raises:
+        RunError: Their number, their tokens or their log-probs cannot be right.
+        RefusedError: One was not finished.
+    """
+    if len(completions) != len(group):
+        raise RunError(f"{url} responds with {len(completions)} completions instead of {len(group)}")
+    most = group[0].params.max_tokens
+    for each in completions:
+        if each.finish_reason not in FINISH_REASONS:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"a completion ended with {each.finish_reason!r}", None)
+        if not _is_list(each.tokens, int) or not all(0 <= token < vocab_size for token in each.tokens):
+            raise RunError(
+                f"{url} responds with token ids outside of the model's vocabulary of {vocab_size}, so it has another "
+                f"model: {each.tokens!r:.200}"
+            )
+        if not 0 < len(each.tokens) <= most or not isinstance(each.text, str):
+            raise RunError(f"{url} responds with {len(each.tokens)} tokens, where 1 to {most} and a text are expected")
+        for logps in (each.logps, each.sampler_logps):
+            if not _is_list(logps, int | float) or len(logps) != len(each.tokens) or not all(map(math.isfinite, logps)):
+                raise RunError(
+                    f"{url} responds with log-probs that are not {len(each.tokens)} finite numbers: {logps!r:.200}"
+                )
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
 
 
 def _put(

@@ -5,9 +5,12 @@ import json
 import threading
 import urllib.parse
 import weakref
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from typing import Any
+
+from groupax.errors import RunError
 
 
 class RefusedError(Exception):
@@ -22,6 +25,19 @@ class RefusedError(Exception):
     def __init__(self, status: int, message: str, code: str | None) -> None:
         super().__init__(f"{status}: {message}")
         self.status, self.code = status, code
+
+
+@contextmanager
+def reading(url: str, what: str) -> Iterator[None]:
+    """Reads a response within the block.
+
+    Raises:
+        RunError: The response has another form.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{url} responds without {what} ({error!r}); is it the right server, and new enough?") from error
 
 
 class RemoteServer:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from groupax.data.images import images_of, without_images
 from groupax.serve.chat_fields import (
@@ -77,8 +77,15 @@ RowKey = Annotated[list[UInt32], Field(min_length=2, max_length=2)]
 RowKeys = Annotated[list[RowKey], Field(min_length=1, fail_fast=True)]
 
 
-class Request(BaseModel):
-    """A request for completions or for a chat. Sampling settings have the names and defaults of `SamplingParams`.
+# Types of sampling parameters in requests; those of other types have fields of their own.
+_TYPES: dict[Any, Any] = {int: Int32, float: Number, bool: bool}
+_TYPES[str | None] = Text | None  # pyright: ignore[reportOperatorIssue]
+_FIELDS: Any = {each.name: (_TYPES[each.type], each.default) for each in fields(SamplingParams) if each.type in _TYPES}
+_Sampling: Any = create_model("_Sampling", __config__=ConfigDict(strict=True), **_FIELDS)
+
+
+class Request(_Sampling, BaseModel):
+    """A request for completions or for a chat. Sampling parameters have the names and defaults of `SamplingParams`.
 
     Attributes:
         model: Name of the model; None takes the server's first.
@@ -92,8 +99,6 @@ class Request(BaseModel):
         prompt_logprobs: The same for the tokens of the prompts.
     """
 
-    model_config = ConfigDict(strict=True)
-
     model: Text | None = None
     max_tokens: Int64 | None = None
     stream: bool = False
@@ -102,22 +107,11 @@ class Request(BaseModel):
     return_tokens_as_token_ids: bool = False
     row_keys: RowKeys | None = None
     weights_state: Text | None = None
-    n: Int32 = 1
-    min_tokens: Int32 = 0
-    temperature: Number = 1.0
     top_k: Annotated[Int32, AfterValidator(lambda k: 0 if k == -1 else k)] = 0  # -1 keeps all tokens in other APIs
-    top_p: Number = 1.0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
     logit_bias: LogitBias = {}
     seed: Int64 = Field(default_factory=lambda: secrets.randbits(31))
     stop: StopStrings = []
     stop_token_ids: StopTokenIds = []
-    ignore_eos: bool = False
-    regex: Text | None = None
-    json_schema: Text | None = None
     prompts: list[Any]
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -215,6 +209,7 @@ class ChatRequest(Request):
 
 
 SETTINGS = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs", "grammar"}
+assert Request.model_fields.keys() >= SETTINGS, f"requests lack {SETTINGS - Request.model_fields.keys()}"
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}

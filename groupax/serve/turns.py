@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from groupax.data.tool_arguments import convert_arguments
 from groupax.engine.stop_strings import exempt_length, text_before_stop
 from groupax.serve.turn_format import TurnFormat
-from groupax.tools.arguments import check_arguments
 from groupax.tools.calls import ParsedTurn, ToolCall
 
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id
@@ -127,14 +127,8 @@ class TurnReader:
 
     def _arguments(self, call: ToolCall) -> Mapping[str, Any]:
         """Returns the arguments of a call; where the format writes no types, those that the tool's schema has."""
-        assert self.format.calls is not None, "there are calls"
         schema = next((tool for tool in self.tools if tool["function"]["name"] == call.name), None)
-        if self.format.calls.name != "qwen_xml" or schema is None:
-            return call.arguments
-        try:
-            return check_arguments(schema, call.arguments)
-        except ValueError:  # the client sees what the model has written
-            return call.arguments
+        return convert_arguments(schema, call.arguments, True)[0] if call.is_text and schema else call.arguments
 
 
 class TurnStream:

@@ -11,8 +11,8 @@ import secrets
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -25,13 +25,12 @@ from groupax.errors import RunError
 from groupax.models.checkpoint import Model
 from groupax.models.saving import save_model
 from groupax.models.specs import Params
-from groupax.serve.remote import RefusedError, RemoteServer
-from groupax.settings.sampling import SamplingParams
-from groupax.types import FinishReason
+from groupax.serve.remote import RefusedError, RemoteServer, reading
+from groupax.settings.sampling import SAMPLER, SamplingParams
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by `owned_by` of their models
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
-FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+NEEDED = "token ids, log-probs and a reason of the end (of vLLM, 0.10.2 or newer)"
 NUM_KEPT_VERSIONS = 2  # a server may still be loading the previous one
 
 
@@ -44,12 +43,14 @@ class RemoteCompletion:
         logps: The server's natural log-prob of each.
         text: Their text.
         finish_reason: "stop" or "length"; with another reason the completion is discarded.
+        sampler_logps: Log-probs under the distribution that was sampled from, the only ones of other programs.
     """
 
     tokens: list[int]
     logps: list[float]
     text: str
     finish_reason: str
+    sampler_logps: list[float]
 
 
 class WeightsFolder:
@@ -101,8 +102,10 @@ def identify_server(server: RemoteServer, model: str | None) -> "ForeignServer |
         RunError: its program is not supported, or it has no such model.
         RefusedError, OSError, http.client.HTTPException: see `RemoteServer.request`.
     """
-    cards = server.request("GET", "/v1/models")["data"]
-    owner = str(cards[0].get("owned_by")) if cards else "nobody"
+    response = server.request("GET", "/v1/models")
+    with reading(server.url, "a list of models"):
+        cards = [(card["id"], card.get("owned_by")) for card in response["data"]]
+    owner = str(cards[0][1]) if cards else "nobody"
     if owner == "groupax":
         return None
     if owner not in NAMES:
@@ -112,7 +115,7 @@ def identify_server(server: RemoteServer, model: str | None) -> "ForeignServer |
         )
     if owner == "sglang":
         return SGLang(server)
-    names = [card["id"] for card in cards]
+    names = [name for name, _ in cards]
     if model is not None and model not in names:
         raise RunError(f"{server.url} has no model {model!r}; it has {', '.join(names)}")
     return VLLM(server, model or names[0])
@@ -127,8 +130,8 @@ class VLLM:
         self._server, self._model = server, model
         self._logprobs_mode: str | None = None
 
-    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
-        """Samples the completions of a prompt, whose sequences are unstarted.
+    def complete(self, group: list[Completion], connection: HTTPConnection) -> list[RemoteCompletion]:
+        """Samples the completions of a prompt.
 
         Raises:
             RefusedError: the server refuses for now.
@@ -137,7 +140,8 @@ class VLLM:
         if not samples_from_logits(group[0].params):
             self._check_mode()
         response = self._server.request("POST", "/v1/completions", vllm_request(group, self._model), connection)
-        return _complete(group, parse_vllm, response, version, self._server.url)
+        with reading(self._server.url, NEEDED):
+            return parse_vllm(response)
 
     def reload(self, folder: Path) -> None:
         """Loads the weights in a folder and clears the prefix cache.
@@ -177,14 +181,16 @@ class SGLang:
         self._server = server
         self._state = ""  # `weight_version` in its responses
 
-    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
+    def complete(self, group: list[Completion], connection: HTTPConnection) -> list[RemoteCompletion]:
         """Samples the completions of a prompt (see `VLLM.complete`). The response must name the current weights."""
         response = self._server.request("POST", "/generate", sglang_request(group), connection)
         rows = response if isinstance(response, list) else [response]
-        found = {row.get("meta_info", {}).get("weight_version") for row in rows}
+        with reading(self._server.url, NEEDED):
+            found = {row["meta_info"].get("weight_version") for row in rows}
+            completions = parse_sglang(rows)
         if found != {self._state}:
             raise RefusedError(HTTPStatus.CONFLICT, f"sampled with weights {sorted(map(str, found))}", "other_weights")
-        return _complete(group, parse_sglang, rows, version, self._server.url)
+        return completions
 
     def reload(self, folder: Path) -> None:
         """Loads the weights in a folder (see `VLLM.reload`)."""
@@ -198,16 +204,12 @@ ForeignServer = VLLM | SGLang
 
 def samples_from_logits(params: SamplingParams) -> bool:
     """Returns whether completions are sampled from softmax(logits), neither scaled nor changed nor truncated."""
-    return params == SamplingParams(
-        n=params.n,
-        max_tokens=params.max_tokens,
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
+    return params.is_plain and params.temperature == 1 and params.constraint is None
 
 
+# Parameters that both servers have under these names, and those with other names or forms.
+SHARED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+KNOWN = {*SHARED, "top_k", "min_tokens", "logit_bias"}
 _VLLM_NAMES = {"regex": "regex", "json_schema": "json", "grammar": "grammar"}  # of constraints
 
 
@@ -236,18 +238,14 @@ def vllm_request(group: Sequence[Completion], model: str) -> dict[str, Any]:
 
 
 def parse_vllm(response: Any) -> list[RemoteCompletion]:
-    """Returns the completions in a response of /v1/completions.
-
-    Raises:
-        KeyError, TypeError: it has no token ids or no log-probs.
-    """
-    choices = sorted(response["choices"], key=lambda choice: choice["index"])
-    return [
-        RemoteCompletion(
-            list(choice["token_ids"]), choice["logprobs"]["token_logprobs"], choice["text"], choice["finish_reason"]
+    """Returns the completions in a response of /v1/completions."""
+    completions = []
+    for choice in sorted(response["choices"], key=lambda choice: choice["index"]):
+        logps = choice["logprobs"]["token_logprobs"]
+        completions.append(
+            RemoteCompletion(list(choice["token_ids"]), logps, choice["text"], choice["finish_reason"], logps)
         )
-        for choice in choices
-    ]
+    return completions
 
 
 def sglang_request(group: Sequence[Completion]) -> dict[str, Any]:
@@ -267,21 +265,14 @@ def sglang_request(group: Sequence[Completion]) -> dict[str, Any]:
 
 
 def parse_sglang(rows: Sequence[Any]) -> list[RemoteCompletion]:
-    """Returns the completions in a response of /generate.
-
-    Raises:
-        KeyError, TypeError: it has no log-probs.
-    """
-    infos = [row["meta_info"] for row in rows]
-    return [
-        RemoteCompletion(
-            [token for _, token, *_ in meta["output_token_logprobs"]],
-            [logp for logp, *_ in meta["output_token_logprobs"]],
-            row["text"],
-            meta["finish_reason"]["type"],
-        )
-        for row, meta in zip(rows, infos, strict=True)
-    ]
+    """Returns the completions in a response of /generate."""
+    completions = []
+    for row in rows:
+        info = row["meta_info"]
+        logps = [logp for logp, *_ in info["output_token_logprobs"]]
+        tokens = [token for _, token, *_ in info["output_token_logprobs"]]
+        completions.append(RemoteCompletion(tokens, logps, row["text"], info["finish_reason"]["type"], logps))
+    return completions
 
 
 def seed_from_key(key: np.ndarray) -> int:
@@ -290,36 +281,19 @@ def seed_from_key(key: np.ndarray) -> int:
 
 
 def _shared_settings(params: SamplingParams) -> dict[str, Any]:
-    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings."""
+    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings.
+
+    Raises:
+        RunError: A parameter is set that these servers do not have.
+    """
+    for name in SAMPLER.keys() - KNOWN:
+        if getattr(params, name) != SAMPLER[name]:
+            raise RunError(f"servers of vLLM and SGLang have no {name}; leave it out, or sample with groupax serve")
     return {
-        **{field.name: getattr(params, field.name) for field in fields(params) if field.type is float},
+        **{name: getattr(params, name) for name in SHARED},
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
         "stop": list(params.stop),
     }
-
-
-def _complete(
-    group: list[Completion], parse: Callable[[Any], list[RemoteCompletion]], response: Any, version: int, url: str
-) -> list[Completion]:
-    try:
-        completions = parse(response)
-    except (KeyError, TypeError, ValueError) as error:
-        message = f"{url} responds without token ids or log-probs ({error!r}); vLLM must be 0.10.2 or newer"
-        raise RunError(message) from error
-    for each in completions:
-        if each.finish_reason not in FINISH_REASONS:
-            message = f"a completion ended with {each.finish_reason!r}"
-            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, None)
-        if not 0 < len(each.tokens) == len(each.logps):
-            raise RunError(f"{url} responds with {len(each.tokens)} tokens and {len(each.logps)} log-probs")
-    if len(completions) != len(group):
-        raise RunError(f"{url} responds with {len(completions)} completions instead of {len(group)}")
-    for sequence, each in zip(group, completions, strict=True):
-        sequence.tokens, sequence.text = each.tokens, each.text
-        sequence.policy_logps = sequence.sampler_logps = each.logps
-        sequence.versions = [version] * len(each.tokens)
-        sequence.finish_reason = FINISH_REASONS[each.finish_reason]
-    return group
 
 
 def _control(server: RemoteServer, method: str, path: str, body: Any, needs: str) -> Any:

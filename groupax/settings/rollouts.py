@@ -56,6 +56,12 @@ class RolloutSettings:
                 f"({self.num_generations})"
             )
         for address in self.rollout_servers:
+            if set(address) & set("@?#"):
+                raise ValueError(
+                    "rollout_servers has an address with a user name, password, query or fragment, which would be "
+                    "saved in config.json and are not sent; give http://host:port, and the key of the servers in the "
+                    "environment variable GROUPAX_API_KEY"
+                )
             if not address.startswith(("http://", "https://")):
                 raise ValueError(f"rollout_servers must be addresses like http://host:port, got {address!r}")
         self._check_adapters()

@@ -1,12 +1,14 @@
 """Sampling parameters: of one request, of rollouts and of evaluations, all from one declaration. Imports no jax.
 
 A field of `SamplingSettings` is a sampling parameter everywhere: `SamplingParams` and `GRPOConfig` inherit it, and the
-engine's arrays, the server's requests, the requests to other servers and the command line follow from it. A new one
-takes its field here (with an `eval_` one, if evaluations should set their own) and its rule in `engine/sampling.py`.
+kind of program, the engine's arrays, the server's requests, the requests to other servers and the command line follow
+from it. A new one takes its field here (with an `eval_` one, if evaluations should set their own) and a rule in
+`engine/sampling.py`, which cannot be imported as long as no rule reads the field.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 from groupax.settings.fields import check_range, like, ranged
@@ -16,6 +18,9 @@ MAX_LOGPROBS = 20
 STOP_IDS = 256
 BIASED_TOKENS = 512
 MAX_STOP_STRINGS = 16  # of one request; other servers have such a limit too
+# Parameters that the host reads: how many completions, which random numbers, what ends one, which texts are allowed.
+# The sampler reads all others, which are numbers of each row, or numbers of tokens.
+HOST = {"n", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "regex", "json_schema"}
 MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
 # What a program that samples supports: no settings but the temperature, as most training uses, or all of them.
 SamplingKind = Literal["plain", "general"]
@@ -67,9 +72,9 @@ class SamplingParams(SamplingSettings):
     min_tokens: int = 0
     """Number of tokens in which neither a stop token nor a stop string ends a completion; a stop string counts if it
     ends after them."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = ranged(0.0, 1e9, low=-1e9)
     """Subtracted from the logits of tokens that occurred in the completion; 0 is off."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = ranged(0.0, 1e9, low=-1e9)
     """Subtracted once for each time that a token occurred in the completion; 0 is off."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
@@ -102,20 +107,10 @@ class SamplingParams(SamplingSettings):
         kinds = {"regex": self.regex, "json_schema": self.json_schema, "grammar": self.grammar}
         return next(((kind, text) for kind, text in kinds.items() if text is not None), None)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """True if tokens are drawn by the temperature alone and no alternatives are requested."""
-        return not (
-            self.top_k > 0
-            or self.top_p < 1
-            or self.min_p > 0
-            or self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.min_tokens > 0
-            or self.logit_bias
-            or self.logprobs > 0
-        )
+        return all(getattr(self, name) == off for name, off in SAMPLER.items() if name != "temperature")
 
 
 def sampling_kind(params: Iterable[SamplingParams]) -> SamplingKind:
@@ -192,3 +187,7 @@ def check_stop_strings(name: str, texts: Sequence[str]) -> None:
             raise ValueError(f"{name} must be texts of at least one character, got {text!r}")
     if len(texts) > MAX_STOP_STRINGS:
         raise ValueError(f"{name} has {len(texts)} texts, at most {MAX_STOP_STRINGS} are looked for")
+
+
+# The parameters that the sampler reads, each with its default, which is without effect.
+SAMPLER: dict[str, Any] = {name: value for name, value in vars(SamplingParams()).items() if name not in HOST}

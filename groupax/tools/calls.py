@@ -11,16 +11,18 @@ class ToolCall:
 
     Attributes:
         name: Name of the tool.
-        arguments: Arguments by name; texts only in formats that write no types.
+        arguments: Arguments by name.
         fault: Reason why the call must not be run, for the model to read; empty if there is none. With a fault, the
             name and the arguments are as far as they could be read.
         text: Part of the turn that the call was read from.
+        is_text: Whether the arguments are texts since the format writes no types.
     """
 
     name: str
     arguments: Mapping[str, Any]
     fault: str = ""
     text: str = ""
+    is_text: bool = False
 
 
 @dataclass(frozen=True)

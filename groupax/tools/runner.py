@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from groupax.data.tool_arguments import check_arguments
 from groupax.terminal.printable import one_line
-from groupax.tools.arguments import check_arguments
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import MIN_RESULT_BYTES, ToolResult, as_step, error_result, message_of
 from groupax.tools.threads import AsyncThread, Outcome, start_loop, start_thread
@@ -197,7 +197,7 @@ class ToolRunner:
         if tool is None or fault:
             return error_result(fault, 0.0, self.max_result_bytes)
         try:
-            arguments = check_arguments(tool.schema, call.arguments)
+            arguments = check_arguments(tool.schema, call.arguments, call.is_text)
         except Exception as error:  # noqa: BLE001 - of a schema that is not groupax's too
             return error_result(message_of(error), 0.0, self.max_result_bytes)
         async with self._slots:

@@ -51,7 +51,10 @@ class BaseTrainer(Reports):
 
     def _prepare(self, args: Any, settings: Any, policy: Policy, callbacks: Sequence[Any] | None) -> tuple[Any, Policy]:
         """Sets the state, and returns settings and policy with the layout of folders and a quantized base."""
-        self.args, self._output_dir = args, settings.output_dir
+        self.args, where = args, settings.output_dir
+        if not is_remote(where):  # absolute, since a reward may change the working directory
+            where = str(Path(where).expanduser().absolute())
+        self._output_dir = where
         self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []

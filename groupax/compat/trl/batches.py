@@ -21,6 +21,7 @@ from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.log import RunLog
@@ -103,6 +104,7 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     """
 
     schedule: TRLSchedule
+    eval_batch_size: int | None = None  # completions of a reward function's call in evaluations; None for all
 
     def __init__(self, schedule: TRLSchedule, *arguments: Any, hooks: Hooks = NO_HOOKS, **named: Any) -> None:
         self._schedule, self._hooks = schedule, hooks
@@ -144,7 +146,12 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
 
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""
-        return with_trl_metrics(self, super().evaluate(params, eval_dataset))
+        n = (params or eval_params(self.args)).n
+        self.reward_runner.groups_per_call = self.eval_batch_size and max(1, self.eval_batch_size // n)
+        try:
+            return with_trl_metrics(self, super().evaluate(params, eval_dataset))
+        finally:
+            self.reward_runner.groups_per_call = None
 
     def _log(self, log: RunLog, rows: Sequence[Row], update: Update, scores: dict[int, TokenScores]) -> None:
         super()._log(log, rows, replace(update, metrics=with_trl_names(update.metrics)), scores)

@@ -48,7 +48,6 @@ SAME = (
     "ref_model_mixup_alpha",
     "ref_model_sync_steps",
     "multi_objective_aggregation",
-    "mask_truncated_completions",
     "top_entropy_quantile",
     "off_policy_mask_threshold",
     "entropy_coef",
@@ -94,6 +93,7 @@ COUNTS = (
     "generation_batch_size",
     "num_generations",
     "num_generations_eval",
+    "per_device_eval_batch_size",
 )
 MAX_COUNT = 10**7
 
@@ -179,17 +179,23 @@ class GRPOConfig(GRPOFields, RunArguments):
             ValueError: A setting is not supported by groupax.
         """
         warn_about_losses(self)
+        if self.off_policy_mask_threshold == 0:
+            raise ValueError(
+                "off_policy_mask_threshold=0 would mask completions by the rounding between sampling and training; set "
+                "it above that, e.g. to 0.01, or leave it out"
+            )
         rows, accumulated, generated = self.batches(num_devices)
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
             "masked_rows_in_denominator": True,
             "metric_definitions": "trl",
-            "output_dir": self.output_dir or "trainer_output",
+            "reward_scope": "rollout",
+            "output_dir": self.output_dir,
             "prompts_per_step": max(1, round(rows * accumulated / self.num_generations)),  # see `schedule`
             "updates_per_rollout": max(1, round(generated / accumulated)),
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
             "drop_last": True,
-            "max_completion_length": self.max_completion_length or 512,
+            "max_completion_length": self.max_completion_length,
             "chat_template_kwargs": parse_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
@@ -200,6 +206,8 @@ class GRPOConfig(GRPOFields, RunArguments):
             if isinstance(self.reward_weights, Sequence)
             else self.reward_weights,
             "max_grad_norm": self.max_grad_norm or 0.0,
+            # a call or its result that ends an episode counts as finished there
+            "mask_truncated_completions": ("length",) if self.mask_truncated_completions else False,
             **EPISODES,
             "max_tool_turns": self.max_tool_calling_iterations,
             **self.compute_settings(),
@@ -213,6 +221,11 @@ class GRPOConfig(GRPOFields, RunArguments):
             warn(
                 f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
                 "over all loss tokens, where TRL takes it over the kept ones"
+            )
+        if self.top_entropy_quantile < 1 and accumulated > 1:
+            warn(
+                f"top_entropy_quantile={self.top_entropy_quantile} keeps tokens by a threshold of each optimizer step, "
+                f"where TRL has one of each of its {accumulated} micro-batches"
             )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             warn(

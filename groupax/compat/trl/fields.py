@@ -31,12 +31,13 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     "logits and losses are float32": ("cast_lm_head_to_fp32",),
     "groupax never runs code from a model's folder": ("trust_remote_code",),
     "images are logged wherever completions are, once each": ("log_multimodal",),
-    "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
+    "its display shows a sample group now and then, and all completions of logged steps are in "
+    "output_dir/groupax/rollouts": (
         "num_completions_to_print",
         "log_unique_prompts",
     ),
 }
-_HONOURED = ("eval_on_start",)  # by this trainer, if not by the others
+_HONOURED = ("eval_on_start", "per_device_eval_batch_size")  # by this trainer, if not by the others
 _INERT_OF_ALL = {name: why for name, why in training_arguments.INERT.items() if name not in _HONOURED}
 INERT = _INERT_OF_ALL | {name: why for why, names in _INERT_BY_REASON.items() for name in names}
 # Fields that cannot be honoured, with the reason and what to do instead.

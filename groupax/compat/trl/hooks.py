@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from groupax.config import GRPOConfig
+from groupax.rewards.calls import check_name
 from groupax.rewards.contract import Reward, Scores
 from groupax.rewards.runner import RewardRunner
 from groupax.types import Metrics, Rollout
@@ -86,6 +87,8 @@ class Overridable:
         if self._passed is None:
             self._callback_listener().record(self.native.cursor.step, dict(logs))
         else:
+            for name in logs:
+                check_name("log", "the name of a value", name)
             self._passed.append(dict(logs))
 
     def _calculate_rewards(

@@ -37,8 +37,8 @@ class Flow:
         state: Progress of the run, written to each checkpoint.
         control: Requests of callbacks, which are taken back when they are met.
         only_best: Whether to save at evaluations that are the best so far, instead of at intervals.
-        evaluates_at_end: Whether to evaluate after the last step too.
-        eval_delay: Steps before the first evaluation at an interval.
+        by_epoch: Whether evaluations, and `eval_delay`, are counted in epochs.
+        eval_delay: Steps, or epochs, before the first evaluation at an interval.
         limit: Number of checkpoints to keep, of which the best is one; None for all.
         loads_best: Whether the policy becomes that of the best checkpoint at the end.
     """
@@ -47,7 +47,7 @@ class Flow:
     state: State
     control: Control
     only_best: bool = False
-    evaluates_at_end: bool = False
+    by_epoch: bool = False
     eval_delay: float = 0.0
     limit: int | None = None
     loads_best: bool = False
@@ -153,8 +153,8 @@ class TRLFolders(Run[Any]):
         flow, step, every = self.flow, self.cursor.step, self.args.eval_steps
         if flow is None or self.cursor.evaluated_step >= step or not self._has_eval_sets():
             return flow is None and super()._evaluation_is_due
-        is_last = flow.evaluates_at_end and step == self.num_steps
-        is_timely = every > 0 and (step % every == 0 or is_last) and flow.eval_delay <= step
+        is_timely = every > 0 and (step % every == 0 or step == self.num_steps)  # the last epoch may be short
+        is_timely &= flow.eval_delay <= (flow.state.epoch if flow.by_epoch else step)
         return flow.control.take("should_evaluate") or is_timely
 
     def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
@@ -191,8 +191,8 @@ def flow_of(args: Any, output_dir: str, state: State) -> Flow | None:
         state,
         Control(),
         only_best=saves == "best",
-        evaluates_at_end=evaluates == "steps",
-        eval_delay=float(args.eval_delay) if evaluates == "steps" else 0.0,
+        by_epoch=evaluates == "epoch",
+        eval_delay=float(args.eval_delay),
         limit=args.save_total_limit,
         loads_best=args.load_best_model_at_end,
     )

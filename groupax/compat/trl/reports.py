@@ -20,11 +20,12 @@ class Reports:
     """The methods of a trainer that print and save its results.
 
     Attributes:
-        args: Settings, of which `output_dir` is used.
+        args: Settings.
         state: Progress of the run.
     """
 
     args: Any
+    _output_dir: str
     state: State
 
     @functools.cached_property
@@ -86,9 +87,9 @@ class Reports:
         self.accelerator.end_training()
 
     def _report_folder(self) -> Path:
-        if is_remote(str(self.args.output_dir)):
-            raise ValueError(f"output_dir is a bucket, {self.args.output_dir}; these files need a local folder")
-        folder = Path(self.args.output_dir or "trainer_output")
+        if is_remote(self._output_dir):
+            raise ValueError(f"output_dir is a bucket, {self._output_dir}; these files need a local folder")
+        folder = Path(self._output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

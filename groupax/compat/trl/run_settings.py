@@ -100,12 +100,17 @@ class RunArguments(TrainingArguments):
         """Returns the native settings for checkpoints; see `layout.Flow` for what they do not say."""
         self._check_best()
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
-        every = 0 if strategy == "best" else interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
+        ends = strategy == "steps" and self.save_steps == 0  # only at the end
+        every = (
+            0
+            if ends or strategy == "best"
+            else interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
+        )
         return {
             "save_steps": every,
             "save_interval_minutes": 0.0,
             "save_total_limit": max(2, self.save_total_limit) if self.save_total_limit else None,
-            "do_last_save": every > 0,
+            "do_last_save": every > 0 or ends,
             "save_optimizer_state": not self.save_only_model,
         }
 

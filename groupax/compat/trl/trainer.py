@@ -122,6 +122,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
             rollout_func=self._rollout_function(rewards, examples),
             hooks=hooks_of(self, GRPOTrainer),
         )
+        self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
         self._finish(policy)
         if self.train_dataset is None:

@@ -62,14 +62,13 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "activation_checkpointing_kwargs",
     ),
     "only adapters have dropout, and logits and losses are float32": ("label_smoothing_factor",),
-    "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
-        "logging_dir",
+    "trackers write to output_dir/groupax": ("logging_dir",),
+    "the log has a line every logging_steps, with the numbers as they are": (
         "logging_first_step",
         "logging_nan_inf_filter",
-        "log_level",
-        "log_level_replica",
         "include_num_input_tokens_seen",
     ),
+    "groupax logs what changes the result, as warnings": ("log_level", "log_level_replica"),
     "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": (
         "per_device_eval_batch_size",
         "eval_do_concat_batches",
@@ -256,6 +255,9 @@ class TrainingArguments(ArgumentMethods, Arguments):
         """
         if self.output_dir is None:
             self.output_dir = "trainer_output"
+        for name in ("deepspeed", "run_name", "metric_for_best_model"):  # whose empty texts mean None there
+            if getattr(self, name) == "":
+                setattr(self, name, None)
         for name in self.MAPPINGS:
             value = getattr(self, name)
             if isinstance(value, str) and value.startswith("{"):  # other texts are paths

@@ -48,7 +48,12 @@ class Phase:
     num_done: int = 0
 
     def __str__(self) -> str:
-        return self.name if self.total is None else f"{self.name} {self.num_done:,}/{self.total:,}"
+        if self.total is None:
+            return self.name
+        seconds, num_left = time.monotonic() - self.started_s, self.total - self.num_done
+        is_known = self.num_done > 0 and seconds > SLOW_STEP_PHASE_S
+        left = f", about {clock(seconds / self.num_done * num_left)} left" if is_known else ""
+        return f"{self.name} {self.num_done:,}/{self.total:,}{left}"
 
 
 class Rich(Progress):

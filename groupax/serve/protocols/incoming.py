@@ -7,14 +7,12 @@ from typing import Any
 from groupax.serve.chat_fields import is_text, short
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion
-from groupax.serve.requests import Request
+from groupax.serve.requests import SETTINGS, Request
 from groupax.serve.turns import Call, Turn
 
-# Fields of chats that other protocols take too, with their meaning there.
-EXTENSIONS = {
-    *("seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "row_keys", "weights_state"),
-    *("chat_template_kwargs", "return_token_ids"),
+# Fields of chats that other protocols take too, with their meaning there; these have their own for constraints.
+EXTENSIONS = SETTINGS - {"n", "regex", "json_schema"} | {
+    *("row_keys", "weights_state", "chat_template_kwargs", "return_token_ids"),
 }
 
 

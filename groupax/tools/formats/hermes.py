@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from groupax.data.strict_json import skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, THINK, json_call, read_marked
-from groupax.tools.strict_json import skip_space
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 MARKS = (OPENING, CLOSING, *THINK)

@@ -1,21 +1,21 @@
 """Calls as tags with texts: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
-A value is a text between line breaks. It may contain any tag, as long as no `</parameter>` in it is followed by another
-parameter or by `</function>`. Imports no jax.
+A value is a text between line breaks. It may contain any tag, but as many `</parameter>` as `<parameter=...>` before
+them, so that a call without one of these is a fault, and not a longer value. Imports no jax.
 """
 
 import re
 from dataclasses import replace
 
+from groupax.data.strict_json import skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, THINK, read_marked
-from groupax.tools.strict_json import skip_space
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 MARKS = (OPENING, CLOSING, "</function>", "</parameter>", *THINK)
 FUNCTION = re.compile(r"\s*+<function=([^>\n]*+)>")
 PARAMETER = re.compile(r"\s*+<parameter=([^>\n]++)>\n?")
-END_OF_VALUE = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
+TAG = re.compile(r"<parameter=[^>\n]++>|\n?</parameter>")
 END_OF_FUNCTION = "</function>"
 
 
@@ -43,7 +43,7 @@ def _read_function(text: str, start: int) -> tuple[ToolCall, int]:
         return ToolCall("", {}, "the call has no name of a tool: <function=name> is missing"), start
     name, arguments, pos = function[1].strip(), {}, function.end()
     while (parameter := PARAMETER.match(text, pos)) is not None:
-        end = END_OF_VALUE.search(text, parameter.end())
+        end = _end_of_value(text, parameter.end())
         key = parameter[1].strip()
         if end is None:
             return ToolCall(name, arguments, f"the parameter {key!r:.80} is not closed by </parameter>"), pos
@@ -56,4 +56,14 @@ def _read_function(text: str, start: int) -> tuple[ToolCall, int]:
         return ToolCall(
             name, arguments, f"{END_OF_FUNCTION} or <parameter=...> is missing before {text[pos : pos + 40]!r}"
         ), pos
-    return ToolCall(name, arguments), pos + len(END_OF_FUNCTION)
+    return ToolCall(name, arguments, is_text=True), pos + len(END_OF_FUNCTION)
+
+
+def _end_of_value(text: str, start: int) -> re.Match[str] | None:
+    """Returns the tag that closes the parameter whose value begins at a position; None if none does."""
+    depth = 1
+    for tag in TAG.finditer(text, start):
+        depth += -1 if tag[0].endswith("</parameter>") else 1
+        if depth == 0:
+            return tag
+    return None

@@ -4,12 +4,13 @@ A turn is read from left to right, so a mark inside of a call's arguments is tex
 a call. The time is linear in the length of the text: at most `MAX_CALLS` calls are read. Imports no jax.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from groupax.data.strict_json import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.strict_json import read_json
 
 MAX_CALLS = 128  # of a turn; what follows them is one more call, with a fault
 CUT_OFF = "the turn ends inside of this call"
@@ -111,7 +112,13 @@ def call_of(value: Any) -> ToolCall:
 
 
 def named_call(name: str, arguments: Any) -> ToolCall:
-    """Returns a call of a tool, with a fault if its arguments are not a JSON object."""
+    """Returns a call of a tool, with a fault if its arguments are not a JSON object, or the text of one."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    elif isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            value, end = read_json(arguments)
+            arguments = value if skip_space(arguments, end) == len(arguments) else arguments
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, f"the arguments must be a JSON object, got {arguments!r:.80}")
     return ToolCall(name, arguments)

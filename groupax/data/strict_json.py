@@ -1,6 +1,10 @@
-"""JSON that a model has written, read strictly: no NaN, no repeated keys, no deep nesting. Imports no jax."""
+"""JSON that a model has written: no NaN, no repeated keys, no deep nesting, but raw line breaks in strings.
+
+Imports no jax.
+"""
 
 import json
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -57,6 +61,13 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not valid JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.40} is too large for a number")
+    return value
+
+
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -71,4 +82,6 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=False
+)
