@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
@@ -212,7 +212,7 @@ class RemoteSampler:
     def _request_body(self, group: list[Completion], state: str | None) -> dict[str, Any]:
         params = group[0].params
         return {
-            **{each.name: getattr(params, each.name) for each in fields(params) if each.name != "logprobs"},
+            **{name: value for name, value in asdict(params).items() if name != "logprobs" and value is not None},
             "prompt": group[0].prompt.tolist(),
             "n": len(group),
             "seed": None,

@@ -20,7 +20,7 @@ BIASED_TOKENS = 512
 MAX_STOP_STRINGS = 16  # of one request; other servers have such a limit too
 # Parameters that the host reads: how many completions, which random numbers, what ends one, which texts are allowed.
 # The sampler reads all others, which are numbers of each row, or numbers of tokens.
-HOST = {"n", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "regex", "json_schema"}
+HOST = {"n", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "regex", "json_schema", "grammar"}
 MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
 # What a program that samples supports: no settings but the temperature, as most training uses, or all of them.
 SamplingKind = Literal["plain", "general"]
