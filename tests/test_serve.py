@@ -312,7 +312,7 @@ def test_metrics_have_the_names_that_dashboards_use():
 def test_settings_default_to_those_of_the_engine():
     own = parsed(seed=0).sampling_params(16)
     assert own == SamplingParams(max_tokens=16)
-    assert {*SETTINGS, "max_tokens", "logprobs"} == {each.name for each in fields(SamplingParams)}
+    assert {*SETTINGS, "max_tokens", "logprobs", "grammar"} == {each.name for each in fields(SamplingParams)}
 
 
 # -- the loop
