@@ -168,7 +168,12 @@ def rest_heavy(cases, quick=1, drawn=1):
 def pytest_terminal_summary(terminalreporter):
     """Adds the seconds of each test to the file that TEST_TIMES names; `.ci/run` prints the slowest."""
     if path := os.environ.get("TEST_TIMES"):
-        reports = [each for key in ("passed", "failed", "error", "") for each in terminalreporter.stats.get(key, [])]
+        reports = [
+            each
+            for key in ("passed", "failed", "error", "")
+            for each in terminalreporter.stats.get(key, [])
+            if hasattr(each, "duration")
+        ]
         with Path(path).open("a") as file:
             file.writelines(f"{each.duration:.2f} {each.nodeid} {each.when}\n" for each in reports)
 
