@@ -141,13 +141,15 @@ def test_arguments_of_strict_tools_are_valid():
                     assert answer.finish_reason == "tool_calls"
                     for call in answer.message.tool_calls:
                         Pet.model_validate_json(call.function.arguments)
-            loose = {"name": "walk", "parameters": {**OBJECT, "properties": {"steps": {"type": "integer"}}}}
+            loose = {"name": "walk", "parameters": {**OBJECT, "properties": {"steps": {"enum": [1, 23]}}}}
             odd = {"name": "sleep", "parameters": {**OBJECT, "not": {}}}  # cannot be translated
             bare = {"name": "rest", "description": "Rests."}
             for function in (loose, odd, bare):
                 [called] = create(
                     **{**chat, "tools": [{"type": "function", "function": function}]}, tool_choice="required", seed=2
                 ).choices
+                if function is odd and called.finish_reason == "length":
+                    continue  # any object may go on for ever
                 [one, *_] = called.message.tool_calls
                 assert one.function.name == function["name"]
                 assert set(json.loads(one.function.arguments)) <= {"steps"} or function is odd
