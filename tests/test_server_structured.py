@@ -148,8 +148,9 @@ def test_arguments_of_strict_tools_are_valid():
                 [called] = create(
                     **{**chat, "tools": [{"type": "function", "function": function}]}, tool_choice="required", seed=2
                 ).choices
-                if function is odd and called.finish_reason == "length":
-                    continue  # any object may go on for ever
+                if function is odd and called.message.tool_calls is None:  # without an end, or with a number like 9e999
+                    assert '{"name": "sleep", "arguments": {' in called.message.content
+                    continue
                 [one, *_] = called.message.tool_calls
                 assert one.function.name == function["name"]
                 assert set(json.loads(one.function.arguments)) <= {"steps"} or function is odd
