@@ -104,8 +104,8 @@ def test_a_script_of_trl_trains_with_tools_and_environments(tmp_path):
     assert line["tools/failure_frequency"] == 0
     assert line["stop/max_tool_calls"] == 1
     assert line["rewards/Counter/mean"] == 3.0
-    assert [sorted(each[0]) for each in sorted(seen[:2])] == [[2, 3], [3, 4]]  # start + 1 and start + 2
-    assert seen[0][1] == [6, 6]
+    assert [sorted(each[0]) for each in seen[:2]] == [[2, 3, 3, 4]] * 2  # start + 1 and start + 2, a call per step
+    assert seen[0][1] == [6] * 4
     environments = trainer.environments or []
     assert [each.total for each in environments] == [2, 3, 3, 4]
     assert Counter.made == 4  # of each name two, which both steps have used

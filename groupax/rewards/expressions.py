@@ -323,5 +323,6 @@ def _digits(*values: Any) -> tuple[int, int]:
         elif value.is_finite and not value.is_zero:
             magnitude = log(abs(value), 10).evalf(5)
             if magnitude.is_Float:
-                small, large = min(small, math.floor(magnitude)), max(large, math.ceil(abs(magnitude)))
+                exponent = float(magnitude)
+                small, large = min(small, math.floor(exponent)), max(large, math.ceil(abs(exponent)))
     return min(max(6, 3 - small), MAX_DIGITS), min(15 + large, MAX_DIGITS)
