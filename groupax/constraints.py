@@ -216,7 +216,7 @@ def _json_rule(text: str) -> str:
         num_multiples = sum("multipleOf" in part for part in parts)
         if num_patterns > MAX_COMBINED_PATTERNS or num_multiples > 1:
             raise ValueError(
-                f"json_schema combines schemas (by allOf, or by rules beside $ref, anyOf or oneOf) and has "
+                f"json_schema combines schemas (by allOf, or by rules next to $ref, anyOf or oneOf) and has "
                 f"{num_patterns} of pattern and format, and {num_multiples} of multipleOf; then "
                 f"{MAX_COMBINED_PATTERNS} and 1 are supported"
             )

@@ -145,7 +145,7 @@ class Server:
         self._caller_check = CallerCheck(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
         self.models = {name: _served_model(name, loop) for name in loop.engines}
-        for model in self.models.values():  # what fails is told to the requests that need it
+        for model in self.models.values():  # requests that need one that fails report it
             self._threads_of_constraints.submit(model.constraints.load_tokens)
 
     def endpoint(self, handler: Handler, error_body: Callable[[ApiError], Any] = lambda error: error.body) -> Handler:
