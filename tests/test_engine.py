@@ -490,7 +490,8 @@ def test_an_option_is_a_field_and_a_rule(monkeypatch):
     ]
     sampling = loaded_with(monkeypatch, "groupax.engine.sampling", rule)
     slots = loaded_with(monkeypatch, "groupax.engine.slots")
-    [sequence] = new_sequences([PROMPTS[2]], settings.SamplingParams(top_a=0.4), (), 0)
+    [sequence] = new_sequences([PROMPTS[2]], SamplingParams(), (), 0)
+    sequence.params = settings.SamplingParams(top_a=0.4)
     table = slots.slot_table(B := 200, 1, 1)
     for row in table:
         slots.fill(row, sequence)
