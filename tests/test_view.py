@@ -1173,7 +1173,7 @@ def make_huge(path):
     ],
 )
 def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_size(tmp_path, make, name):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1, "loss": 1}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1.0, "reward": 1.0, "loss": 1.0}\n')
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     make(path)

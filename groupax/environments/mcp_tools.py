@@ -350,8 +350,9 @@ async def _schemas(server: McpServer, session: Any) -> Schemas:
     for each in sorted(found, key=lambda each: each["name"]):
         if each["name"] in schemas:
             raise ValueError(f"{server.address} has two tools of the name {short_repr(each['name'])}; rename one")
-        given = (each.get(key) for key in ("name", "description", "inputSchema"))
-        schemas[each["name"]] = remote_schema(server.address, *given)
+        schemas[each["name"]] = remote_schema(
+            server.address, each["name"], each.get("description"), each.get("inputSchema")
+        )
     if not schemas:
         raise ValueError(f"{server.address} has no tools")
     return schemas

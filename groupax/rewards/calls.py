@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ class CallLog:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: Any, values: Any) -> None:
         """Keeps one value per completion for the rollout log.
 
         Raises:
@@ -33,7 +33,7 @@ class CallLog:
             raise TypeError(f"log_extra: values must be a list with one value per completion, got {short_repr(values)}")
         self.extra.setdefault(column, []).extend(itertools.islice(values, MAX_VALUES))
 
-    def log_metric(self, name: str, value: Any) -> None:
+    def log_metric(self, name: Any, value: Any) -> None:
         """Keeps a number for the metrics of the step.
 
         Raises:

@@ -144,12 +144,9 @@ def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog
 
 def _own_traceback(error: BaseException) -> str:
     """Returns the traceback of an error from the user's function on, without the frames that lead to it."""
-    first = frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        module = frame.tb_frame.f_globals.get("__name__", "")
-        if module == calls.__name__:
-            first = frame.tb_next
-        elif first is not error.__traceback__ and not module.startswith("groupax."):  # it may call loggers of `calls`
-            break
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_name not in (call_sync.__name__, call_async.__name__):
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, first)).rstrip()
+    while frame is not None and frame.tb_frame.f_globals.get("__name__") == calls.__name__:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__)).rstrip()

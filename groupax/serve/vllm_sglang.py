@@ -36,7 +36,7 @@ NUM_KEPT_VERSIONS = 2  # a server may still be loading the previous one
 
 @dataclass(frozen=True)
 class RemoteCompletion:
-    """A completion from a server.
+    """A completion as a server has sent it, which `client.check_completions` checks.
 
     Attributes:
         tokens: The sampled tokens, including a stop token.
@@ -46,11 +46,11 @@ class RemoteCompletion:
         sampler_logps: Log-probs under the distribution that was sampled from, the only ones of other programs.
     """
 
-    tokens: list[int]
-    logps: list[float]
-    text: str
-    finish_reason: str
-    sampler_logps: list[float]
+    tokens: Any
+    logps: Any
+    text: Any
+    finish_reason: Any
+    sampler_logps: Any
 
 
 class WeightsFolder:
