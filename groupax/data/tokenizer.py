@@ -345,7 +345,8 @@ def token_ids(tokenizer: Any, texts: Sequence[str], add_special_tokens: bool = T
     """
     with rust_errors():
         rows = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
-        if add_special_tokens and any(text.startswith(tuple(tokenizer.all_special_tokens)) for text in texts):
+        special = tuple(tokenizer.all_special_tokens)
+        if add_special_tokens and any(text.startswith(special) for text in texts):
             first = _first_tokens(tokenizer)
             doubled = [bool(first) and row[: 2 * len(first)] == 2 * first for row in rows]
             if any(doubled):
