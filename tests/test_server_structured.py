@@ -57,6 +57,7 @@ def test_constraints_under_the_names_of_all_servers(fields, constraint):
         ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs has 'grammar', which is not supported"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "several constraints"),
         ({"guided_grammar": "x"}, "unknown field 'guided_grammar'"),
+        ({"grammar": 'start: "x"'}, "unknown field 'grammar'"),
     ],
 )
 def test_constraints_that_make_no_sense_are_refused(fields, message):

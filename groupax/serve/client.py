@@ -183,6 +183,8 @@ class RemoteSampler:
     def _sample_on(
         self, server: RemoteServer, group: list[Completion], requests: "_RolloutRequests"
     ) -> list[Completion]:
+        if group[0].params.grammar is not None:
+            raise RunError("servers take no grammar; set regex or json_schema, or sample without rollout_servers")
         with server.lock:
             if server not in self._foreign:
                 self._foreign[server] = self._identify(server)

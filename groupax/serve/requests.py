@@ -80,7 +80,9 @@ RowKeys = Annotated[list[RowKey], Field(min_length=1, fail_fast=True)]
 # Types of sampling parameters in requests; those of other types have fields of their own.
 _TYPES: dict[Any, Any] = {int: Int32, float: Number, bool: bool}
 _TYPES[str | None] = Text | None  # pyright: ignore[reportOperatorIssue]
-_FIELDS: Any = {each.name: (_TYPES[each.type], each.default) for each in fields(SamplingParams) if each.type in _TYPES}
+# Grammars could take any time: they are made here, of schemas and expressions that are checked.
+_REQUESTED = [each for each in fields(SamplingParams) if each.name != "grammar"]
+_FIELDS: Any = {each.name: (_TYPES[each.type], each.default) for each in _REQUESTED if each.type in _TYPES}
 _Sampling: Any = create_model("_Sampling", __config__=ConfigDict(strict=True), **_FIELDS)
 
 
@@ -208,7 +210,7 @@ class ChatRequest(Request):
         return {**effort, **self.chat_template_kwargs}
 
 
-SETTINGS = {each.name for each in fields(SamplingParams)} - {"max_tokens", "logprobs", "grammar"}
+SETTINGS = {each.name for each in _REQUESTED} - {"max_tokens", "logprobs"}
 assert Request.model_fields.keys() >= SETTINGS, f"requests lack {SETTINGS - Request.model_fields.keys()}"
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.

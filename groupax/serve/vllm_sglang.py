@@ -210,7 +210,7 @@ def samples_from_logits(params: SamplingParams) -> bool:
 # Parameters that both servers have under these names, and those with other names or forms.
 SHARED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 KNOWN = {*SHARED, "top_k", "min_tokens", "logit_bias"}
-_VLLM_NAMES = {"regex": "regex", "json_schema": "json", "grammar": "grammar"}  # of constraints
+_VLLM_NAMES = {"regex": "regex", "json_schema": "json"}  # of constraints
 
 
 def vllm_request(group: Sequence[Completion], model: str) -> dict[str, Any]:
