@@ -27,6 +27,7 @@ from groupax.errors import PreemptedError
 METADATA_HOST = "metadata.google.internal"  # GCE_METADATA_HOST names another, as for Google's own tools
 QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}  # the answers when nothing is announced
 POLL_S = 5.0
+ANSWER_S = 5.0  # in which the server answers
 PATIENCE_S = 0.5  # in which code that looks for requests finds them; then they are raised, until they arrive
 SAME_S = 0.2  # a program such as `timeout` signals a process and its group
 WAKE = signal.SIGURG  # ignored by default, so that a late one does nothing
@@ -230,7 +231,7 @@ def watch(notice: Callable[[str], None], closed: threading.Event) -> None:
             url = f"http://{host}/computeMetadata/v1/instance/{name}"
             request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
             try:
-                with urllib.request.urlopen(request, timeout=POLL_S) as response:
+                with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
                     said = response.read().decode().strip()
             except urllib.error.HTTPError:  # a server, but it has no such entry
                 answered = True

@@ -20,7 +20,11 @@ class TensorBoardTracker(Tracker):
         from tensorboardX import SummaryWriter
 
         purge_step = run.first_step + 1 if run.first_step else None
-        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=10)
+        # files have the name of the second in which they begin, which may be the same for a run that is continued
+        suffix = f".{run.first_step:09d}"
+        self.writer = SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=10, filename_suffix=suffix
+        )
         text = html.escape(json.dumps(dict(run.config), indent=2))
         self.writer.add_text("config", f"<pre>{text}</pre>", run.first_step)
 
