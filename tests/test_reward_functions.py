@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import random
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ from groupax.rewards import math_process
 from groupax.rewards.answers import final_expression
 from groupax.rewards.maths import final_number
 
-from .conftest import SHARED
+from .conftest import SEED, SHARED
 
 
 def read_lines(*parts):
@@ -364,10 +365,12 @@ def test_verdicts_on_math500():
     for gold in sorted({row["answer"] for row in rows}):
         pairs += [(text, gold, True) for text in spellings(gold)]
         pairs += [(rf"\boxed{{{answer}}}", gold, False) for answer in neighbours(gold)]
+    assert len(pairs) > 4000
+    if SEED != "all":
+        pairs = random.Random(SEED).sample(pairs, 500)
     ours, theirs = misjudged(pairs)
     assert ours == []
-    assert len(pairs) > 4000
-    assert theirs > 300
+    assert theirs > len(pairs) / 10
 
 
 @pytest.mark.parametrize(
