@@ -16,8 +16,7 @@ from groupax.models.config import ClampedSwiglu, DynamicRope, Experts, LongRope,
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
-from groupax.models.families import FAMILIES, NEAREST, VISION_FAMILIES, read_config
-from groupax.models.families.text_part import TEXT_PARTS, text_config
+from groupax.models.families import FAMILIES, NEAREST, TEXT_PARTS, VISION_FAMILIES, read_config, text_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs

@@ -15,9 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
-from groupax.models.families import read_config
+from groupax.models.families import read_config, text_config
 from groupax.models.families.gpt_oss import without_mxfp4
-from groupax.models.families.text_part import text_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.mxfp4_format import dequantized_tensors
 from groupax.models.own_tensors import own_tensors

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families import VISION_FAMILIES
-from groupax.models.families.text_part import has_text_part
+from groupax.models.families import VISION_FAMILIES, has_text_part
 from groupax.models.tensor_files import StackedRows, TensorFile, Tensors
 from groupax.storage.model_json import MAX_EXPERTS
 

@@ -4,30 +4,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import Chunks, Experts, ModelConfig, QueryGrowth
-from groupax.models.families.fields import head_dim_of, model_config, needed, require
-from groupax.models.families.rope import read_rope
-
-KEYS = (
-    "attention_bias",
-    "attention_chunk_size",
-    "attn_scale",
-    "attn_temperature_tuning",
-    "floor_scale",
-    "interleave_moe_layer_step",
-    "intermediate_size_mlp",
-    "layer_types",
-    "moe_layers",
-    "no_rope_layer_interval",
-    "no_rope_layers",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "use_qk_norm",
+from groupax.models.families.fields import (
+    biases,
+    head_dim_of,
+    layers_with_rope,
+    model_config,
+    needed,
+    read_rope,
+    require,
 )
-# Keys of released files that no forward pass reads.
-UNUSED = ("for_llm_compressor",)
+
+# The last one is in released files, and no forward pass reads it.
+KEYS = (
+    "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale interleave_moe_layer_step "
+    "intermediate_size_mlp layer_types moe_layers no_rope_layer_interval no_rope_layers num_experts_per_tok "
+    "num_local_experts router_aux_loss_coef router_jitter_noise use_qk_norm for_llm_compressor"
+)
 DEFAULTS = {
+    "attention_chunk_size": 8192,
     "head_dim": 128,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -43,43 +37,31 @@ DEFAULTS = {
     "attn_scale": 0.1,
     "use_qk_norm": True,
 }
-CHUNK_SIZE = 8192
 CHUNKED, FULL = "chunked_attention", "full_attention"
 MODULE_NAMES = tuple((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down"))
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Llama 4: attention to chunks in layers with positions, growing queries in those without, and experts.
 
     The load-balancing loss is left to the setting: transformers has none for this family, whatever its file says.
     """
-    hf = {"attention_chunk_size": CHUNK_SIZE, **DEFAULTS, **hf}
-    require(hf, "router_jitter_noise", 0.0)
-    rope, has_rope = read_rope(hf, head_dim_of(hf), interleaved=True), _layers_with_rope(hf)
-    dense, bias = needed(hf, "intermediate_size_mlp"), hf.get("attention_bias", False)
+    hf = {**DEFAULTS, **hf}
+    require(hf, {"router_jitter_noise": 0.0})
+    rope, has_rope = read_rope(hf, head_dim_of(hf), interleaved=True), layers_with_rope(hf)
     growth = QueryGrowth(hf["attn_scale"], hf["floor_scale"], offset=1, only_without_rope=True)
     return model_config(
         hf,
-        (*KEYS, *UNUSED),
+        KEYS,
         ropes=tuple(rope if each else None for each in has_rope),
         windows=tuple(Chunks(hf["attention_chunk_size"]) if each else None for each in _chunked_layers(hf, has_rope)),
-        ffn_size=dense,
-        qkv_bias=bias,
-        o_bias=bias,
+        ffn_size=needed(hf, "intermediate_size_mlp"),
         qk_norm="after_rope" if hf["use_qk_norm"] else "none",
         query_growth=growth if hf["attn_temperature_tuning"] else None,
         experts=_experts(hf),
         module_names=MODULE_NAMES,
+        **biases(hf),
     )
-
-
-def _layers_with_rope(hf: Mapping[str, Any]) -> list[bool]:
-    num_layers, interval = needed(hf, "num_hidden_layers"), hf["no_rope_layer_interval"]
-    listed = hf.get("no_rope_layers")
-    if listed and len(listed) < num_layers:
-        raise ValueError(f"config.json lists {len(listed)} no_rope_layers of {num_layers} layers")
-    # a layer with positions has a 1 in `no_rope_layers`
-    return [bool(listed[index]) if listed else (index + 1) % interval != 0 for index in range(num_layers)]
 
 
 def _chunked_layers(hf: Mapping[str, Any], has_rope: list[bool]) -> list[bool]:
