@@ -20,11 +20,10 @@ from groupax.models.families import FAMILIES, NEAREST, TEXT_PARTS, VISION_FAMILI
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs
-from groupax.models.own_tensors import own_tensors
-from groupax.models.quantize import decoding_params
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
-from groupax.models.tensor_files import TensorFile
+from groupax.models.weights.quantize import decoding_params
+from groupax.models.weights.tensor_files import TensorFile, own_tensors
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings

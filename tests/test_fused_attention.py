@@ -14,12 +14,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
-from groupax.models import attention, cudnn, fused_attention, splash
-from groupax.models.checkpoint import reshard
+from groupax.models import attention
 from groupax.models.config import AttentionConfig
 from groupax.models.execution import FusedAttention, execution_for
 from groupax.models.families import read_config
-from groupax.models.fused_attention import select_fused_attention
+from groupax.models.kernels import fused_attention, splash
+from groupax.models.kernels import fused_attention as cudnn
+from groupax.models.kernels.fused_attention import select_fused_attention
+from groupax.models.weights.checkpoint import reshard
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings

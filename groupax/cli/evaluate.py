@@ -228,7 +228,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
     from groupax.engine.core import FEATURE_BYTES
     from groupax.episodes.rules import make_rules
     from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.models.vision.prompts import prompt_encoder
+    from groupax.models.vision.processing import prompt_encoder
     from groupax.rewards.runner import RewardRunner
     from groupax.settings.rewards import RewardSettings
     from groupax.storage.folders import resolve_folder

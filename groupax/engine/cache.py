@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.engine.plan import CacheShape, Plan
 from groupax.models.config import ModelConfig
-from groupax.models.recurrence import State, empty_state
+from groupax.models.recurrent import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
 from groupax.parallel.platform import cuda_capability
 from groupax.parallel.pytree import pytree

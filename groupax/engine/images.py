@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from groupax.engine.scheduler import Admission
 from groupax.engine.sequence import Sequence
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.pytree import pytree
 from groupax.types import PromptImages
 

@@ -19,13 +19,11 @@ from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, num_recurre
 from groupax.engine.images import AdmittedImages
 from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.engine.slots import Slots
-from groupax.models.adapter_stack import select_adapters
-from groupax.models.attention import attend_masked, same_image, within_window
-from groupax.models.column_blocks import BLOCK
+from groupax.models.adapted import select_adapters
+from groupax.models.attention import BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decode_attention import to_cache
 from groupax.models.decoder import ImageInputs, forward
-from groupax.models.recurrence import Recurrence, State, empty_state
+from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import DATA, Layout

@@ -6,13 +6,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from groupax.models.bitsandbytes_format import is_nf4
-from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, split_dims
 from groupax.models.summary import find_config
+from groupax.models.weights.checkpoint import Model, load_model
+from groupax.models.weights.nf4 import is_nf4
+from groupax.models.weights.quantize import is_quantized
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh
 from groupax.storage.folders import resolve_folder
 

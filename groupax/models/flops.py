@@ -6,11 +6,9 @@ from collections.abc import Iterable
 import jax
 
 from groupax.models.config import Chunks, GatedDeltaNet, ModelConfig, Window
-from groupax.models.delta_rule import CHUNK
-from groupax.models.spec import Spec
-from groupax.models.specs import model_specs
+from groupax.models.recurrent import CHUNK
+from groupax.models.specs import Spec, model_specs, vision_specs
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.specs import vision_specs
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:

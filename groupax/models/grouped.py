@@ -17,10 +17,10 @@ from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import ImageInputs, forward, head_weights, local_kv_heads
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing
-from groupax.models.fused_attention import attend, attend_with_prompt
+from groupax.models.kernels.fused_attention import attend, attend_with_prompt
+from groupax.models.layers import lookup
 from groupax.models.logprobs import token_logprobs
-from groupax.models.lookup import lookup
-from groupax.models.recurrence import Recurrence, State, empty_state
+from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params
 from groupax.models.split import gather_weight
 from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice

@@ -7,15 +7,12 @@ from typing import Any
 
 import jax
 
-from groupax.models import peft_format
-from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
-from groupax.models.nf4 import nf4_bytes
-from groupax.models.spec import Spec
-from groupax.models.specs import model_specs, num_params
-from groupax.storage.folders import check_links, read_json, whereabouts
+from groupax.models.lora import LoRAConfig, adapter_base, count_params, read_lora_config, trainable_params_line
+from groupax.models.specs import Spec, model_specs, num_params
+from groupax.models.weights.nf4 import nf4_bytes, without_nf4
+from groupax.storage.folders import ADAPTER_NAME, check_links, read_json, whereabouts
 from groupax.storage.model_json import validate_config
 
 # Float32 masters and two moments of AdamW.
@@ -36,7 +33,7 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
     if path.is_file():
         return _read_checked(path), None
     if path.is_dir():
-        adapter = path / peft_format.CONFIG_NAME
+        adapter = path / ADAPTER_NAME
         file = adapter if adapter.is_file() else path / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} is not a model folder: it has no config.json")
@@ -48,13 +45,13 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
         )
     else:
         file = _downloaded(name_or_path)
-    if file.name != peft_format.CONFIG_NAME:
+    if file.name != ADAPTER_NAME:
         return _read_checked(file), None
     content = read_json(file)
     if is_base:
         raise ValueError(f"{name_or_path} should be the base of an adapter, but is an adapter too; merge it first")
-    lora = peft_format.read_lora_config(content, file.parent)
-    hf_config, base_lora = find_config(peft_format.base_name(content, file.parent), is_base=True)
+    lora = read_lora_config(content, file.parent)
+    hf_config, base_lora = find_config(adapter_base(content, file.parent), is_base=True)
     assert base_lora is None, "a base is not an adapter"
     return hf_config, lora
 
@@ -75,7 +72,7 @@ def _downloaded(hub_id: str) -> Path:
 
     try:
         try:
-            return Path(hf_hub_download(hub_id, peft_format.CONFIG_NAME))
+            return Path(hf_hub_download(hub_id, ADAPTER_NAME))
         except EntryNotFoundError:  # not an adapter, or the hub is unreachable and the cache has none
             return Path(hf_hub_download(hub_id, "config.json"))
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from groupax.config import GRPOConfig
 from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution, execution_for
-from groupax.models.fused_attention import select_fused_attention
+from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs

@@ -20,8 +20,8 @@ from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
 from groupax.metrics.estimates import Estimate
-from groupax.models.checkpoint import Model
-from groupax.models.quantize import require_quantizer
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import ENVIRONMENTS, Reward

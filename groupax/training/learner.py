@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model
 from groupax.models.execution import execution_for
-from groupax.models.fused_attention import select_fused_attention
-from groupax.models.quantize import cast_unquantized
+from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.specs import Params
-from groupax.models.vision.features import FeatureCache
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import cast_unquantized
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold

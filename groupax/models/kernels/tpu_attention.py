@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.attention import MASKED
+from groupax.models.attention import MASKED, LayerCache, Past, to_cache
 from groupax.models.config import AttentionConfig, Chunks
-from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.layers import scaled, softcapped
 
 # Lanes of a vector register, and its rows in bfloat16.

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.models.tensor_files import TensorFile, Tensors
+from groupax.models.weights.tensor_files import TensorFile, Tensors
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # The sixteen numbers of 4 bits: a sign, two bits of exponent and one of mantissa.

@@ -1,13 +1,18 @@
-"""Chooses between fused attention kernels, whose scores never reach the device's memory, and plain attention.
+"""Attention in updates and in decoding, by the form that suits a device: kernels or plain.
 
-`models.attention` defines the computation. `models.splash` and `models.cudnn` call the kernels and are imported lazily.
+`models.attention` defines the computation. Modules with kernels are imported lazily; cuDNN's are called here.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from groupax.models import attention
+from groupax.models.attention import LayerCache, attend_past
 from groupax.models.config import AttentionConfig, Chunks, ModelConfig
 from groupax.models.execution import FusedAttention
 from groupax.parallel.platform import cuda_capability
@@ -96,12 +101,10 @@ def attend(
     if fused is None or not _is_faster(fused, q.shape[1], 0):
         return attention.attend(q, k, v, starts, attn, sinks=sinks)
     if fused.kernel == "splash":
-        from groupax.models import splash
+        from groupax.models.kernels import splash
 
         return splash.attend(q, k, v, starts, attn, fused.emulated, sinks)
-    from groupax.models import cudnn
-
-    return cudnn.attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
+    return cudnn_attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
 
 
 def attend_with_prompt(
@@ -120,12 +123,10 @@ def attend_with_prompt(
     if fused is None or not _is_faster(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
         return attention.attend_with_prompt(*arrays, attn, sinks)
     if fused.kernel == "splash":
-        from groupax.models import splash
+        from groupax.models.kernels import splash
 
         return splash.attend_with_prompt(*arrays, attn, fused.emulated, sinks)
-    from groupax.models import cudnn
-
-    return cudnn.attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")
+    return cudnn_attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")
 
 
 def _is_faster(fused: FusedAttention, queries: int, before: int) -> bool:
@@ -133,3 +134,95 @@ def _is_faster(fused: FusedAttention, queries: int, before: int) -> bool:
     needed, computed = queries * (2 * before + queries), (before + queries) ** 2
     extra = fused.kernel == "cudnn" and computed > MAX_EXTRA_SCORES * needed
     return queries >= MIN_QUERIES and not extra
+
+
+TRITON_CAPABILITY = (8, 0)  # the first compute capability of GPUs that multiply bfloat16
+
+# (attention settings, the columns that are visible, the layer's cache, queries [B, N, H], keys [B, K, H], values
+# [B, K, H], sinks [N] if the model has them) -> (outputs [B, N, H], the layer's cache with the keys and values written)
+AttendPast = Callable[..., tuple[Array, LayerCache]]
+
+
+def select_attend_past(device: Any, config: ModelConfig | None = None, by_block: bool = False) -> AttendPast:
+    """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one.
+
+    Kernels always compute by blocks of columns; with `by_block` the plain form does so too. It is the only one for
+    latent attention, whose heads have more dims than the kernels support, and for sinks and chunks.
+    """
+    if config is not None and _needs_plain(config):
+        return partial(attend_past, by_block=by_block)
+    if device.platform == "tpu":
+        from groupax.models.kernels import tpu_attention
+
+        return tpu_attention.attend_past
+    capability = cuda_capability(device)
+    if capability is None or capability < TRITON_CAPABILITY:
+        return partial(attend_past, by_block=by_block)
+    from groupax.models.kernels import triton_attention
+
+    return triton_attention.attend_past
+
+
+def _needs_plain(config: ModelConfig) -> bool:
+    return config.latent is not None or config.sinks or any(isinstance(each, Chunks) for each in config.windows)
+
+
+# cuDNN's kernel, or XLA's lowering of the same call, which runs on any device.
+Implementation = Literal["cudnn", "xla"]
+
+
+def cudnn_attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    starts: Int[Array, "B"],
+    attn: AttentionConfig,
+    implementation: Implementation = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """Computes `attention.attend` without a softcap; queries before their row's start get undefined results."""
+    assert attn.softcap is None, "cuDNN has no softcap"
+    assert not isinstance(attn.window, Chunks), "cuDNN has no chunks"
+    window = None if attn.window is None else (attn.window - 1, 0)
+    out = jax.nn.dot_product_attention(
+        *(_roll_left(x, starts) for x in (q, k, v)),
+        scale=attn.scale,
+        is_causal=True,
+        local_window_size=window,
+        implementation=implementation,
+    )
+    return _roll_left(out, -starts)
+
+
+def cudnn_attend_with_prompt(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
+    prompt_k: Float[Array, "B S K H"],
+    prompt_v: Float[Array, "B S K H"],
+    prompt_starts: Int[Array, "B"],
+    attn: AttentionConfig,
+    implementation: Implementation = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """Computes `attention.attend_with_prompt`."""
+    before = prompt_k.shape[1] + k.shape[1] - q.shape[1]
+    queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
+    keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
+    return cudnn_attend(queries, keys, values, prompt_starts, attn, implementation)[:, before:]
+
+
+@jax.custom_vjp
+def _roll_left(x: Float[Array, "B C N H"], shift: Int[Array, "B"]) -> Float[Array, "B C N H"]:
+    """Rolls the columns of each row to the left by its shift."""
+    columns = (jnp.arange(x.shape[1])[None, :] + shift[:, None]) % x.shape[1]
+    return jnp.take_along_axis(x, columns[:, :, None, None], axis=1)
+
+
+def _roll_forward(x: Array, shift: Array) -> tuple[Array, Array]:
+    return _roll_left(x, shift), shift
+
+
+def _roll_backward(shift: Array, gradient: Array) -> tuple[Array, None]:
+    return _roll_left(gradient, -shift), None
+
+
+_roll_left.defvjp(_roll_forward, _roll_backward)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from groupax.models.nf4 import BLOCK, SCALE_BLOCK, Nf4, code_numbers, scale_code
+from groupax.models.weights.nf4 import BLOCK, SCALE_BLOCK, Nf4, code_numbers, scale_code
 
 # Rows up to which the matrix is read once or twice; for more of them it pays to write it to memory.
 MAX_ROWS = 256
