@@ -20,7 +20,7 @@ from groupax.engine.images import AdmittedImages
 from groupax.engine.plan import PIECE_COLUMNS, piece_size
 from groupax.engine.slots import Slots
 from groupax.models.adapted import select_adapters
-from groupax.models.attention import BLOCK, attend_masked, same_image, to_cache, within_window
+from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import ImageInputs, forward
 from groupax.models.recurrent import Recurrence, State, empty_state
@@ -157,7 +157,7 @@ def _piece_size(
     """Returns the numbers of prompts and of their columns that are computed at once, of prompts [P, S]."""
     (num_prompts, num_columns), platform = shape, traced_platform()
     if by_block:
-        return 1, min(num_columns, BLOCK)
+        return 1, min(num_columns, COLUMN_BLOCK)
     if short_pieces and platform == "cpu":
         return 1, math.gcd(num_columns, PIECE_COLUMNS)
     num_heads = config.num_heads // config.num_kv_heads * num_kv_heads

@@ -46,7 +46,7 @@ class AdaptedWeight:
 
     Attributes:
         base: Array or quantized weight [O, I].
-        change: Factors a [R, I] and b [O, R]; those of several adapters side by side (see `models.adapter_stack`).
+        change: Factors a [R, I] and b [O, R]; those of several adapters side by side (see `models.adapted`).
         scale: Scale of the change; of several adapters that of each rank.
         dropout: Dropout of the change's inputs; None outside of training.
         owner: Index of the adapter that each rank belongs to; None for a single adapter.

@@ -19,7 +19,7 @@ ACCELERATOR_LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """A fused attention kernel (see `models.fused_attention`).
+    """A fused attention kernel (see `models.kernels.fused_attention`).
 
     Attributes:
         kernel: "splash" on TPUs, "cudnn" on NVIDIA GPUs.

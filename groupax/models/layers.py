@@ -19,7 +19,7 @@ from groupax.models.weights.nf4 import Nf4, dequantize_nf4
 from groupax.parallel.collectives import Axis, psum, psum_grad
 from groupax.parallel.platform import traced_platform
 
-# An array, a quantized weight (see `models.quantize`), or either of these with a LoRA adapter.
+# An array, a quantized weight (see `models.weights.quantize`), or either of these with a LoRA adapter.
 Weight = Array | Any
 
 
