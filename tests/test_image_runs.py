@@ -29,7 +29,7 @@ from groupax.engine.images import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.specs import init_params
+from groupax.models.params import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.parallel.mesh import make_mesh

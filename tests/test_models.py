@@ -19,10 +19,10 @@ from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import AttentionConfig, Llama3Rope
 from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
+from groupax.models.flops import find_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.models.specs import num_params
-from groupax.models.summary import find_config
 from groupax.parallel.mesh import make_mesh
 from groupax.storage.folders import resolve_folder
 

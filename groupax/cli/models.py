@@ -86,8 +86,8 @@ def inspect(arguments: Sequence[str]) -> None:
     """Runs `groupax inspect`."""
     command = parsed(Inspect, "inspect", arguments)
 
+    from groupax.models.flops import find_config, summarize
     from groupax.models.lora import LoRAConfig
-    from groupax.models.summary import find_config, summarize
 
     hf_config, lora = find_config(command.model)
     if command.lora_r:

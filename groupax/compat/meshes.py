@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.compat.fields import warn
-from groupax.models.specs import split_dims
+from groupax.models.params import split_dims
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel.mesh import indivisible
 

@@ -15,8 +15,8 @@ from groupax.engine.prefix_cache import PrefixCache
 from groupax.engine.sequence import Sequence, demand_of
 from groupax.engine.tensor_parallel import validate_tp
 from groupax.models.config import ModelConfig
+from groupax.models.params import shard_params
 from groupax.models.specs import Params
-from groupax.models.split import shard_params
 from groupax.models.vision.tower import FeatureCache
 from groupax.models.weights.quantize import check_decoding_weights, decoding_params
 from groupax.parallel.mesh import decoding_mesh, num_data_shards, splits_model

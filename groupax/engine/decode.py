@@ -30,9 +30,9 @@ from groupax.models.decoder import forward, head_weights
 from groupax.models.experts import Routing
 from groupax.models.kernels.fused_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
+from groupax.models.params import gather_weight, layout_of, partition_specs
 from groupax.models.recurrent import Recurrence, State
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import gather_weight, partition_specs
+from groupax.models.specs import Params
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.platform import traced_platform

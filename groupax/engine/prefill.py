@@ -23,9 +23,9 @@ from groupax.models.adapted import select_adapters
 from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import ImageInputs, forward
+from groupax.models.params import layout_of, partition_specs
 from groupax.models.recurrent import Recurrence, State, empty_state
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import partition_specs
+from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree

@@ -8,8 +8,9 @@ from jax.sharding import Mesh
 
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.specs import Params, split_dims
-from groupax.models.summary import find_config
+from groupax.models.flops import find_config
+from groupax.models.params import split_dims
+from groupax.models.specs import Params
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.models.weights.nf4 import is_nf4
 from groupax.models.weights.quantize import is_quantized

@@ -30,10 +30,10 @@ from groupax.models.layers import (
     scaled,
     vocabulary_logits,
 )
+from groupax.models.params import gather_weight, gather_weights
 from groupax.models.recurrent import Recurrence, empty_state, gated_delta_net, short_convolution
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
-from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
 from groupax.parallel.platform import traced_platform

@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, llama4, mistral, olmo, qwen, vision
+from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
 from groupax.models.vision.config import VisionConfig
 from groupax.storage.model_json import validate_config
 from groupax.terminal.printable import short_repr
@@ -29,7 +29,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "lfm2": lfm2.read_lfm2,
     "lfm2_moe": lfm2.read_lfm2_moe,
     "llama": llama.read_llama,
-    "llama4_text": llama4.read_llama4,
+    "llama4_text": llama.read_llama4,
     "ministral3": mistral.read_ministral3,
     "mistral": mistral.read_mistral,
     "mixtral": mistral.read_mixtral,

@@ -18,19 +18,8 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config, text_config
 from groupax.models.families.gpt_oss import without_mxfp4
 from groupax.models.lora import Adapter, LoRAConfig, adapter_base, init_adapter, read_adapter, read_lora_config
-from groupax.models.specs import (
-    HEAD,
-    Params,
-    Spec,
-    embedding_name,
-    init_params,
-    model_specs,
-    num_params,
-    param_shardings,
-    spec_leaves,
-    split_dims,
-)
-from groupax.models.split import shard_params
+from groupax.models.params import init_params, param_shardings, shard_params, split_dims
+from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
 from groupax.models.weights.mxfp4 import dequantized_tensors
 from groupax.models.weights.nf4 import FURTHER, is_nf4, read_nf4, without_nf4
 from groupax.models.weights.quantize import is_quantized, quantizer

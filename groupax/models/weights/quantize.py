@@ -17,7 +17,8 @@ from groupax.errors import require
 from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
-from groupax.models.specs import Params, model_specs, weight_dtype
+from groupax.models.params import weight_dtype
+from groupax.models.specs import Params, model_specs
 from groupax.models.weights.nf4 import Nf4, dequantize_nf4, quantize_nf4
 from groupax.settings.compute import DecodingWeights
 

@@ -1,21 +1,89 @@
-"""Sharded weights: their pspecs, and how a device gathers the weights that it multiplies."""
+"""Weights on a mesh: initialization, shardings, and how a device gathers the weights that it multiplies."""
 
+import math
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
-from groupax.models.adapted import AdaptedWeight, LowRank, Params
+from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.config import ModelConfig
-from groupax.models.specs import Spec, layout_of, model_specs
+from groupax.models.specs import FLOAT32, Params, Spec, model_specs
 from groupax.parallel.collectives import all_gather, psum_grad
-from groupax.parallel.mesh import GATHERED, Layout
+from groupax.parallel.mesh import GATHERED, Layout, layout_for
 from groupax.parallel.transfer import to_device
 from groupax.settings.compute import ReduceDtype
 
 Dims = tuple[str | None, ...]
+
+
+def split_dims(config: ModelConfig) -> dict[str, int]:
+    """Returns the dims that a mesh may shard, by their names in `parallel.mesh.RULES`, in indivisible units."""
+    by_head = config.qk_norm != "all_heads"  # otherwise a norm's statistic spans all heads
+    sizes = {
+        "embed": config.hidden_size,
+        "vocab": config.vocab_size,
+        "heads": config.num_heads if by_head else 1,
+    }
+    if config.latent is None:
+        sizes["kv_heads"] = config.num_kv_heads if by_head else 1
+    else:
+        sizes["latent"] = math.gcd(config.latent.rank, config.latent.query_rank or 0)
+    if not all(map(config.has_experts, range(config.num_layers))):
+        sizes["ffn"] = config.ffn_size
+    if config.experts is not None:
+        sizes |= {"expert_ffn": config.experts.ffn_size, "expert": config.experts.num}
+        if config.experts.shared_ffn_size:
+            sizes["shared_ffn"] = config.experts.shared_ffn_size
+    return sizes
+
+
+def layout_of(config: ModelConfig, mesh: Mesh) -> Layout:
+    """Returns the layout of the model on a mesh."""
+    return layout_for(split_dims(config), mesh)
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
+    """Returns the sharding of each weight on `mesh`, in the structure of the parameters."""
+    layout = layout_of(config, mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, layout.spec(spec.axes)), model_specs(config))
+
+
+def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:
+    """Initializes random weights on `mesh`; a weight's values depend only on the key and its name in a checkpoint."""
+    return _initializer(config, mesh, jnp.dtype(dtype))(key)
+
+
+@lru_cache(maxsize=16)
+def _initializer(config: ModelConfig, mesh: Mesh, dtype: Any) -> Callable[[Key[Array, ""]], Params]:
+    """Returns a jitted function that initializes weights with a key."""
+    specs = model_specs(config)
+
+    def init(spec: Spec, key: Array) -> Array:
+        own = jnp.float32 if spec.is_float32 else dtype
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(spec.shape, float(spec.init == "ones"), own)
+        label = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
+        weight_key = jax.random.fold_in(key, zlib.crc32(label.encode()))
+        if spec.init == "log_uniform":
+            return jnp.log(jax.random.uniform(weight_key, spec.shape, minval=0.01, maxval=16.0)).astype(own)
+        return (0.02 * jax.random.normal(weight_key, spec.shape, jnp.float32)).astype(dtype)
+
+    def init_weights(key: Array) -> Params:
+        return jax.tree.map(lambda spec: init(spec, key), specs)
+
+    return jax.jit(init_weights, out_shardings=param_shardings(config, mesh))
+
+
+def weight_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
+    """Returns the dtype of the weight at a path of the tree when the weights are cast to a dtype."""
+    return jnp.float32 if getattr(path[-1], "key", None) in FLOAT32 else dtype
 
 
 def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
