@@ -25,7 +25,7 @@ from groupax.data.images import (
 from groupax.data.prompts import encode_examples
 from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
-from groupax.engine.images import check_images, lookup_tokens
+from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.families import read_config

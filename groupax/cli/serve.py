@@ -187,7 +187,7 @@ def models_of(command: Serve) -> "dict[str, Model]":
     Raises:
         ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
     """
-    from groupax.engine.tensor_parallel import load_sharded
+    from groupax.engine.core import load_sharded
     from groupax.models.checkpoint import load_adapter
     from groupax.models.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
@@ -211,7 +211,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
 
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
-    from groupax.engine.plan import FREE_FRAC
+    from groupax.engine.scheduler import FREE_FRAC
     from groupax.models.adapter_stack import has_only_changes
     from groupax.parallel.peak import free_memory_bytes
 

@@ -14,8 +14,8 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
+from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rules import Rules, make_rules
 from groupax.models.checkpoint import Model, load_model, reshard
