@@ -19,7 +19,7 @@ from groupax.errors import DivergedError, PreemptedError, RunError
 from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.sets import ONLY_SET
 from groupax.models.lora import LoRAConfig
-from groupax.parallel.digest import weights_digest
+from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, writer

@@ -10,8 +10,7 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.errors import PreemptedError
-from groupax.parallel.fair_lock import FairLock
-from groupax.parallel.preemption import RolloutCancelled
+from groupax.parallel.preemption import FairLock, RolloutCancelled
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints.arrays import read_on_host
 

@@ -15,7 +15,7 @@ from groupax.data.tokenizer import last_text
 from groupax.engine.core import EngineCore
 from groupax.events import StepEnded
 from groupax.metrics.completions import is_measured, window_mean
-from groupax.parallel.compilation import LARGE_PROGRAMS, compilation
+from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
 from groupax.rewards import RewardError
 from groupax.runs.progress.named import JsonLines
 from groupax.settings.objective import LossType

@@ -40,8 +40,8 @@ from groupax.engine.programs import Serving
 from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Scheduler, admission_prompts, power_of_two
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
+from groupax.parallel.collectives import to_device, to_host
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.transfer import to_device, to_host
 from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.

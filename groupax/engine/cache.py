@@ -25,8 +25,8 @@ from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
 from groupax.models.recurrence import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
-from groupax.parallel.platform import cuda_capability
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import cuda_capability
 from groupax.settings.sampling import SAMPLER
 
 ROWS = PartitionSpec(DATA)

@@ -24,8 +24,8 @@ from groupax.models.specs import Params, split_dims
 from groupax.models.split import shard_params
 from groupax.models.summary import find_config
 from groupax.models.vision.features import FeatureCache
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
-from groupax.parallel.peak import free_memory_bytes
 from groupax.storage.folders import resolve_folder
 
 FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given

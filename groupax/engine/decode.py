@@ -36,8 +36,8 @@ from groupax.models.specs import Params, layout_of
 from groupax.models.split import gather_weight, partition_specs
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 from groupax.settings.sampling import MAX_LOGPROBS, SamplingKind
 
 

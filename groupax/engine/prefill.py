@@ -33,8 +33,8 @@ from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.placement import continued, image_blocks
 from groupax.parallel.mesh import DATA, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 from groupax.types import PromptImages
 
 

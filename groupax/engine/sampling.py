@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 from groupax.settings.sampling import MAX_LOGPROBS, SAMPLER
 
 # Blocks in which thresholds are searched: enough for a top-k of this size, and for most distributions' top-p.

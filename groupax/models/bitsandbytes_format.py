@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
-from groupax.parallel.transfer import to_device
+from groupax.parallel.collectives import to_device
 from groupax.storage.model_json import is_number
 from groupax.terminal.printable import short_repr
 

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from groupax.models import decode_attention
 from groupax.models.config import Chunks, ModelConfig
 from groupax.models.decode_attention import LayerCache
-from groupax.parallel.platform import cuda_capability
+from groupax.parallel.runtime import cuda_capability
 
 TRITON_CAPABILITY = (8, 0)  # the first compute capability of GPUs that multiply bfloat16
 

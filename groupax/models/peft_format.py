@@ -14,7 +14,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, as_lora_config, module_name
 from groupax.models.specs import model_specs
 from groupax.models.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
-from groupax.parallel.transfer import to_device
+from groupax.parallel.collectives import to_device
 from groupax.storage.folders import ADAPTER_NAME as CONFIG_NAME
 from groupax.storage.folders import at_revision, split_revision
 from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, integer, is_number, validate

@@ -11,9 +11,8 @@ from groupax.models.adapted import AdaptedWeight, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.spec import Spec
 from groupax.models.specs import layout_of, model_specs
-from groupax.parallel.collectives import all_gather, psum_grad
+from groupax.parallel.collectives import all_gather, psum_grad, to_device
 from groupax.parallel.mesh import GATHERED, Layout
-from groupax.parallel.transfer import to_device
 from groupax.settings.compute import ReduceDtype
 
 Dims = tuple[str | None, ...]

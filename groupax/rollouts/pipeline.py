@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from groupax.engine.engine import Engine
 from groupax.engine.sequence import Cancellable, Sampler, SamplingSession, Sequence
 from groupax.models.specs import Params
-from groupax.parallel.fair_lock import FairLock
+from groupax.parallel.preemption import FairLock
 from groupax.rollouts.collector import Collector
 from groupax.rollouts.state import Cursor, Experience
 

@@ -27,8 +27,8 @@ from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
-from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env

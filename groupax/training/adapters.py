@@ -12,7 +12,7 @@ from groupax.models.adapter_stack import Changes, stack_adapters
 from groupax.models.checkpoint import Model
 from groupax.models.execution import Execution
 from groupax.models.specs import Params
-from groupax.parallel.digest import weights_digest
+from groupax.parallel.collectives import weights_digest
 from groupax.training.learner import Learner, LearnerSettings, Update
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
