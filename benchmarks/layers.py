@@ -29,8 +29,8 @@ from step import DTYPES, GROUP, LONGEST_TOKENS, MEAN_TOKENS, NEW_TOKENS, PROMPT_
 from groupax import GRPOConfig, init_model
 from groupax.models.flops import forward_flops
 from groupax.objective.aggregation import Denominators
+from groupax.parallel.memory import peak_flops
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.peak import peak_flops
 from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner

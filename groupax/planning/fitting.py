@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.config import GRPOConfig
-from groupax.engine.tensor_parallel import indivisible_dims
+from groupax.engine.core import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.params import split_dims

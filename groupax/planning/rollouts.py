@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.engine.ahead_of_time import Tracer
 from groupax.engine.cache import cache_dtype, plan_for
-from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
+from groupax.engine.programs import Tracer
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.params import partition_specs
 from groupax.models.weights.quantize import decoding_params
