@@ -22,7 +22,7 @@ from groupax.runs.checkpoints import saver
 from groupax.runs.severity import SEVERITIES as SEVERITY_BY_NAME
 from groupax.runs.severity import Severity, severity_of
 from groupax.runs.trackers import background
-from groupax.settings.documentation import descriptions, parts, title
+from groupax.settings.command_line import descriptions, parts, title
 
 SETTINGS = "reference/settings.md"
 # What a reader of the file in the repository sees in the list's place.

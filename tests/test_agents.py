@@ -16,7 +16,7 @@ from groupax.episodes.shown import shown_episode
 from groupax.evaluation.items import read_items
 from groupax.recipes import load_recipe
 from groupax.recipes.agents import arithmetic, calculator, guess_number, sql
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.terminal.printable import printable
 from groupax.types import Rollout, Turn
 

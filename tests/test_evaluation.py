@@ -31,7 +31,7 @@ from groupax.metrics.estimates import majority_at_k, mean_share, mean_value, pas
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.trainer import TrainResult
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
 from groupax.terminal.printable import printable
 
 
@@ -16,11 +14,11 @@ from groupax.terminal.printable import printable
 class Checkpoints:
     """List a run's checkpoints, check their files, delete one, or export one as a Hugging Face folder."""
 
-    run_dir: tyro.conf.Positional[str]
+    run_dir: Positional[str]
     """Run folder or URL, or one of its checkpoints."""
-    action: tyro.conf.Positional[Literal["list", "verify", "delete", "export"]] = "list"
+    action: Positional[Literal["list", "verify", "delete", "export"]] = "list"
     """The action is to list them with their metrics, verify the checksums of their files, delete one, or export one."""
-    step: tyro.conf.Positional[int | None] = None
+    step: Positional[int | None] = None
     """Step of the checkpoint to delete or export; the default for export is the newest."""
     to: Path | None = None
     """Folder to export the model to."""

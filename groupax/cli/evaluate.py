@@ -16,11 +16,9 @@ from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.settings.brief_help import Topics
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Topics, parsed
 from groupax.settings.compute import DecodingWeights
-from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.prompts import PromptOverflow
+from groupax.settings.rollouts import EpisodeSettings, PromptOverflow
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.lock import check_unlocked
 
@@ -230,7 +228,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
     from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.models.vision.prompts import prompt_encoder
     from groupax.rewards.runner import RewardRunner
-    from groupax.settings.rewards import RewardSettings
+    from groupax.settings.rollouts import RewardSettings
     from groupax.storage.folders import resolve_folder
 
     tokenizer, kwargs = engine.tokenizer, command.chat_template_kwargs

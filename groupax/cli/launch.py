@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from groupax.launch.argv import program_of, split_argv
 from groupax.launch.retries import Outcome, RetryOptions, run_with_retries
 from groupax.settings.command_line import parsed
@@ -20,7 +18,7 @@ USAGE = "groupax launch local | slurm | ray [options] -- train ... (or resume, e
 class Local(RetryOptions):
     """Run a program as several processes on this machine: groupax launch local -n 2 -- train ..."""
 
-    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
+    num_processes: Annotated[int, "-n"]
     """Number of processes."""
 
 

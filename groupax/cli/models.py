@@ -3,24 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from groupax.runs.model_card import code, shown_name
-from groupax.settings.adapter import LoRABias
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
+from groupax.settings.optimizer import LoRABias
 from groupax.terminal.printable import printable
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Given = tyro.conf.Positional
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Print a model's architecture, parameter counts and memory, from its config.json alone."""
 
-    model: Annotated[str, Given]
+    model: Positional[str]
     """Folder, config.json, or Hugging Face Hub id."""
     lora_r: int = 0
     """Count the trained parameters of a LoRA adapter of this rank; 0 for none."""
@@ -36,9 +33,9 @@ class Inspect:
 class Merge:
     """Merge an adapter into its base, and write the result as a model that transformers loads."""
 
-    adapter: Annotated[str, Given]
+    adapter: Positional[str]
     """Folder or hub id of an adapter, in PEFT's format."""
-    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
+    destination: Positional[Path]
     """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     base: str | None = None
     """Folder or hub id of the base, if it is not the one that the adapter's config names."""
@@ -50,9 +47,9 @@ class Merge:
 class Convert:
     """Convert a model to another dtype, in safetensors files of at most 5 GB; quantized weights are dequantized."""
 
-    model: Annotated[str, Given]
+    model: Positional[str]
     """Folder or Hugging Face Hub id."""
-    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
+    destination: Positional[Path]
     """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype | None = None
     """Dtype of the weights; by default that of the model."""
@@ -62,9 +59,9 @@ class Convert:
 class Quantize:
     """Quantize the matrices of a model's layers to bitsandbytes' nf4, which groupax and transformers load."""
 
-    model: Annotated[str, Given]
+    model: Positional[str]
     """Folder or Hugging Face Hub id; an adapter is merged."""
-    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
+    destination: Positional[Path]
     """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype = "bfloat16"
     """Dtype of the other weights."""
@@ -74,9 +71,9 @@ class Quantize:
 class Push:
     """Upload the folder of a model or an adapter to the Hugging Face Hub, with the token in HF_TOKEN."""
 
-    folder: Annotated[Path, Given]
+    folder: Positional[Path]
     """Folder to upload."""
-    repo_id: Annotated[str, Given]
+    repo_id: Positional[str]
     """Repository to create or update, as owner/name."""
     public: bool = False
     """Create a new repository as public; an existing one stays as it is."""
@@ -106,13 +103,13 @@ def merge(arguments: Sequence[str]) -> None:
 
     from groupax.models.checkpoint import load_model
 
-    _check_folder(command.folder, command.adapter, command.base)
+    _check_folder(command.destination, command.adapter, command.base)
     model = load_model(command.adapter, base=command.base)
     if model.adapter is None:
         raise ValueError(f"{command.adapter} is a model and not an adapter; there is nothing to merge (see convert)")
     base = model.adapter.base_name
     how = f"The LoRA adapter {code(shown_name(command.adapter))}, merged into its base {code(shown_name(base))}."
-    _write(model, command.folder, command.dtype, how, base, command.adapter)
+    _write(model, command.destination, command.dtype, how, base, command.adapter)
 
 
 def convert(arguments: Sequence[str]) -> None:
@@ -121,12 +118,12 @@ def convert(arguments: Sequence[str]) -> None:
 
     from groupax.models.checkpoint import load_model
 
-    _check_folder(command.folder, command.model)
+    _check_folder(command.destination, command.model)
     model = load_model(command.model)
     if model.adapter is not None:
         raise ValueError(f"{command.model} is an adapter; use merge to add it to its base")
     how = f"{code(shown_name(command.model))}, converted."
-    _write(model, command.folder, command.dtype, how, command.model, command.model)
+    _write(model, command.destination, command.dtype, how, command.model, command.model)
 
 
 def quantize(arguments: Sequence[str]) -> None:
@@ -135,10 +132,10 @@ def quantize(arguments: Sequence[str]) -> None:
 
     from groupax.models.checkpoint import load_model
 
-    _check_folder(command.folder, command.model)
+    _check_folder(command.destination, command.model)
     model = load_model(command.model)
     how = f"{code(shown_name(command.model))} with its layers' matrices in 4 bits (nf4, double quantization)."
-    _write(model, command.folder, command.dtype, how, command.model, command.model, weights="nf4")
+    _write(model, command.destination, command.dtype, how, command.model, command.model, weights="nf4")
 
 
 def push(arguments: Sequence[str]) -> None:

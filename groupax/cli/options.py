@@ -14,24 +14,20 @@ LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of 
 
 
 def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTConfig]) -> None:
-    """Checks that no flag is written as in another library.
+    """Checks that no flag has the name that it has in another library.
 
     Args:
         arguments: Arguments of the command.
         config: Class of its settings.
 
     Raises:
-        ValueError: a switch is given a value, or a flag has the name that TRL gives it; says what to write.
+        ValueError: A flag has the name that TRL gives it; says what to write.
     """
-    switches = {item.name for item in fields(config) if item.type is bool}
-    for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
-        flag, equals, value = argument.partition("=")
+    for argument in arguments:
+        flag = argument.partition("=")[0]
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name in NAMES_ELSEWHERE:
             raise ValueError(f"there is no flag {flag}{hint_for(name, (), config)}")
-        given = value if equals else after
-        if flag.startswith("--") and name in switches and given.lower() in ("true", "false", "yes", "no", "1", "0"):
-            raise ValueError(f"--{name} takes no value: write --{name} to switch it on, --no_{name} to switch it off")
 
 
 def overlaid(command: Any, file: Mapping[str, Any], path: str) -> Any:

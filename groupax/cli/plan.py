@@ -5,9 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from groupax.config import GRPOConfig
 from groupax.planning.devices import prepare
@@ -51,7 +49,7 @@ class PlanCommand:
     """Defaults of a known task."""
     config: Path | None = None
     """A YAML file with settings."""
-    args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
+    args: GRPOConfig = field(default_factory=GRPOConfig)
     """Settings of the run."""
 
 

@@ -4,25 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
 
 if TYPE_CHECKING:
     from groupax.evaluation.items import Comparison
-
-Positional = tyro.conf.Positional
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
     """Compare two evaluations on their common items: differences with 95 % intervals, and statistical tests."""
 
-    before: Annotated[Path, Positional]
+    before: Positional[Path]
     """An output folder of `groupax eval`, or a .jsonl file with items of one set, also from a run's evaluations/."""
-    after: Annotated[Path, Positional]
+    after: Positional[Path]
     """Another one, on the same prompts."""
     to: Path | None = None
     """File for the comparison as JSON. By default none is written."""
@@ -32,7 +28,7 @@ class Compare:
 class Report:
     """Write a run's report, for example for a pull request: report.html, which is self-contained, and report.md."""
 
-    run_dir: Annotated[Path, Positional]
+    run_dir: Positional[Path]
     """The run's folder."""
     to: Path | None = None
     """Folder for the two files; by default the run's."""

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from groupax import __version__
 from groupax.cli.options import check_flags, flag_value, overlaid, read_yaml, recorded
@@ -30,7 +27,7 @@ class SFT:
     messages, with prompt and completion, or with text."""
     eval_dataset: tuple[str, ...] | None = None
     """Held-out examples, whose loss is computed every eval_steps: one or several sets, each SOURCE or NAME=SOURCE."""
-    args: Annotated[SFTConfig, tyro.conf.arg(name="")] = field(default_factory=SFTConfig)
+    args: SFTConfig = field(default_factory=SFTConfig)
     """Settings of the run."""
 
 

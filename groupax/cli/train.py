@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from groupax import __version__
 from groupax.cli.agents import Agents, chosen_agents
@@ -51,7 +49,7 @@ class Train:
     environments: tuple[str, ...] | None = None
     """Environment of the episodes, as module:Class or module:maker(option=1); of several, each as name=module:Class,
     with the name in the dataset's column environment. The default is as for the tools."""
-    args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
+    args: GRPOConfig = field(default_factory=GRPOConfig)
     """Settings of the run."""
 
 

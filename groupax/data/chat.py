@@ -10,7 +10,7 @@ from typing import Any
 from groupax.data.messages import adapt_content, check_messages, check_tools, encode_arguments, message_texts
 from groupax.data.template_process import TEMPLATES, TemplateError
 from groupax.settings.fields import nearest
-from groupax.settings.template_kwargs import RESERVED, check_template_kwargs
+from groupax.settings.rollouts import RESERVED, check_template_kwargs
 
 # Chat templates by name, for `GRPOConfig.chat_template`.
 CHAT_TEMPLATES = {

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupax.settings.template_kwargs import check_json
+from groupax.settings.fields import check_json
 from groupax.terminal.printable import short_repr
 
 IMAGE_PART = {"type": "image"}  # the place of an image in a message

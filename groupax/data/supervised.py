@@ -15,8 +15,8 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational
 from groupax.data.tools_column import tools_of_rows
+from groupax.settings.rollouts import check_template_kwargs
 from groupax.settings.sft import ExampleSettings
-from groupax.settings.template_kwargs import check_template_kwargs
 from groupax.types import Prompt, Row
 
 PACKED_TOGETHER = 1000  # examples, in the order of the dataset

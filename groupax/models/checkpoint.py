@@ -27,7 +27,7 @@ from groupax.models.split import shard_params
 from groupax.models.tensor_files import Tensors, find_tensors
 from groupax.models.weight_loading import check_tensors, make_weight_loader, resolve_tied_head
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
-from groupax.settings.adapter import BaseWeights
+from groupax.settings.optimizer import BaseWeights
 from groupax.storage.folders import read_json, resolve_folder
 from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
 from groupax.terminal.printable import short_repr

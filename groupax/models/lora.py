@@ -21,8 +21,8 @@ from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
 from groupax.models.spec import Spec
 from groupax.models.specs import model_specs, num_params
-from groupax.settings.adapter import LoRABias
 from groupax.settings.fields import nearest
+from groupax.settings.optimizer import LoRABias
 from groupax.storage.model_json import MAX_SIZE, is_integer, is_number
 from groupax.terminal.printable import short_repr
 

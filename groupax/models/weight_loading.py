@@ -17,7 +17,7 @@ from groupax.models.quantize import quantizer
 from groupax.models.spec import Spec
 from groupax.models.specs import HEAD, embedding_name, spec_leaves
 from groupax.models.tensor_files import DTYPES, TensorFile, Tensors, cast, check_finite
-from groupax.settings.adapter import BaseWeights
+from groupax.settings.optimizer import BaseWeights
 from groupax.terminal.printable import short_repr
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,8 @@ from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
-from groupax.settings.compute import Checkpointing, UpdateSettings
+from groupax.settings.compute import Checkpointing, UpdateSettings, VisionSettings
 from groupax.settings.fields import like
-from groupax.settings.images import VisionSettings
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
