@@ -33,12 +33,11 @@ from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting
+from groupax.planning.abstract import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.counting import Counts, bytes_between_hosts, count_program
 from groupax.planning.devices import Target, find_target, prepare
-from groupax.planning.few_layers import few_layers
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, step_seconds, whole_program
-from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
+from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, step_seconds, whole_program
 from groupax.planning.run import trace_run
 from groupax.planning.tables import format_plan, verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for

@@ -35,6 +35,7 @@ from groupax.serve.responses import ResponseBuilder
 from groupax.serve.text import TextStream
 from groupax.serve.turns import Turn
 from groupax.serve.weights import Weights
+from groupax.settings import command_line
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for

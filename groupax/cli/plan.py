@@ -73,8 +73,8 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
     from rich.console import Console
 
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
-    from groupax.planning.images import PlannedImages
     from groupax.planning.measured import Compiler
+    from groupax.planning.run import PlannedImages
     from groupax.planning.tables import format_plan, plan_record, verdict
     from groupax.recipes.fit import fit_config
     from groupax.terminal.activities import Activities

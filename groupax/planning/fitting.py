@@ -12,13 +12,10 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params, split_dims
 from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, splits_model
+from groupax.planning.abstract import DoesNotFitError, Program
 from groupax.planning.devices import Target, absent_devices, find_target
-from groupax.planning.estimates import estimated_temporaries
-from groupax.planning.few_layers import FewLayers, few_layers
-from groupax.planning.images import NO_IMAGES, PlannedImages
-from groupax.planning.measured import Compiled, Compiler, Extrapolation, Measured, whole_program
-from groupax.planning.programs import DoesNotFitError, Program
-from groupax.planning.run import Run, trace_run
+from groupax.planning.measured import Compiled, Compiler, Extrapolation, FewLayers, Measured, few_layers, whole_program
+from groupax.planning.run import NO_IMAGES, PlannedImages, Run, estimated_temporaries, trace_run
 from groupax.runs.build import mesh_of
 from groupax.settings.compute import mesh_sizes
 from groupax.terminal.activities import Activities
