@@ -15,16 +15,24 @@ import pytest
 from groupax.cli.launch import LAUNCHERS, launch
 from groupax.cli.main import COMMANDS, main
 from groupax.errors import PREEMPTED
-from groupax.launch.argv import LAUNCHED, program_of, split_argv
-from groupax.launch.environment import process_environment
-from groupax.launch.local import MISTAKE, Stop, local_attempt
-from groupax.launch.output import copy_lines
-from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
-from groupax.launch.ray_program import Ray, config_of
-from groupax.launch.readiness import silent_servers
-from groupax.launch.retries import Outcome, Retries, run_with_retries
-from groupax.launch.slurm import Slurm, submit, write_script
-from groupax.launch.slurm_script import script_of
+from groupax.launch.local import MISTAKE, Stop, copy_lines, local_attempt
+from groupax.launch.program import (
+    LAUNCHED,
+    Outcome,
+    Retries,
+    process_environment,
+    program_of,
+    run_with_retries,
+    split_argv,
+)
+from groupax.launch.ray_functions import (
+    CpuAcceleratorConfig,
+    GpuAcceleratorConfig,
+    Ray,
+    TpuAcceleratorConfig,
+    config_of,
+)
+from groupax.launch.slurm import Slurm, script_of, silent_servers, submit, write_script
 from groupax.settings import environment as env
 
 from .slurm_stand_ins import run_job

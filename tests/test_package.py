@@ -30,7 +30,7 @@ from groupax.cli.sft import SFT
 from groupax.cli.train import Train, train_defaults
 from groupax.cli.view import View
 from groupax.errors import EXTRAS
-from groupax.launch.ray_program import Ray
+from groupax.launch.ray_functions import Ray
 from groupax.launch.slurm import Slurm
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve

@@ -18,7 +18,7 @@ import pytest
 from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.errors import RunError
-from groupax.launch.environment import free_port
+from groupax.launch.program import free_port
 from groupax.parallel.processes import _bind_address, _distributed_arguments, _refuse_torchrun
 from groupax.parallel.rendezvous import accept_peers, connect_to_primary, listen_for_peers
 from groupax.parallel.sockets import own_address

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from groupax import init_model, save_model
+from groupax.launch.program import Retries
 from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig, execute
-from groupax.launch.retries import Retries
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
