@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from groupax import GRPOTrainer
-from groupax.cli.options import recorded
 from groupax.cli.replay import maker
-from groupax.cli.train import Train, inputs_of, train_defaults
+from groupax.cli.train import Train, inputs_of, recorded, train_defaults
 from groupax.parallel.compilation import compilation
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import replay_target, settings_of

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 import groupax
-from groupax.cli.main import COMMANDS, USAGE
+from groupax.cli.main import COMMANDS, USAGE, run_command
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.runs import diagnostics
 from groupax.runs.checkpoints import saver
@@ -186,7 +186,7 @@ def _help_of(command: str) -> str:
     os.environ["COLUMNS"] = "100"
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            COMMANDS[command](["--help", *(["all"] if command in ("eval", "generate", "serve") else [])])
+            run_command(command, ["--help", *(["all"] if command in ("eval", "generate", "serve") else [])])
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).rstrip()

@@ -15,19 +15,16 @@ from typing import Annotated, Literal
 import pytest
 
 from groupax.cli.bisect import Bisect
-from groupax.cli.checkpoints import Checkpoints
-from groupax.cli.evaluate import Eval
+from groupax.cli.evaluate import Compare, Eval
 from groupax.cli.generate import Generate, throughput
 from groupax.cli.init import Init
 from groupax.cli.launch import Local
 from groupax.cli.main import main
-from groupax.cli.models import Convert, Inspect, Merge, Push, Quantize
+from groupax.cli.models import Checkpoints, Convert, Inspect, Merge, Push, Quantize, Report
 from groupax.cli.plan import PlanCommand
 from groupax.cli.replay import Replay
-from groupax.cli.results import Compare, Report
 from groupax.cli.serve import Serve
-from groupax.cli.sft import SFT
-from groupax.cli.train import Train, train_defaults
+from groupax.cli.train import SFT, Train, train_defaults
 from groupax.cli.view import View
 from groupax.errors import EXTRAS
 from groupax.launch.ray_functions import Ray

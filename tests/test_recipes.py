@@ -16,8 +16,8 @@ from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
-from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.gsm8k import strict_xml_format
+from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES

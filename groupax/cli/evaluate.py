@@ -1,4 +1,4 @@
-"""The command `groupax eval`, which evaluates a model on held-out prompts. Imports heavy modules lazily."""
+"""The commands `groupax eval` and `groupax compare`. Imports heavy modules lazily."""
 
 import json
 import time
@@ -7,16 +7,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from groupax.cli.agents import chosen_agents
+from groupax.cli.train import chosen_agents
 from groupax.config import GRPOConfig
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import stoppable
-from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.recipes import RECIPES, load_recipe
+from groupax.recipes.recipe import Recipe
 from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.settings.command_line import Topics, parsed
+from groupax.settings.command_line import Positional, Topics, parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings, PromptOverflow
 from groupax.settings.sampling import SamplingParams
@@ -165,7 +166,7 @@ class _Task:
 def _prepare(command: Eval) -> _Task:
     from groupax.episodes.rewards import environment_rewards
     from groupax.evaluation.evaluate import find_correctness_reward
-    from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
+    from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
     from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
 
     recipe = load_recipe(command.recipe) if command.recipe else None
@@ -391,3 +392,85 @@ def _write(command: Eval, task: _Task, results: Results, seconds: float, emit: E
         "sets": sets,
     }
     (folder / "result.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if TYPE_CHECKING:
+    from groupax.evaluation.items import Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare two evaluations on their common items: differences with 95 % intervals, and statistical tests."""
+
+    before: Positional[Path]
+    """An output folder of `groupax eval`, or a .jsonl file with items of one set, also from a run's evaluations/."""
+    after: Positional[Path]
+    """Another one, on the same prompts."""
+    to: Path | None = None
+    """File for the comparison as JSON. By default none is written."""
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Runs `groupax compare`."""
+    command = parsed(Compare, "compare", arguments)
+
+    from groupax.cli.summary import difference_table, plain_differences
+    from groupax.evaluation.items import compare as compare_items
+    from groupax.evaluation.items import read_items
+    from groupax.terminal.console import output_console
+
+    console = output_console()
+    written = {}
+    pairs = _common_files(command.before, command.after)
+    for side in (command.before, command.after):
+        if alone := sorted({each.stem for each in side.glob("*.jsonl")} - pairs.keys()):
+            console.print(f"evaluated only in {side}: {', '.join(alone)}", soft_wrap=True, markup=False)
+    for name, (before, after) in pairs.items():
+        comparison = compare_items(read_items(before), read_items(after))
+        console.print(difference_table(f"{name}: {comparison.num_items:,} common items", comparison, {}, {}))
+        if comparison.num_only_before or comparison.num_only_after:
+            console.print(
+                f"omitted: {comparison.num_only_before:,} items only in {command.before}, "
+                f"{comparison.num_only_after:,} only in {command.after}",
+                soft_wrap=True,
+            )
+        for side, names in ((command.before, comparison.metrics_before), (command.after, comparison.metrics_after)):
+            if names:
+                console.print(f"only in {side}: {', '.join(names)}", soft_wrap=True, markup=False)
+        if comparison.has_other_rewards:
+            console.print("their rewards are of different functions, so the totals are not compared", soft_wrap=True)
+        console.print(f"{_methods(comparison)}\n", soft_wrap=True, markup=False)
+        written[name] = plain_differences(comparison)
+    if command.to is not None:
+        command.to.parent.mkdir(parents=True, exist_ok=True)
+        command.to.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _common_files(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
+    """Returns the pairs of files to compare, by name.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if before.is_file() and after.is_file():
+        return {after.stem: (before, after)}
+    for path in (before, after):
+        if not path.is_dir():
+            raise ValueError(f"{path} is {'a file and the other a folder' if path.is_file() else 'missing'}")
+    names = sorted({path.name for path in before.glob("*.jsonl")} & {path.name for path in after.glob("*.jsonl")})
+    if not names:
+        raise ValueError(f"{before} and {after} have no .jsonl file of the same name: no set was evaluated in both")
+    return {Path(name).stem: (before / name, after / name) for name in names}
+
+
+def _methods(comparison: "Comparison") -> str:
+    """Returns how the intervals and the p-values of a comparison were computed."""
+    from groupax.evaluation.paired import METHODS
+
+    by_method: dict[tuple[str, str], list[str]] = {}
+    for name, pair in comparison.differences.items():
+        by_method.setdefault((pair.difference.method, pair.test), []).append(name)
+    return "\n".join(
+        f"95 % intervals by {METHODS[interval]}, p-values by {METHODS[test]}: {', '.join(names)}"
+        for (interval, test), names in by_method.items()
+    )

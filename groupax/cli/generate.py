@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from groupax.cli.agents import chosen_agents
+from groupax.cli.train import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupax.cli.resume import command_of
-from groupax.cli.train import Train, inputs_of
+from groupax.cli.train import Train, command_of, inputs_of
 from groupax.config import GRPOConfig
 from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import Positional, parsed

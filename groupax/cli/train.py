@@ -1,25 +1,162 @@
-"""`groupax train`: its options, from recipes, files and flags, and what it does."""
+"""The commands that train: `groupax train`, `sft` and `resume`, their options from recipes, files and flags."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import argparse
+import glob
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupax import __version__
-from groupax.cli.agents import Agents, chosen_agents
-from groupax.cli.options import check_flags, flag_value, option_value, overlaid, read_yaml, recorded
-from groupax.cli.plan import plan
-from groupax.config import GRPOConfig
+from groupax.config import NAMES_ELSEWHERE, GRPOConfig, SFTConfig, config_class, hint_for
 from groupax.errors import RewardError
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import stoppable
-from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.recipes import RECIPES, load_recipe
+from groupax.recipes.recipe import Recipe
 from groupax.runs.diagnostics import reward_diagnostics
+from groupax.runs.files import complete_run
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import parsed
+from groupax.settings.fields import nearest
+
+
+@dataclass(frozen=True)
+class Agents:
+    """References of the tools and environments of a command.
+
+    Attributes:
+        tools: References of the tools.
+        environments: References of the environments.
+    """
+
+    tools: Sequence[str] = ()
+    environments: Sequence[str] = ()
+
+    def load(self) -> tuple[list[Any], Any]:
+        """Returns the tools and the environments, as `GRPOTrainer` takes them.
+
+        Raises:
+            ValueError: One cannot be found.
+        """
+        from groupax.episodes.references import load_environments, load_tools
+
+        return load_tools(self.tools), load_environments(self.environments)
+
+    @property
+    def flags(self) -> str:
+        """The options that name them, for a command that is shown to the user."""
+        given = {"--tools": self.tools, "--environments": self.environments}
+        return "".join(f" {flag} {shlex.join(references)}" for flag, references in given.items() if references)
+
+
+def chosen_agents(tools: Sequence[str] | None, environments: Sequence[str] | None, recipe: Recipe | None) -> Agents:
+    """Returns what the options of a command name; an option that is None takes what the recipe has."""
+    own = Agents(recipe.tools, recipe.environments) if recipe else Agents()
+    return Agents(own.tools if tools is None else tools, own.environments if environments is None else environments)
+
+
+LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of the command that are lists of texts
+
+
+def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTConfig]) -> None:
+    """Checks that no flag has the name that it has in another library.
+
+    Args:
+        arguments: Arguments of the command.
+        config: Class of its settings.
+
+    Raises:
+        ValueError: A flag has the name that TRL gives it; says what to write.
+    """
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in NAMES_ELSEWHERE:
+            raise ValueError(f"there is no flag {flag}{hint_for(name, (), config)}")
+
+
+def overlaid(command: Any, file: Mapping[str, Any], path: str) -> Any:
+    """Returns a command with the settings of a --config file in place of its own.
+
+    Args:
+        command: The command, a dataclass whose field `args` has the settings.
+        file: Content of the file.
+        path: Path of the file, for errors.
+
+    Raises:
+        ValueError: a key is no setting, or a value has the wrong type.
+    """
+    own = {item.name for item in fields(command)} - {"args", "config"}
+    settings = {item.name for item in fields(command.args)}
+    for key in file:
+        if key not in own | settings:
+            raise ValueError(f"{path} has an unknown key {key!r}{nearest(str(key), own | settings)}")
+    config = type(command.args).from_mapping(vars(command.args) | {key: file[key] for key in file if key in settings})
+    return replace(command, args=config, **{key: option_value(key, file[key], path) for key in file if key in own})
+
+
+def option_value(key: str, value: Any, path: str) -> Any:
+    """Returns the value of one of the command's own options, as a flag would give it."""
+    is_list = key in LISTS
+    if key == "eval_dataset" and isinstance(value, dict):
+        value = [f"{name}={source}" for name, source in value.items()]
+    if value is None or (isinstance(value, str) and not is_list):
+        return value
+    texts = [value] if isinstance(value, str) else value
+    if not is_list or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{path}: {key} must be {'a text or a list of texts' if is_list else 'a text'}, got {value!r}")
+    return tuple(texts)
+
+
+def flag_value(arguments: Sequence[str], name: str) -> str | None:
+    """Returns the value of a flag on which the defaults of the others depend."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="value")
+    return parser.parse_known_args(list(arguments))[0].value
+
+
+def recorded(command: Any) -> dict[str, Any]:
+    """Returns the options of the command without its settings, such that it can be repeated from any folder."""
+    recorded = {
+        item.name: getattr(command, item.name) for item in fields(command) if item.name not in ("args", "config")
+    }
+    for name in ("model", "dataset"):
+        recorded[name] = _absolute(recorded[name])
+    if command.eval_dataset:
+        parts = [text.rpartition("=") for text in command.eval_dataset]
+        recorded["eval_dataset"] = [f"{name}{equals}{_absolute(source)}" for name, equals, source in parts]
+    return recorded
+
+
+def _absolute(source: str | None) -> str | None:
+    is_local = source and (Path(source).exists() or glob.has_magic(source))
+    return str(Path(source).resolve()) if source and is_local else source
+
+
+def read_yaml(path: str) -> Mapping[str, Any]:
+    """Returns the content of a --config file.
+
+    Raises:
+        ValueError: it is no YAML mapping.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--config {path} must contain settings as 'key: value', but contains a {type(content).__name__}"
+        )
+    return content
+
 
 if TYPE_CHECKING:
     from groupax.trainer import GRPOTrainer
@@ -110,7 +247,7 @@ class Inputs:
         args = command.args
         if self.recipe is None:
             return args, ()
-        from groupax.recipes.fit import fit_config, fitting_template, max_positions_of
+        from groupax.recipes.recipe import fit_config, fitting_template, max_positions_of
 
         args, notes = fit_config(args, self.recipe, max_positions_of(self.model))
         template, template_notes = fitting_template(self.model, args.chat_template, [dataset])
@@ -223,8 +360,152 @@ def train_defaults(arguments: Sequence[str]) -> Train:
     return replace(overlaid(Train(args=base), file, path or ""), recipe=recipe)
 
 
-def plan_run(arguments: Sequence[str]) -> int:
-    """Runs `groupax plan` with the defaults of `groupax train`."""
-    defaults = train_defaults(arguments)
-    recipe = load_recipe(defaults.recipe) if defaults.recipe else None
-    return plan(arguments, defaults.model or (recipe and recipe.model), defaults.args, recipe)
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Train a model on given examples. Settings come from --config, then from the flags."""
+
+    config: Path | None = None
+    """A YAML file with any of these settings."""
+    model: str | None = None
+    """A folder or a Hugging Face hub id."""
+    dataset: str | None = None
+    """Examples: a .jsonl, .json, .csv or .parquet file, a pattern of such files, a folder or a hub id, with a column
+    messages, with prompt and completion, or with text."""
+    eval_dataset: tuple[str, ...] | None = None
+    """Held-out examples, whose loss is computed every eval_steps: one or several sets, each SOURCE or NAME=SOURCE."""
+    args: SFTConfig = field(default_factory=SFTConfig)
+    """Settings of the run."""
+
+
+def sft(arguments: Sequence[str]) -> None:
+    """Runs `groupax sft`."""
+    check_flags(arguments, SFTConfig)
+    path, default = flag_value(arguments, "--config"), SFT()
+    start_sft(parsed(SFT, "sft", arguments, overlaid(default, read_yaml(path), path) if path else default))
+
+
+def start_sft(command: SFT) -> None:
+    """Trains a model on examples.
+
+    Raises:
+        ValueError: a required option is missing, or a value is invalid.
+    """
+    for name in ("model", "dataset"):
+        if not getattr(command, name):
+            raise ValueError(f"--{name} is missing; give it")
+    args = command.args
+    with progress_named(args.progress_bar) as progress:
+        progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
+        progress(PhaseStarted("loading libraries"))
+
+        from groupax.evaluation.sets import ONLY_SET, sources_by_name
+        from groupax.sft import SFTTrainer
+
+        sets = sources_by_name(command.eval_dataset, only=ONLY_SET) if command.eval_dataset else None
+        with stoppable():
+            trainer = SFTTrainer(str(command.model), args, command.dataset, sets, progress=progress)
+        trainer.run_folder.command = recorded(command)
+        result = trainer.train()
+    if processes.is_primary() and args.progress_bar != "json":
+        from groupax.cli.summary import next_commands, show
+
+        show(next_commands(trainer.run_folder.uri, trainer.first_prompt, result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(Train):
+    """Continue a run that was stopped, with the command that started it. RUN_DIR is a run folder or URL, or one of its
+    checkpoints. Options given here take precedence."""
+
+
+def resume(arguments: Sequence[str]) -> None:
+    """Runs `groupax resume`: the command that started the run, with `resume` set to it."""
+    asks_help = bool({"-h", "--help"} & set(arguments))
+    if not asks_help and (not arguments or arguments[0].startswith("-")):
+        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train or sft that should differ]")
+    if asks_help:
+        parsed(Resume, "resume RUN_DIR", arguments)
+    options = list(arguments[1:])
+    path = flag_value(options, "--config")
+    default = resumed_command(arguments[0].rstrip("/"))
+    check_flags(options, type(default.args))
+    default = overlaid(default, read_yaml(path), path) if path else default
+    command = parsed(type(default), "resume RUN_DIR", options, default)
+    num_steps = num_steps_if_complete(command, default)
+    if num_steps is not None:
+        with progress_named(command.args.progress_bar) as progress:
+            progress(Message(complete_run(command.args.output_dir, num_steps)))
+        return
+    start_sft(command) if isinstance(command, SFT) else start(command)
+
+
+def resumed_command(run: str) -> Train | SFT:
+    """Returns the command that started a run, changed to resume it.
+
+    Raises:
+        ValueError: there is no run, or it was not started by `groupax train` or `groupax sft`.
+    """
+    config = _run_file(run, "config.json")
+    if config is None:
+        raise ValueError(f"{run} is no run folder: it has no config.json")
+    command = _run_file(run, "command.json")
+    if command is None:
+        raise ValueError(
+            f"the run in {run} was started from Python; start that program again, which resumes it (resume='auto')"
+        )
+    return command_of(command, config, run)
+
+
+def command_of(command: Mapping[str, Any], settings: Mapping[str, Any], run: str) -> Train | SFT:
+    """Returns a recorded command, changed to resume the run.
+
+    Args:
+        command: Content of `command.json`.
+        settings: Content of `config.json`.
+        run: The run folder.
+    """
+    kind = config_class(settings)
+    args: Any = kind.from_mapping({**settings, "output_dir": run, "resume": run})
+    lists = {name: tuple(command[name]) for name in LISTS if command.get(name) is not None}
+    return (SFT if kind is SFTConfig else Train)(**{**command, **lists}, args=args)
+
+
+def num_steps_if_complete(command: Train | SFT, recorded: Train | SFT) -> int | None:
+    """Returns the number of steps of a run that has taken them all and has its results, else None.
+
+    It is also None if the number of steps is not known before the model and the data are loaded, which is so where
+    options change and `max_steps` is not set, and for a run in a bucket.
+
+    Args:
+        command: The command that resumes the run.
+        recorded: The command that the run was started with, changed to resume it.
+    """
+    from groupax.runs.checkpoints.choose import split_path
+    from groupax.runs.checkpoints.store import LocalStore
+    from groupax.storage.buckets import is_remote
+
+    run, step = split_path(command.args.resume)
+    if is_remote(run) or step is not None or not isinstance(about := _run_file(run, "run.json"), dict):
+        return None
+    processes = about.get("processes") or [{}]
+    planned = processes[-1].get("num_steps") if command == recorded else None
+    planned = command.args.max_steps if command.args.max_steps > 0 else planned
+    steps = LocalStore(Path(run) / "checkpoints").steps()
+    is_evaluated = isinstance(command, Train) and bool(command.eval_dataset or command.recipe)
+    results = ("model", "result.json") if is_evaluated else ("model",)
+    has_results = all((Path(run) / name).exists() for name in results)
+    is_complete = isinstance(planned, int) and steps and steps[-1] >= planned and has_results
+    return planned if is_complete else None
+
+
+def _run_file(run: str, name: str) -> dict[str, Any] | None:
+    from groupax.storage.buckets import RemoteFolder, is_remote
+    from groupax.storage.folders import read_file
+
+    try:
+        text = RemoteFolder(run).read(name) if is_remote(run) else read_file(Path(run) / name)
+        return json.loads(text)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{run}/{name} cannot be read: {error}") from error

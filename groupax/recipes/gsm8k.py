@@ -5,11 +5,11 @@ Rows have the columns `question` and `answer`, as in the hub's openai/gsm8k; MIT
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
-from groupax.recipes.rows import chat, gold, question
+from groupax.recipes.recipe import chat, gold, make_recipe, question
 from groupax.rewards.formats import xml_format
 
 SYSTEM_PROMPT = """Solve the problem step by step. Answer in exactly this form, with nothing before or after it:
@@ -39,4 +39,4 @@ def strict_xml_format(completions: Sequence[Any]) -> list[float]:
     return xml_format(completions, strict=True)
 
 
-RECIPE = make_recipe(__file__, example)
+RECIPE = make_recipe(Path(__file__).with_suffix(".yaml"), example)

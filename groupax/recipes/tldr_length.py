@@ -4,10 +4,11 @@ Rows have the column `prompt`, as in the hub's trl-lib/tldr; a reference summary
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
+from groupax.recipes.recipe import make_recipe
 from groupax.rewards.text import completion_text
 
 
@@ -32,4 +33,4 @@ def near_length(completions: Sequence[Any], *, target: int = 20) -> list[float]:
     return [-float(abs(target - len(completion_text(completion)))) for completion in completions]
 
 
-RECIPE = make_recipe(__file__, example)
+RECIPE = make_recipe(Path(__file__).with_suffix(".yaml"), example)

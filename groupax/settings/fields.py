@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import math
+import numbers
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import numpy as np
-
 # How a setting may change when a run is resumed: freely, only where `resume` names the checkpoint, never, or only
 # between values that are not 0.
 Resume = Literal["free", "explicit", "fixed", "fixed_zero"]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
 _WORDS |= {Path: "a path"}
-_NUMBERS = {int: (int, np.integer), float: (int, float, np.integer, np.floating)}
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +174,8 @@ def as_given(value: Any, kind: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping) and dict in origins:
         return dict(value)
-    return value.item() if isinstance(value, np.generic) else value
+    is_scalar_of_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar_of_numpy else value
 
 
 def as_read(value: Any, kind: Any) -> Any:

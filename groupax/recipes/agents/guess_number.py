@@ -7,10 +7,11 @@ source have the column `number`.
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
+from groupax.recipes.recipe import make_recipe
 from groupax.tools.tool import Step
 
 NUM_TRAIN = 2048
@@ -56,7 +57,7 @@ def example(row: Example) -> dict[str, Any]:
 
 
 RECIPE = make_recipe(
-    __file__,
+    Path(__file__).with_suffix(".yaml"),
     example,
     {"train": lambda: games(NUM_TRAIN, seed=1), "eval": lambda: games(NUM_HELD_OUT, seed=0)},
 )
