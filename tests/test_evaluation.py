@@ -12,21 +12,25 @@ import pytest
 from groupax.cli.summary import BeforeAfter, show, write_report
 from groupax.data.prompts import encode_examples
 from groupax.engine.engine import new_sequences
-from groupax.evaluation.answers import ACCURACY_REWARDS, math_answer, number_answer, tagged_answer
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, find_correctness_reward
 from groupax.evaluation.items import (
+    ACCURACY_REWARDS,
     Completion,
     Item,
     binary_rewards,
     compare,
     estimates,
     item_values,
+    math_answer,
+    named_sets,
+    number_answer,
     read_items,
+    sources_by_name,
+    tagged_answer,
     votes,
     write_items,
 )
 from groupax.evaluation.paired import mcnemar, p_text, paired_difference
-from groupax.evaluation.sets import named_sets, sources_by_name
 from groupax.metrics.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.resolve import resolve_rewards

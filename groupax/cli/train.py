@@ -28,15 +28,10 @@ from groupax.settings.fields import nearest
 
 @dataclass(frozen=True)
 class Agents:
-    """References of the tools and environments of a command.
+    """References of the tools and environments of a command."""
 
-    Attributes:
-        tools: References of the tools.
-        environments: References of the environments.
-    """
-
-    tools: Sequence[str] = ()
-    environments: Sequence[str] = ()
+    tools: Sequence[str] = ()  # references of the tools
+    environments: Sequence[str] = ()  # references of the environments
 
     def load(self) -> tuple[list[Any], Any]:
         """Returns the tools and the environments, as `GRPOTrainer` takes them.
@@ -217,19 +212,12 @@ def start(command: Train) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The parts of a command that a trainer is made of.
+    """The parts of a command that a trainer is made of."""
 
-    Attributes:
-        recipe: Known task, if any.
-        model: Folder or hub id.
-        rewards: Names of reward functions; None if environments have them.
-        agents: Tools and environments.
-    """
-
-    recipe: Recipe | None
-    model: str
-    rewards: list[str] | None
-    agents: Agents
+    recipe: Recipe | None  # known task, if any
+    model: str  # folder or hub id
+    rewards: list[str] | None  # names of reward functions; None if environments have them
+    agents: Agents  # tools and environments
 
     def dataset(self, command: Train) -> Any:
         """Returns the training prompts."""
@@ -277,7 +265,7 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     progress(PhaseStarted("loading libraries"))
     tools, environments = agents.load()
 
-    from groupax.evaluation.sets import ONLY_SET, sources_by_name
+    from groupax.evaluation.items import ONLY_SET, sources_by_name
     from groupax.parallel.runtime import configure_jax
     from groupax.trainer import GRPOTrainer
 
@@ -398,7 +386,7 @@ def start_sft(command: SFT) -> None:
         progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
         progress(PhaseStarted("loading libraries"))
 
-        from groupax.evaluation.sets import ONLY_SET, sources_by_name
+        from groupax.evaluation.items import ONLY_SET, sources_by_name
         from groupax.sft import SFTTrainer
 
         sets = sources_by_name(command.eval_dataset, only=ONLY_SET) if command.eval_dataset else None

@@ -93,19 +93,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Retries:
-    """A budget of restarts.
+    """A budget of restarts."""
 
-    Attributes:
-        failures: Maximum number of restarts after failures.
-        preemptions: Maximum number of restarts after preemptions.
-        first_wait_s: Pause before the first restart; it doubles with each restart.
-        max_wait_s: Longest pause.
-    """
-
-    failures: int = 3
-    preemptions: int = 1000
-    first_wait_s: float = 1.0
-    max_wait_s: float = 60.0
+    failures: int = 3  # maximum number of restarts after failures
+    preemptions: int = 1000  # maximum number of restarts after preemptions
+    first_wait_s: float = 1.0  # pause before the first restart; it doubles with each restart
+    max_wait_s: float = 60.0  # longest pause
 
     def __post_init__(self) -> None:
         for name in ("failures", "preemptions", "first_wait_s", "max_wait_s"):
@@ -138,17 +131,11 @@ class RetryOptions:
 
 @dataclass(frozen=True)
 class Outcome(Generic[Value]):
-    """The end of an attempt.
+    """The end of an attempt."""
 
-    Attributes:
-        ending: Kind of end.
-        why: Description of what happened.
-        value: Result of the attempt.
-    """
-
-    ending: Ending
-    why: str
-    value: Value
+    ending: Ending  # kind of end
+    why: str  # description of what happened
+    value: Value  # result of the attempt
 
 
 def run_with_retries(

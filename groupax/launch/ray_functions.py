@@ -39,15 +39,10 @@ PATIENCE_S = 10.0  # after which a line says what is awaited
 
 @dataclass(frozen=True)
 class Reserved:
-    """Reserved nodes.
+    """Reserved nodes."""
 
-    Attributes:
-        group: Ray's placement group, with a bundle for each host.
-        resources: Resources of a host, by Ray's names.
-    """
-
-    group: Any
-    resources: dict[str, float]
+    group: Any  # ray's placement group, with a bundle for each host
+    resources: dict[str, float]  # resources of a host, by Ray's names
 
 
 @dataclass(frozen=True)

@@ -40,25 +40,15 @@ class DoesNotFitError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A program of a run.
-
-    Attributes:
-        name: Name of the function.
-        trace: Traces the function.
-        arguments: Its arguments by kind; small ones are left out.
-        runs: Number of runs in a rollout and the updates on it.
-        loop_steps: Number of iterations of loops whose ends depend on what they compute.
-        transferred_bytes: Bytes to and from the host in one run, for each device.
-        scans_layers: Whether its layers are a loop, so that it compiles quickly whatever their number.
-    """
+    """A program of a run."""
 
     name: str
-    trace: Callable[[], Any]
-    arguments: Mapping[str, Any]
-    runs: int
-    loop_steps: int = 1
-    transferred_bytes: float = 0.0
-    scans_layers: bool = False
+    trace: Callable[[], Any]  # traces the function
+    arguments: Mapping[str, Any]  # its arguments by kind; small ones are left out
+    runs: int  # number of runs in a rollout and the updates on it
+    loop_steps: int = 1  # number of iterations of loops whose ends depend on what they compute
+    transferred_bytes: float = 0.0  # bytes to and from the host in one run, for each device
+    scans_layers: bool = False  # whether its layers are a loop, so that it compiles quickly whatever their number
 
     @cached_property
     def traced(self) -> Any:

@@ -19,17 +19,11 @@ _CONFIGS = {"v4": "megacore", "v5p": "megacore"}
 
 @dataclass(frozen=True)
 class Target:
-    """The devices to plan for.
+    """The devices to plan for."""
 
-    Attributes:
-        name: Name of the slice, kind and number of GPUs, or cpu:N.
-        devices: Devices for a mesh.
-        chip: Kind of the devices; None for CPUs, whose limits are unknown.
-    """
-
-    name: str
-    devices: tuple[Any, ...]
-    chip: Chip | None
+    name: str  # name of the slice, kind and number of GPUs, or cpu:N
+    devices: tuple[Any, ...]  # devices for a mesh
+    chip: Chip | None  # kind of the devices; None for CPUs, whose limits are unknown
 
 
 def prepare(name: str, libtpu: Path = Path("build/libtpu"), cuda: Path = Path("build/cuda")) -> None:

@@ -42,23 +42,14 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A planned run.
+    """A planned run."""
 
-    Attributes:
-        request: The run.
-        target: The devices.
-        mesh: Their mesh.
-        run: The traced programs; None if there is a fault.
-        programs: The measured programs, or estimates from before they are compiled.
-        fault: The reason why no device has memory for the run, if so.
-    """
-
-    request: Request
-    target: Target
-    mesh: Any
-    run: Run | None
-    programs: tuple[Measured, ...]
-    fault: DoesNotFitError | None = None
+    request: Request  # the run
+    target: Target  # the devices
+    mesh: Any  # their mesh
+    run: Run | None  # the traced programs; None if there is a fault
+    programs: tuple[Measured, ...]  # the measured programs, or estimates from before they are compiled
+    fault: DoesNotFitError | None = None  # the reason why no device has memory for the run, if so
 
     @property
     def is_estimate(self) -> bool:

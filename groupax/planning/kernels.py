@@ -35,34 +35,23 @@ _SILENT = frozenset({"kAsyncDone", "kWaitForStreams", "kPartitionId", "kReplicaI
 
 @dataclass
 class Thunk:
-    """An entry of the sequence that the host executes: a launch, or a group of them.
+    """An entry of the sequence that the host executes: a launch, or a group of them."""
 
-    Attributes:
-        kind: XLA's name of its kind, e.g. kCustomKernel or kWhile.
-        instruction: Name of its instruction; empty if it has none.
-        label: Its description, e.g. a kernel's name and grid.
-        sections: The thunks of a group, by the group's part, e.g. body.
-    """
-
-    kind: str
-    instruction: str
-    label: str
+    kind: str  # XLA's name of its kind, e.g. kCustomKernel or kWhile
+    instruction: str  # name of its instruction; empty if it has none
+    label: str  # its description, e.g. a kernel's name and grid
+    # the thunks of a group, by the group's part, e.g. body
     sections: dict[str, list["Thunk"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The launches of a part of a program, and how the host is involved.
+    """The launches of a part of a program, and how the host is involved."""
 
-    Attributes:
-        launches: Kernels, copies and library calls, in order, each with the number of times that it is launched.
-        host_visits: Number of times that the host waits for a predicate.
-        dispatches: Number of graphs, kernels and copies that the host launches.
-    """
-
+    # kernels, copies and library calls, in order, each with the number of times that it is launched
     launches: tuple[tuple[Thunk, int], ...] = ()
-    host_visits: int = 0
-    dispatches: int = 0
+    host_visits: int = 0  # number of times that the host waits for a predicate
+    dispatches: int = 0  # number of graphs, kernels and copies that the host launches
 
     def __add__(self, other: "Work") -> "Work":
         visits, dispatches = self.host_visits + other.host_visits, self.dispatches + other.dispatches
@@ -81,32 +70,20 @@ class Work:
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array in the temporary memory of a program, which it may share with others at other times.
+    """An array in the temporary memory of a program, which it may share with others at other times."""
 
-    Attributes:
-        shape: Its shape.
-        start: Its first byte.
-        num_bytes: Its size.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+    shape: tuple[int, ...]  # its shape
+    start: int  # its first byte
+    num_bytes: int  # its size
 
 
 @dataclass(frozen=True)
 class GpuProgram:
-    """A program compiled for a GPU.
+    """A program compiled for a GPU."""
 
-    Attributes:
-        hlo: Its instructions as text.
-        thunks: Its thunks.
-        temporaries: The arrays in its temporary memory.
-    """
-
-    hlo: str
-    thunks: Sequence[Thunk]
-    temporaries: Sequence[Buffer] = ()
+    hlo: str  # its instructions as text
+    thunks: Sequence[Thunk]  # its thunks
+    temporaries: Sequence[Buffer] = ()  # the arrays in its temporary memory
 
     @cached_property
     def trip_counts(self) -> Mapping[str, int]:

@@ -29,15 +29,10 @@ _SMALLEST, _MORE = 2, 2
 
 @dataclass(frozen=True)
 class FewLayers:
-    """A model with a few of the layers of another.
-
-    Attributes:
-        config: Config of the model.
-        weight: Its share: what the other costs is the sum of what these models cost, times their weights.
-    """
+    """A model with a few of the layers of another."""
 
     config: ModelConfig
-    weight: float
+    weight: float  # its share: what the other costs is the sum of what these models cost, times their weights
 
 
 def few_layers(config: ModelConfig, lora: LoRAConfig | None = None) -> list[FewLayers]:
@@ -115,48 +110,28 @@ HOST_VISIT_S = 15e-6
 
 @dataclass(frozen=True)
 class Compiled:
-    """The needs of a compiled program.
+    """The needs of a compiled program."""
 
-    Attributes:
-        temporary_bytes: Memory of a device for everything except the program's listed arguments.
-        seconds: Time that the compilation took.
-        kernels: Number of kernels, copies and library calls of a run on a GPU; None elsewhere.
-        host_visits: How often the host has to wait for the GPU in a run.
-        buffers: Arrays in its temporary memory, if it is for a GPU.
-    """
-
-    temporary_bytes: float
-    seconds: float
-    kernels: float | None = None
-    host_visits: float = 0.0
-    buffers: Sequence[Buffer] = ()
+    temporary_bytes: float  # memory of a device for everything except the program's listed arguments
+    seconds: float  # time that the compilation took
+    kernels: float | None = None  # number of kernels, copies and library calls of a run on a GPU; None elsewhere
+    host_visits: float = 0.0  # how often the host has to wait for the GPU in a run
+    buffers: Sequence[Buffer] = ()  # arrays in its temporary memory, if it is for a GPU
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A program of a run, measured on one device.
-
-    Attributes:
-        name: Name of the function.
-        runs: Number of runs in a rollout and the updates on it.
-        memory: Bytes in use while it runs, by kind, including arrays that it does not read.
-        counts: Counts of one run.
-        compile_s: Compilation time; None if it is not compiled, and its temporary memory an estimate.
-        transferred_bytes: Bytes to and from the host in one run.
-        kernels: Number of kernels, copies and library calls of a run on a GPU; None if it is unknown.
-        host_visits: How often the host has to wait for the GPU in a run.
-        num_layers: Numbers of layers of the models whose programs were compiled for it.
-    """
+    """A program of a run, measured on one device."""
 
     name: str
-    runs: int
-    memory: Mapping[str, float]
-    counts: Counts
-    compile_s: float | None = None
-    transferred_bytes: float = 0.0
-    kernels: float | None = None
-    host_visits: float = 0.0
-    num_layers: tuple[int, ...] = ()
+    runs: int  # number of runs in a rollout and the updates on it
+    memory: Mapping[str, float]  # bytes in use while it runs, by kind, including arrays that it does not read
+    counts: Counts  # counts of one run
+    compile_s: float | None = None  # compilation time; None if it is not compiled, and its temporary memory an estimate
+    transferred_bytes: float = 0.0  # bytes to and from the host in one run
+    kernels: float | None = None  # number of kernels, copies and library calls of a run on a GPU; None if it is unknown
+    host_visits: float = 0.0  # how often the host has to wait for the GPU in a run
+    num_layers: tuple[int, ...] = ()  # numbers of layers of the models whose programs were compiled for it
 
     @property
     def total(self) -> float:
@@ -187,17 +162,11 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Extrapolation:
-    """A program of a run, and the same program for models with a few of its layers, which tell what it needs.
+    """A program of a run, and the same program for models with a few of its layers, which tell what it needs."""
 
-    Attributes:
-        program: The program for all layers.
-        models: The models with a few layers.
-        programs: Their programs.
-    """
-
-    program: Program
-    models: Sequence[FewLayers]
-    programs: Sequence[Program]
+    program: Program  # the program for all layers
+    models: Sequence[FewLayers]  # the models with a few layers
+    programs: Sequence[Program]  # their programs
 
     @property
     def pairs(self) -> list[tuple[FewLayers, Program]]:
@@ -261,15 +230,10 @@ def _argument_bytes(run: Run, program: Program) -> dict[str, float]:
 
 @dataclass
 class Compiler:
-    """A compiler that compiles identical programs only once. It may be called in several threads.
+    """A compiler that compiles identical programs only once. It may be called in several threads."""
 
-    Attributes:
-        all_layers: Whether to compile programs with all layers of a model rather than with a few.
-        known: The compiled programs.
-    """
-
-    all_layers: bool = False
-    known: dict[str, Compiled] = field(default_factory=dict)
+    all_layers: bool = False  # whether to compile programs with all layers of a model rather than with a few
+    known: dict[str, Compiled] = field(default_factory=dict)  # the compiled programs
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def compiled(self, program: Program, platform: str) -> Compiled:

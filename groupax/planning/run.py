@@ -55,15 +55,10 @@ _LENGTH = "max_completion_length"
 
 @dataclass(frozen=True)
 class PlannedImages:
-    """The images of each prompt of a run.
+    """The images of each prompt of a run."""
 
-    Attributes:
-        num: Their number; 0 for prompts of text.
-        tokens: Number of tokens that stand for each, which are part of the prompt.
-    """
-
-    num: int = 0
-    tokens: int = 256
+    num: int = 0  # their number; 0 for prompts of text
+    tokens: int = 256  # number of tokens that stand for each, which are part of the prompt
 
 
 NO_IMAGES = PlannedImages()
@@ -71,39 +66,22 @@ NO_IMAGES = PlannedImages()
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The resident arrays and the programs of a run.
+    """The resident arrays and the programs of a run."""
 
-    Attributes:
-        num_devices: Number of devices.
-        programs: Programs of a rollout and the updates on it, in order.
-        residents: Arrays that stay in memory, by kind.
-        gathered_bytes: Bytes that each device receives from others before a rollout.
-        gathered_between_hosts: Each device's share of what its host receives from other hosts for that.
-        fetched_bytes: Bytes that each device receives from its host before a rollout is scored.
-        cache: Shape of each device's KV cache.
-        num_micro_batches: Number of micro-batches of an optimizer step.
-        checkpointing: What the backward pass recomputes, as set or chosen.
-        micro_batch_tokens: Maximum tokens of a micro-batch on one device, as set or chosen.
-        micro_batch_cells: Tokens of the largest micro-batch on one device, padding included.
-        longest_row: Tokens of a prompt and a completion.
-        num_rows: Number of completions of a rollout.
-        num_updates: Number of optimizer steps on a rollout.
-    """
-
-    num_devices: int
-    programs: tuple[Program, ...]
-    residents: Mapping[str, Any]
-    gathered_bytes: float
-    gathered_between_hosts: float
-    fetched_bytes: float
-    cache: CacheShape
-    num_micro_batches: int
-    checkpointing: Checkpointing
-    micro_batch_tokens: int
-    micro_batch_cells: int
-    longest_row: int
-    num_rows: int
-    num_updates: int
+    num_devices: int  # number of devices
+    programs: tuple[Program, ...]  # programs of a rollout and the updates on it, in order
+    residents: Mapping[str, Any]  # arrays that stay in memory, by kind
+    gathered_bytes: float  # bytes that each device receives from others before a rollout
+    gathered_between_hosts: float  # each device's share of what its host receives from other hosts for that
+    fetched_bytes: float  # bytes that each device receives from its host before a rollout is scored
+    cache: CacheShape  # shape of each device's KV cache
+    num_micro_batches: int  # number of micro-batches of an optimizer step
+    checkpointing: Checkpointing  # what the backward pass recomputes, as set or chosen
+    micro_batch_tokens: int  # maximum tokens of a micro-batch on one device, as set or chosen
+    micro_batch_cells: int  # tokens of the largest micro-batch on one device, padding included
+    longest_row: int  # tokens of a prompt and a completion
+    num_rows: int  # number of completions of a rollout
+    num_updates: int  # number of optimizer steps on a rollout
 
 
 def trace_run(
@@ -303,17 +281,11 @@ def _cache_shape(
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The learner's programs for a rollout.
+    """The learner's programs for a rollout."""
 
-    Attributes:
-        programs: The programs, in order.
-        num_micro_batches: Number of micro-batches of an optimizer step.
-        cells: Tokens of the largest micro-batch on a device, padding included.
-    """
-
-    programs: tuple[Program, ...]
-    num_micro_batches: int
-    cells: int
+    programs: tuple[Program, ...]  # the programs, in order
+    num_micro_batches: int  # number of micro-batches of an optimizer step
+    cells: int  # tokens of the largest micro-batch on a device, padding included
 
 
 def trace_training(

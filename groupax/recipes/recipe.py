@@ -15,30 +15,20 @@ from groupax.storage.folders import resolve_folder
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task that a model can be trained on with one command.
+    """A task that a model can be trained on with one command."""
 
-    Attributes:
-        model: Folder or hub id of the default model.
-        reward_funcs: Names or references of the reward functions.
-        tools: References of the tools that the model may call.
-        environments: References of the environments.
-        source: Hub id of its data; None if it generates them or takes them from files.
-        config: Settings of `GRPOConfig` that differ from its defaults.
-        expected: Measured result of a run, or a note that there is none.
-        train_dataset: Loads the training prompts from the recipe's own source, or from a file, a folder or a hub id.
-        eval_dataset: Loads the held-out prompts likewise; returns None if the source has none.
-        examples: Loads the prompts of all rows of a file, or of the test split of a folder or hub id.
-    """
-
-    model: str
-    reward_funcs: Sequence[str]
-    tools: Sequence[str]
-    environments: Sequence[str]
-    source: str | None
-    config: Mapping[str, Any]
-    expected: str
+    model: str  # folder or hub id of the default model
+    reward_funcs: Sequence[str]  # names or references of the reward functions
+    tools: Sequence[str]  # references of the tools that the model may call
+    environments: Sequence[str]  # references of the environments
+    source: str | None  # hub id of its data; None if it generates them or takes them from files
+    config: Mapping[str, Any]  # settings of `GRPOConfig` that differ from its defaults
+    expected: str  # measured result of a run, or a note that there is none
+    # loads the training prompts from the recipe's own source, or from a file, a folder or a hub id
     train_dataset: Callable[..., Examples]
+    # loads the held-out prompts likewise; returns None if the source has none
     eval_dataset: Callable[..., Examples | None]
+    # loads the prompts of all rows of a file, or of the test split of a folder or hub id
     examples: Callable[[str], Examples]
 
 

@@ -39,21 +39,13 @@ Positional = Annotated[T, "positional"]  # an option that is given without its n
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command.
+    """An option of a command."""
 
-    Attributes:
-        name: The name, without dashes.
-        kind: Its type.
-        value: Its default; `MISSING` if it has none.
-        text: What it does, in one line.
-        alias: Its short form, e.g. -n; "positional" if it is given without its name.
-    """
-
-    name: str
-    kind: Any
-    value: Any
-    text: str
-    alias: str = ""
+    name: str  # the name, without dashes
+    kind: Any  # its type
+    value: Any  # its default; `MISSING` if it has none
+    text: str  # what it does, in one line
+    alias: str = ""  # its short form, e.g. -n; "positional" if it is given without its name
 
     @property
     def is_positional(self) -> bool:

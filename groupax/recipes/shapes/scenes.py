@@ -30,35 +30,22 @@ HELD_OUT_FRAC = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of a picture.
+    """A shape of a picture."""
 
-    Attributes:
-        cell: Index of its cell, row by row.
-        color, kind: Its colour and form.
-        radius: Half of its width in pixels.
-        shift: Distance of its centre from that of the cell, in pixels to the right and down.
-    """
-
-    cell: int
-    color: str
+    cell: int  # index of its cell, row by row
+    color: str  # its colour and form
     kind: str
-    radius: int
-    shift: tuple[int, int]
+    radius: int  # half of its width in pixels
+    shift: tuple[int, int]  # distance of its centre from that of the cell, in pixels to the right and down
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and a question.
+    """A picture and a question."""
 
-    Attributes:
-        shapes: Shapes in the order of their cells.
-        background: Brightness of the background.
-        asked: The colour or the form to count.
-    """
-
-    shapes: tuple[Shape, ...]
-    background: int
-    asked: str
+    shapes: tuple[Shape, ...]  # shapes in the order of their cells
+    background: int  # brightness of the background
+    asked: str  # the colour or the form to count
 
     @property
     def question(self) -> str:
