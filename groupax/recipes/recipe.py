@@ -1,4 +1,4 @@
-"""How a recipe is made: from a YAML file, rows of data or generated problems; and how its defaults fit a model."""
+"""The making of recipes from YAML files and rows of data, and the adaptation of their defaults to a model."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -49,7 +49,7 @@ class Option:
 
     @property
     def is_positional(self) -> bool:
-        """Whether it is given without its name."""
+        """True if it is given without its name."""
         return self.alias == "positional"
 
 
@@ -232,6 +232,7 @@ def _all_topics(command: Any) -> dict[str, list[Option]]:
         "Arguments": [option for option in own if option.is_positional],
         "Options": [option for option in own if not option.is_positional and not is_dataclass(option.kind)],
     }
+    topics["Options"].append(Option("help", bool, False, "Print the help; with --help all that of every option."))
     for record in (option for option in own if is_dataclass(option.kind)):
         found = {option.name: option for option in options(record.value)}
         groups = parts(record.kind) if record.name == "args" else [record.kind]

@@ -1,4 +1,4 @@
-"""How settings are declared, checked and converted, by the types and ranges of their fields. Imports no jax."""
+"""Declaration, checks and conversions of settings, by the types and ranges of their fields. Imports no jax."""
 
 import dataclasses
 import difflib
