@@ -382,10 +382,10 @@ def test_evaluation_sets_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("reward_funcs: 5", "reward_funcs must be a text or a list of texts, got 5"),
-        ("reward_funcs: {a: b}", "a list of texts, got {'a': 'b'}"),
-        ("reward_funcs: [a, 1]", "got ['a', 1]"),
-        ("model: [a]", "model must be a text, got ['a']"),
+        ("reward_funcs: 5", "reward_funcs must be a list with each a text or None, got (5,)"),
+        ("reward_funcs: {a: b}", "a list with each a text or None, got ({'a': 'b'},)"),
+        ("reward_funcs: [a, 1]", "got ('a', 1)"),
+        ("model: [a]", "model must be a text or None, got ['a']"),
     ],
 )
 def test_odd_values_in_a_file_are_reported_with_their_key(tmp_path, line, message, capsys):

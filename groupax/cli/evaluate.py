@@ -422,11 +422,7 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def _common_files(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
-    """Returns the pairs of files to compare, by name.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Returns the pairs of files to compare, by name."""
     if before.is_file() and after.is_file():
         return {after.stem: (before, after)}
     for path in (before, after):

@@ -40,11 +40,7 @@ class Init(Train):
 
 
 def init(arguments: Sequence[str]) -> None:
-    """Runs `groupax init`.
-
-    Raises:
-        ValueError: The file exists or cannot be written, or there is no such recipe, model or file of rows.
-    """
+    """Runs `groupax init`."""
     command = parsed(Init, "init", arguments, Init(**vars(train_defaults(arguments))))
     _check_sources(command)
     text = run_yaml(command)

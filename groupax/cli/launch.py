@@ -22,11 +22,7 @@ class Local(RetryOptions):
 
 
 def launch(arguments: Sequence[str]) -> int | None:
-    """Runs `groupax launch` and returns the exit status of the program.
-
-    Raises:
-        ValueError: The launcher, an option or the program does not exist.
-    """
+    """Runs `groupax launch` and returns the exit status of the program."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: {USAGE}\n       groupax launch local --help lists the options of that launcher")
         return 0 if arguments else 2

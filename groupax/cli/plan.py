@@ -55,11 +55,7 @@ class PlanCommand:
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Runs `groupax plan` with the defaults of `groupax train`; the exit status is 1 if the run does not fit.
-
-    Raises:
-        ValueError: The model or the devices do not exist, or the settings are invalid or not supported by plans.
-    """
+    """Runs `groupax plan` with the defaults of `groupax train`; the exit status is 1 if the run does not fit."""
     defaults = train_defaults(arguments)
     task = load_recipe(defaults.recipe) if defaults.recipe else None
     default = PlanCommand(model=defaults.model or (task and task.model), args=defaults.args)

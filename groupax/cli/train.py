@@ -1,6 +1,5 @@
 """The commands that train: `groupax train`, `sft` and `resume`, their options from recipes, files and flags."""
 
-import argparse
 import glob
 import json
 import shlex
@@ -23,7 +22,7 @@ from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import parsed
-from groupax.settings.fields import nearest
+from groupax.settings.fields import as_given, as_read, check_type, nearest
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,7 @@ class Agents:
     environments: Sequence[str] = ()  # references of the environments
 
     def load(self) -> tuple[list[Any], Any]:
-        """Returns the tools and the environments, as `GRPOTrainer` takes them.
-
-        Raises:
-            ValueError: One cannot be found.
-        """
+        """Returns the tools and the environments, as `GRPOTrainer` takes them."""
         from groupax.episodes.references import load_environments, load_tools
 
         return load_tools(self.tools), load_environments(self.environments)
@@ -65,9 +60,6 @@ def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTCon
     Args:
         arguments: Arguments of the command.
         config: Class of its settings.
-
-    Raises:
-        ValueError: A flag has the name that TRL gives it; says what to write.
     """
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -83,9 +75,6 @@ def overlaid(command: Any, file: Mapping[str, Any], path: str) -> Any:
         command: The command, a dataclass whose field `args` has the settings.
         file: Content of the file.
         path: Path of the file, for errors.
-
-    Raises:
-        ValueError: a key is no setting, or a value has the wrong type.
     """
     own = {item.name for item in fields(command)} - {"args", "config"}
     settings = {item.name for item in fields(command.args)}
@@ -93,27 +82,28 @@ def overlaid(command: Any, file: Mapping[str, Any], path: str) -> Any:
         if key not in own | settings:
             raise ValueError(f"{path} has an unknown key {key!r}{nearest(str(key), own | settings)}")
     config = type(command.args).from_mapping(vars(command.args) | {key: file[key] for key in file if key in settings})
-    return replace(command, args=config, **{key: option_value(key, file[key], path) for key in file if key in own})
+    return replace(
+        command, args=config, **{key: option_value(command, key, file[key], path) for key in file if key in own}
+    )
 
 
-def option_value(key: str, value: Any, path: str) -> Any:
+def option_value(command: Any, key: str, value: Any, path: str) -> Any:
     """Returns the value of one of the command's own options, as a flag would give it."""
-    is_list = key in LISTS
     if key == "eval_dataset" and isinstance(value, dict):
-        value = [f"{name}={source}" for name, source in value.items()]
-    if value is None or (isinstance(value, str) and not is_list):
-        return value
-    texts = [value] if isinstance(value, str) else value
-    if not is_list or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{path}: {key} must be {'a text or a list of texts' if is_list else 'a text'}, got {value!r}")
-    return tuple(texts)
+        value = tuple(f"{name}={source}" for name, source in value.items())
+    kind = next(item.type for item in fields(command) if item.name == key)
+    value = as_read(as_given(value, kind), kind)
+    check_type(f"{path}: {key}", value, kind)
+    return value
 
 
 def flag_value(arguments: Sequence[str], name: str) -> str | None:
     """Returns the value of a flag on which the defaults of the others depend."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(name, dest="value")
-    return parser.parse_known_args(list(arguments))[0].value
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag == name and (equals or index + 1 < len(arguments)):
+            return value if equals else arguments[index + 1]
+    return None
 
 
 def recorded(command: Any) -> dict[str, Any]:
@@ -135,11 +125,7 @@ def _absolute(source: str | None) -> str | None:
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:
-    """Returns the content of a --config file.
-
-    Raises:
-        ValueError: it is no YAML mapping.
-    """
+    """Returns the content of a --config file."""
     import yaml
 
     try:
@@ -192,11 +178,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def start(command: Train) -> None:
-    """Trains a model, and evaluates it before and after if there are held-out prompts.
-
-    Raises:
-        ValueError: a required option is missing, or a value is invalid.
-    """
+    """Trains a model, and evaluates it before and after if there are held-out prompts."""
     inputs = inputs_of(command)
     with progress_named(command.args.progress_bar) as progress:
         closing = _train(command, inputs, progress)
@@ -243,11 +225,7 @@ class Inputs:
 
 
 def inputs_of(command: Train) -> Inputs:
-    """Returns the parts of a command that a trainer is made of.
-
-    Raises:
-        ValueError: A required option is missing.
-    """
+    """Returns the parts of a command that a trainer is made of."""
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
     rewards: Any = command.reward_funcs or (recipe.reward_funcs if recipe else ())
@@ -280,9 +258,10 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
     args, notes = inputs.fitted(command, dataset)
     for note in notes:
         progress(Message(note))
-    given = inputs.model, inputs.rewards, args, dataset, sets
     with stoppable():
-        trainer = GRPOTrainer(*given, progress=progress, tools=tools, environments=environments)
+        trainer = GRPOTrainer(
+            inputs.model, inputs.rewards, args, dataset, sets, progress=progress, tools=tools, environments=environments
+        )
     trainer.dataset_name = inputs.data_name(command)
     if recipe and not command.dataset:  # the recipe's own data is public
         trainer.public_prompt = trainer.prompts.examples[0]["prompt"]
@@ -336,14 +315,10 @@ def _next_commands(trainer: "GRPOTrainer", agents: Agents, result: Any) -> list[
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:
-    """Returns the defaults of the flags: the recipe's settings, overlaid with those of the --config file.
-
-    Raises:
-        ValueError: the file is no YAML mapping, or has a key that is no setting.
-    """
+    """Returns the defaults of the flags: the recipe's settings, overlaid with those of the --config file."""
     path = flag_value(arguments, "--config")
     file = read_yaml(path) if path else {}
-    recipe = flag_value(arguments, "--recipe") or option_value("recipe", file.get("recipe"), path or "")
+    recipe = flag_value(arguments, "--recipe") or option_value(Train(), "recipe", file.get("recipe"), path or "")
     base = GRPOConfig.from_mapping(load_recipe(recipe).config if recipe else {})
     return replace(overlaid(Train(args=base), file, path or ""), recipe=recipe)
 
@@ -373,11 +348,7 @@ def sft(arguments: Sequence[str]) -> None:
 
 
 def start_sft(command: SFT) -> None:
-    """Trains a model on examples.
-
-    Raises:
-        ValueError: a required option is missing, or a value is invalid.
-    """
+    """Trains a model on examples."""
     for name in ("model", "dataset"):
         if not getattr(command, name):
             raise ValueError(f"--{name} is missing; give it")
@@ -428,11 +399,7 @@ def resume(arguments: Sequence[str]) -> None:
 
 
 def resumed_command(run: str) -> Train | SFT:
-    """Returns the command that started a run, changed to resume it.
-
-    Raises:
-        ValueError: there is no run, or it was not started by `groupax train` or `groupax sft`.
-    """
+    """Returns the command that started a run, changed to resume it."""
     config = _run_file(run, "config.json")
     if config is None:
         raise ValueError(f"{run} is no run folder: it has no config.json")

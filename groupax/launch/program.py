@@ -16,11 +16,7 @@ LAUNCHED = ("train", "resume", "eval")
 
 
 def program_of(argv: Sequence[str]) -> list[str]:
-    """Returns the program to run and its arguments.
-
-    Raises:
-        ValueError: `argv` is empty, or starts with neither a command nor a program.
-    """
+    """Returns the program to run and its arguments."""
     if not argv:
         raise ValueError("no program to start; put it after --, as in: groupax launch local -n 2 -- train --model ...")
     if argv[0] in LAUNCHED:
@@ -33,11 +29,7 @@ def program_of(argv: Sequence[str]) -> list[str]:
 
 
 def split_argv(arguments: Sequence[str], usage: str) -> tuple[list[str], list[str]]:
-    """Returns the launcher's own arguments, and those after the first `--` without a leading `groupax`.
-
-    Raises:
-        ValueError: There is no `--`.
-    """
+    """Returns the launcher's own arguments, and those after the first `--` without a leading `groupax`."""
     own = list(arguments)
     if "--" in own:
         index = own.index("--")

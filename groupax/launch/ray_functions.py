@@ -78,11 +78,7 @@ class TpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """Reserves a slice until the end of the context.
-
-        Raises:
-            TimeoutError: No slice was free in time.
-        """
+        """Reserves a slice until the end of the context."""
         from ray.util.tpu import slice_placement_group
 
         resources = {"CPU": float(self.cpus_per_host), "TPU": float(self.slice.chips_per_host)}
@@ -124,11 +120,7 @@ class GpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """Reserves the nodes until the end of the context.
-
-        Raises:
-            TimeoutError: The nodes were not free in time.
-        """
+        """Reserves the nodes until the end of the context."""
         resources = {"CPU": float(self.cpus_per_host), "GPU": float(self.gpus_per_host)}
         if self.gpu_model is not None:
             resources[f"accelerator_type:{self.gpu_model}"] = 0.001
@@ -157,11 +149,7 @@ class CpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """Reserves the nodes until the end of the context.
-
-        Raises:
-            TimeoutError: The nodes were not free in time.
-        """
+        """Reserves the nodes until the end of the context."""
         with _nodes({"CPU": float(self.cpus_per_host)}, self.num_hosts, self.wait_s) as reserved:
             yield reserved
 
@@ -500,13 +488,7 @@ class Ray(RetryOptions):
 
 
 def run_program(argv: Sequence[str], grace_s: float) -> None:
-    """Runs a program and waits for its end; requests to stop are passed on.
-
-    Raises:
-        PreemptedError: It saved its state and should be started again.
-        ValueError: It ended with the status of a mistake of the user.
-        RunError: It failed.
-    """
+    """Runs a program and waits for its end; requests to stop are passed on."""
     with Stop() as stop:
         outcome = attempt(program_of(argv), [{}], [""], stop, grace_s)
     if outcome.ending == "preempted" or stop.signals:
@@ -518,12 +500,7 @@ def run_program(argv: Sequence[str], grace_s: float) -> None:
 
 
 def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None]) -> int:
-    """Runs `groupax launch ray` and returns its exit status.
-
-    Raises:
-        ValueError: An option is invalid, or ray is not installed.
-        RunError: A host failed and was not restarted.
-    """
+    """Runs `groupax launch ray` and returns its exit status."""
     config = config_of(command)
     program_of(argv)
     retries = command.retries
@@ -540,11 +517,7 @@ def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None])
 
 
 def config_of(command: Ray) -> AcceleratorConfig:
-    """Returns the hosts that a command requests.
-
-    Raises:
-        ValueError: A variable is not set, or options exclude each other.
-    """
+    """Returns the hosts that a command requests."""
     variables = {}
     for text in command.env:
         name, equals, value = text.partition("=")

@@ -113,11 +113,7 @@ def _seconds(time: str) -> int:
 
 
 def write_script(text: str, file: Path) -> Path:
-    """Writes the job script atomically and returns its path.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
+    """Writes the job script atomically and returns its path."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
             path = Path(partial.name)
@@ -130,11 +126,7 @@ def write_script(text: str, file: Path) -> Path:
 
 
 def submit(file: Path) -> str:
-    """Submits a job script and returns sbatch's answer.
-
-    Raises:
-        ValueError: sbatch is not installed, or refuses the job.
-    """
+    """Submits a job script and returns sbatch's answer."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
@@ -150,9 +142,6 @@ def script_of(command: Slurm, argv: Sequence[str]) -> str:
     Args:
         command: The options.
         argv: The program, as `program_of` takes it.
-
-    Raises:
-        ValueError: The servers' model is unknown, or an option cannot be written into the script.
     """
     trainer = program_of(argv)
     if command.server_nodes and option(argv, "--rollout_servers"):

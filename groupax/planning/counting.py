@@ -73,9 +73,6 @@ def count_program(program: Any, loop_steps: int = 1) -> Counts:
     Args:
         program: A jaxpr; the bodies of its `shard_map`s are per device.
         loop_steps: Number of iterations of loops whose ends depend on what they compute.
-
-    Raises:
-        NotImplementedError: The program uses a collective that is not counted here.
     """
     return _count_jaxpr(program, None, loop_steps)
 

@@ -33,9 +33,6 @@ def prepare(name: str, libtpu: Path = Path("build/libtpu"), cuda: Path = Path("b
         name: Name of the target, see `find_target`.
         libtpu: Folder that libtpu was installed into, if it is not installed with jax.
         cuda: Folder that jax's CUDA plugin was installed into, if it is not installed with jax.
-
-    Raises:
-        ValueError: There is no such target, or its compiler is not installed.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     # programs for absent devices cannot be read back, and compilation is timed
@@ -91,9 +88,6 @@ def find_target(name: str) -> Target:
     Args:
         name: A TPU slice, e.g. v4-64 or v5e-32, a kind and number of GPUs, e.g. h100-8, or a number of virtual CPU
             devices, e.g. cpu:8.
-
-    Raises:
-        ValueError: There are no such devices, or XLA does not know them.
     """
     import jax
 
@@ -126,11 +120,7 @@ def _slice_settings(requested: Slice) -> dict[str, Any]:
 
 
 def absent_devices(name: str) -> Slice | GpuHosts:
-    """Returns the TPU slice or the GPUs of a name.
-
-    Raises:
-        ValueError: There are none of this name.
-    """
+    """Returns the TPU slice or the GPUs of a name."""
     words = name.strip().lower()
     if words.startswith(tuple(GPUS)):
         return gpu_hosts(words)

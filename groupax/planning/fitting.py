@@ -88,9 +88,6 @@ def make_plan(
         activities: Shows what is done meanwhile.
         stop_early: Whether to stop at the first program that does not fit.
         on_estimate: Receives an estimate of the plan before anything is compiled; None for none.
-
-    Raises:
-        ValueError: The mesh does not fit the devices or the model, or settings contradict each other.
     """
     target, args = find_target(request.devices), request.args
     mesh = mesh_of(args, target.devices) or default_mesh(4 * num_params(config), target.devices)

@@ -200,9 +200,6 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     Args:
         folder: The folder.
         name: Name of the jitted function, if the folder holds several.
-
-    Raises:
-        ValueError: The folder holds no such program for a GPU, or several.
     """
     found = sorted(folder.glob(f"*.jit_{name or '*'}.thunk_sequence.txt"))
     if len(found) != 1:
@@ -229,11 +226,7 @@ def parse_temporaries(text: str) -> list[Buffer]:
 
 
 def parse_thunks(sequence: str, metadata: str) -> list[Thunk]:
-    """Parses XLA's dumps of the thunks of a program and of their instructions.
-
-    Raises:
-        ValueError: The thunks' nesting has an unknown form.
-    """
+    """Parses XLA's dumps of the thunks of a program and of their instructions."""
     names = {}
     for info, kind in _METADATA.findall(metadata):
         number, name = (re.search(rf"{key}: \"?([^\"\s]+)", info) for key in ("thunk_id", "profile_annotation"))

@@ -237,11 +237,7 @@ class Compiler:
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def compiled(self, program: Program, platform: str) -> Compiled:
-        """Compiles a program for devices of a platform, which gives up on programs that do not fit.
-
-        Raises:
-            jax.errors.JaxRuntimeError: The compilation failed for another reason.
-        """
+        """Compiles a program for devices of a platform, which gives up on programs that do not fit."""
         lowered = program.traced.lower()
         text = f"{device_bytes(program.arguments)} {lowered.as_text()}"
         key = hashlib.sha256(text.encode()).hexdigest()

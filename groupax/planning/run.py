@@ -106,7 +106,6 @@ def trace_run(
         images: Images of each prompt, whose tokens are part of its maximum length.
 
     Raises:
-        ValueError: The settings contradict each other, or are not supported by plans.
         DoesNotFitError: A device cannot hold the resident arrays, or the rollout's weights, keys and values.
     """
     if like:
@@ -126,23 +125,19 @@ def trace_run(
     longest = (prompt, args.max_completion_length)
     rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
     execution, tokens = model_state.execution(longest, left)
-    training = trace_training(model_state, execution, schedule, longest, tokens)
+    updates, num_micro_batches, cells = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
         num_devices=mesh.devices.size,
-        programs=(
-            *trace_encoding(model_state, images, schedule.prompts_per_rollout),
-            *rollout,
-            *training.programs,
-        ),
+        programs=(*trace_encoding(model_state, images, schedule.prompts_per_rollout), *rollout, *updates),
         residents=model_state.residents,
         gathered_bytes=gathered,
         gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),
         fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
-        num_micro_batches=training.num_micro_batches,
+        num_micro_batches=num_micro_batches,
         checkpointing=execution.checkpointing,
         micro_batch_tokens=tokens,
-        micro_batch_cells=training.cells,
+        micro_batch_cells=cells,
         longest_row=sum(longest),
         num_rows=num_rows,
         num_updates=schedule.updates_per_rollout,
@@ -168,9 +163,6 @@ def trace_encoding(model_state: AbstractModel, images: PlannedImages, num_prompt
     """Returns the program that encodes an image of a frozen tower, once for all passes; none without images.
 
     One device encodes the images, one after the other.
-
-    Raises:
-        ValueError: The model does not see images, or its tower is trained.
     """
     vision, mesh = model_state.config.vision, model_state.mesh
     if not images.num:
@@ -220,9 +212,6 @@ def trace_rollout(
         longest: Tokens of the longest prompt and of the longest completion.
         left: Bytes of a device's memory that the resident arrays leave free.
         shape: Shape of the cache; None for the one that the engine would choose.
-
-    Raises:
-        DoesNotFitError: The weights for decoding, or the keys and values, do not fit.
     """
     config, args = model_state.config, model_state.args
     mesh, copies = decoding_mesh(model_state.mesh, args.decoding_tp), args.decoding_weights != "same"
@@ -279,19 +268,14 @@ def _cache_shape(
     return allowed.smaller(CacheShape(shape.num_slots, shape.share, shape.num_prompt_columns, columns))
 
 
-@dataclass(frozen=True, eq=False)
-class Training:
-    """The learner's programs for a rollout."""
-
-    programs: tuple[Program, ...]  # the programs, in order
-    num_micro_batches: int  # number of micro-batches of an optimizer step
-    cells: int  # tokens of the largest micro-batch on a device, padding included
-
-
 def trace_training(
     model_state: AbstractModel, execution: Execution, schedule: UpdateSchedule, longest: tuple[int, int], tokens: int
-) -> Training:
-    """Traces the learner's programs for micro-batches of at most `tokens` tokens on each device."""
+) -> tuple[tuple[Program, ...], int, int]:
+    """Returns the learner's programs for micro-batches of at most `tokens` tokens on each device.
+
+    Also returns the number of micro-batches of an optimizer step, and the tokens of the largest one on a device with
+    its padding.
+    """
     mesh, args = model_state.mesh, model_state.args
     rows = [
         _row(index // args.num_generations, longest, args, schedule.updates_per_rollout)
@@ -305,7 +289,7 @@ def trace_training(
         *_trace_scoring(model_state, execution, batch, len(micro_batches), schedule),
         *_trace_update(model_state, execution, batch, len(micro_batches), schedule.updates_per_rollout),
     )
-    return Training(programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh))
+    return programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh)
 
 
 def _trace_scoring(

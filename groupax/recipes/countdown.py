@@ -51,11 +51,7 @@ def problems(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt, the numbers and the target.
-
-    Raises:
-        ValueError: The row has no numbers or no target.
-    """
+    """Returns a row with the prompt, the numbers and the target."""
     try:
         nums, target = [int(number) for number in row["nums"]], int(row["target"])
     except (KeyError, TypeError, ValueError) as error:

@@ -23,11 +23,7 @@ NUMBER = re.compile(r"[-+]?\$?\s*[\d,]*\.?\d+")
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the gold number.
-
-    Raises:
-        ValueError: There is no question, or the answer is not a number.
-    """
+    """Returns a row with the prompt and the gold number."""
     number = gold(row)
     if not NUMBER.fullmatch(number):
         raise ValueError(f"its answer {number[:80]!r} is not a number; for other mathematics use the recipe numinamath")

@@ -17,11 +17,7 @@ SYSTEM_PROMPT = (
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the gold answer, or the solution that contains it.
-
-    Raises:
-        ValueError: There is no problem, or no gold answer.
-    """
+    """Returns a row with the prompt and the gold answer, or the solution that contains it."""
     return {**chat(SYSTEM_PROMPT, row, question(row)), "answer": gold(row)}
 
 

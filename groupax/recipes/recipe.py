@@ -117,11 +117,7 @@ def chat(system: str, row: Example, user: str) -> dict[str, Any]:
 
 
 def question(row: Example) -> str:
-    """Returns the problem of a row, from `question`, `problem` or `prompt`; of a conversation the last message.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns the problem of a row, from `question`, `problem` or `prompt`; of a conversation the last message."""
     for name in QUESTIONS:
         value = row.get(name)
         if isinstance(value, list) and value and isinstance(value[-1], dict):
@@ -134,15 +130,10 @@ def question(row: Example) -> str:
 
 
 def gold(row: Example) -> str:
-    r"""Returns the gold answer: the column `answer` after any `####`, else `solution`, with the answer in `\boxed{}`.
-
-    Raises:
-        ValueError: The row has neither column.
-    """
-    answer = row.get("answer")
-    if answer is None or not str(answer).strip():
-        answer = row.get("solution")
-    if answer is None or not str(answer).strip():
+    r"""Returns the gold answer: the column `answer` after any `####`, else `solution`, which has it in `\boxed{}`."""
+    found = (row[name] for name in ("answer", "solution") if row.get(name) is not None)
+    answer = next((value for value in found if str(value).strip()), None)
+    if answer is None:
         raise ValueError(f"it has neither a column answer nor a column solution; it has {', '.join(row)}")
     return str(answer).rpartition("####")[2].strip()
 
@@ -161,9 +152,6 @@ def draw_split(
         is_held_out: Returns whether a problem is in the held-out split.
         seed: Seed of the problems.
         split: Split to draw from.
-
-    Raises:
-        ValueError: `split` is unknown.
     """
     if split not in ("train", "held_out"):
         raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")

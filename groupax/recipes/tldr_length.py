@@ -13,11 +13,7 @@ from groupax.rewards.text import completion_text
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns a row with the prompt."""
     if not row.get("prompt"):
         raise ValueError(f"it has no prompt; it has {', '.join(row)}")
     return {"prompt": row["prompt"]}

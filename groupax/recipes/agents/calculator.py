@@ -110,11 +110,7 @@ def answer_correct(completions: Sequence[Any], answer: Sequence[str]) -> list[fl
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the answer.
-
-    Raises:
-        ValueError: One of them is missing.
-    """
+    """Returns a row with the prompt and the answer."""
     prompt = row.get("prompt")
     if not prompt or row.get("answer") is None:
         raise ValueError(f"it needs the columns prompt and answer, it has {', '.join(row)}")

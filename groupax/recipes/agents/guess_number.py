@@ -45,11 +45,7 @@ def games(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the number.
-
-    Raises:
-        ValueError: The row has no number, or one that is too small or too large.
-    """
+    """Returns a row with the prompt and the number."""
     number = row.get("number")
     if not isinstance(number, int) or not 1 <= number <= LARGEST:
         raise ValueError(f"it needs the column number, from 1 to {LARGEST}, got {number!r:.80}")

@@ -104,11 +104,7 @@ def problems(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt, the query and the seed of the table.
-
-    Raises:
-        ValueError: The question or the query is missing.
-    """
+    """Returns a row with the prompt, the query and the seed of the table."""
     if not row.get("question") or not row.get("query"):
         raise ValueError(f"it needs the columns question and query, it has {', '.join(row)}")
     prompt = [{"role": "user", "content": row["question"]}]

@@ -37,9 +37,6 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]
     Returns:
         Rows with the columns `prompt` and `answer`.
 
-    Raises:
-        ValueError: `split` is unknown, or `num` is negative.
-
     Example:
         >>> generate(1, seed=0)
         [{'prompt': '22*(1+2)=', 'answer': '66'}]
@@ -51,11 +48,7 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]
 
 
 def expressions(seed: int, split: Split = "train") -> Iterator[str]:
-    """Returns an iterator over the expressions of `generate`, without end.
-
-    Raises:
-        ValueError: `split` is unknown.
-    """
+    """Returns an iterator over the expressions of `generate`, without end."""
     return draw_split(_draw, is_held_out, seed, split)
 
 
@@ -66,9 +59,6 @@ def is_held_out(expression: str) -> bool:
 
 def worked_steps(expression: str) -> list[str]:
     """Returns the steps to the answer, one operation each, in the order in which an expression is read.
-
-    Raises:
-        ValueError: `expression` contains something other than whole numbers, `+`, `-`, `*` and parentheses.
 
     Example:
         >>> worked_steps("8*(2+5)-17")
@@ -159,11 +149,7 @@ NUM_HELD_OUT = 500
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the answer.
-
-    Raises:
-        ValueError: One of them is missing.
-    """
+    """Returns a row with the prompt and the answer."""
     if not row.get("prompt") or row.get("answer") is None:
         raise ValueError(f"it needs the columns prompt and answer, it has {', '.join(row)}")
     return {"prompt": row["prompt"], "answer": str(row["answer"])}

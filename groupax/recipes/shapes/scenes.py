@@ -93,9 +93,6 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]
 
     Returns:
         Rows with the columns `prompt`, a conversation, `image`, a PIL image, and `answer`.
-
-    Raises:
-        ValueError: `split` is unknown, or `num` is negative.
     """
     if num < 0:
         raise ValueError(f"num must be at least 0, got {num}")
@@ -109,11 +106,7 @@ def as_row(scene: Scene) -> dict[str, Any]:
 
 
 def scenes(seed: int, split: Split = "train") -> Iterator[Scene]:
-    """Returns an iterator over the scenes of `generate`, without end.
-
-    Raises:
-        ValueError: `split` is unknown.
-    """
+    """Returns an iterator over the scenes of `generate`, without end."""
     return draw_split(_random_scene, is_held_out, seed, split)
 
 
@@ -165,11 +158,7 @@ NUM_HELD_OUT = 300
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt, the image and the answer.
-
-    Raises:
-        ValueError: One of them is missing.
-    """
+    """Returns a row with the prompt, the image and the answer."""
     if not row.get("prompt") or row.get("image") is None or row.get("answer") is None:
         raise ValueError(f"it needs the columns prompt, image and answer, it has {', '.join(row)}")
     prompt = row["prompt"]
