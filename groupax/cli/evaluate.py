@@ -266,7 +266,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
 def _show(command: Eval, results: Results) -> None:
     from groupax.cli.summary import estimate_table
     from groupax.evaluation.items import binary_rewards
-    from groupax.terminal.console import output_console
+    from groupax.terminal.tables import output_console
 
     console = output_console()
     for name, ways in results.items():

@@ -47,7 +47,7 @@ def compare(arguments: Sequence[str]) -> None:
     from groupax.cli.summary import difference_table, plain_differences
     from groupax.evaluation.items import compare as compare_items
     from groupax.evaluation.items import read_items
-    from groupax.terminal.console import output_console
+    from groupax.terminal.tables import output_console
 
     console = output_console()
     written = {}

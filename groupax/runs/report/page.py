@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from groupax.runs.progress.rich import sparkline
+from groupax.runs.progress.display import sparkline
 from groupax.runs.report.charts import bar, curve, legend, number, numbers
 from groupax.runs.report.contents import Contents, Curve, Rows, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter
