@@ -23,9 +23,8 @@ from groupax.parallel.digest import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, writer
-from groupax.runs.checkpoints.files import damage, seal
 from groupax.runs.checkpoints.fingerprint import tokenizer_fingerprint
-from groupax.runs.checkpoints.store import LocalStore, RemoteStore
+from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
 from groupax.storage.buckets import RemoteFolder
 
 from .conftest import TINY, rest_heavy

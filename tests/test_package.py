@@ -85,7 +85,7 @@ WITHOUT_JAX = [
     "groupax.runs.progress.named",
     "groupax.events",
     "groupax.storage.buckets",
-    "groupax.storage.lock",
+    "groupax.runs.files",
     "groupax.rollouts.state",
     "groupax.rollouts.schedule",
     "groupax.runs.folder",

@@ -14,6 +14,7 @@ from groupax.parallel import processes
 from groupax.parallel.preemption import stoppable
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.runs.diagnostics import reward_diagnostics
+from groupax.runs.files import check_unlocked
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.settings.brief_help import Topics
@@ -22,7 +23,6 @@ from groupax.settings.compute import DecodingWeights
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.prompts import PromptOverflow
 from groupax.settings.sampling import SamplingParams
-from groupax.storage.lock import check_unlocked
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,9 +16,8 @@ from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.runtime import configure_jax
 from groupax.runs.checkpoints import arrays
-from groupax.runs.checkpoints.files import damage
 from groupax.runs.checkpoints.record import PARAMS, UNTRAINED
-from groupax.runs.checkpoints.store import Store
+from groupax.runs.checkpoints.store import Store, damage
 
 
 @dataclass(frozen=True, eq=False)
