@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from groupax.runs.folder_sink import FolderSink
 
 from groupax import GRPOConfig
 from groupax.events import Diagnosed, StepEnded, TokenScores
 from groupax.runs.folder import RunFolder
+from groupax.runs.log import FolderSink
 from groupax.runs.rollout_log import RolloutLog, rollout_table, simple_column, to_remove
 from groupax.settings.reporting import RolloutLogSettings
 from groupax.types import Rollout

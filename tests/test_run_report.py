@@ -18,10 +18,9 @@ from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.report.charts import curve, numbers
 from groupax.runs.report.contents import contents_of, shown
+from groupax.runs.report.page import curve, numbers, write_run_report
 from groupax.runs.report.record import read_run
-from groupax.runs.report.write import write_run_report
 from groupax.settings.command_line import parsed
 
 from .test_trainer import a_trainer, count_a

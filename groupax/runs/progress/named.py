@@ -163,7 +163,7 @@ class Rich(Progress):
             self._start_live()
 
     def _start_live(self) -> None:
-        redirect, options = self._redirection.enter_context, {"redirect_stdout": False, "redirect_stderr": False}
+        redirect = self._redirection.enter_context
         redirect(contextlib.redirect_stdout(redirect(_Above(self.console, sys.stdout))))
         redirect(contextlib.redirect_stderr(redirect(_Above(self.console, sys.stderr))))
         self._live = Live(
@@ -171,7 +171,8 @@ class Rich(Progress):
             get_renderable=self._panel,
             refresh_per_second=REFRESHES_PER_S,
             transient=True,
-            **options,
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self._live.start(refresh=True)
 
