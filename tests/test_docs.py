@@ -231,7 +231,7 @@ def test_the_readme_and_the_index_link_every_page():
 
 
 def test_the_pages_list_every_built_in_reward():
-    from groupax.rewards.builtin import BUILTIN_REWARDS
+    from groupax.rewards.resolve import BUILTIN_REWARDS
 
     text = (DOCS / "rewards.md").read_text()
     assert [name for name in BUILTIN_REWARDS if f"`{name}" not in text] == []

@@ -72,7 +72,7 @@ WITHOUT_JAX = [
     "groupax.data.files",
     "groupax.settings.fields",
     "groupax.rewards.runner",
-    "groupax.rewards.main_thread",
+    "groupax.rewards.workers",
     "groupax.rewards.scoring",
     "groupax.constraints",
     "groupax.engine.scheduler",

@@ -8,7 +8,7 @@ import pytest
 
 from groupax.recipes.shapes.recipe import example
 from groupax.recipes.shapes.scenes import CELL_PIXELS, COLORS, IMAGE_PIXELS, Scene, Shape, draw, generate, scenes
-from groupax.rewards.builtin import think_answer_correct, think_answer_format
+from groupax.rewards.formats import think_answer_correct, think_answer_format
 
 SHAPES = (
     Shape(0, "red", "circle", 5, (0, 0)),

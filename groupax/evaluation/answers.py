@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
+from groupax.rewards.answers import final_number, number_text
 from groupax.rewards.maths import last_boxed
-from groupax.rewards.numbers import final_number, number_text
 from groupax.rewards.text import final_part
 
 # Rewards whose 1 means that a completion is correct, and the kind of its answer (see `ANSWERS`); None where answers

@@ -367,7 +367,7 @@ def _named(messages: Any) -> Iterator[str]:
 
 
 def _image_url(path: Path) -> str:
-    """Returns a file decoded and encoded again as PNG of at most `MAX_IMAGE_SIDE` pixels a side; empty if unreadable."""
+    """Returns a file decoded and encoded again as PNG, made smaller if it is large; empty if it is unreadable."""
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_IMAGE_BYTES:
