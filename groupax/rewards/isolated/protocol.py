@@ -52,7 +52,10 @@ TYPES: dict[str, type] = {
 }
 TYPES |= MUTABLE
 NAME_OF = {kind: name for name, kind in TYPES.items()}
-DATES = {"date": 3, "time": 4, "datetime": 7, "timedelta": 3}  # kind of `datetime` -> number of its integers
+_DAY, _TIME = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
+# Kind of `datetime` -> the attributes that are its arguments.
+DATES = {"date": _DAY, "time": _TIME, "datetime": (*_DAY, *_TIME), "timedelta": ("days", "seconds", "microseconds")}
+ARRAYS = "biufcSUmM"  # kinds of dtypes that are sent as bytes
 
 
 class MalformedError(Exception):
@@ -93,34 +96,22 @@ class Table:
 
     def changed(self) -> list[int]:
         """Returns the numbers of the containers whose contents are no longer the saved objects."""
-        return [
-            number
-            for number, (value, before) in enumerate(zip(self.objects, self.before, strict=False))
-            if not _same(_items(value), before)
-        ]
+        pairs = enumerate(zip(self.objects, self.before, strict=False))
+        return [number for number, (value, before) in pairs if not _same(_items(value), before)]
 
 
 class Wire:
     """One side's encoder and decoder.
 
     Args:
-        encode_object: Returns the list that refers to an object that cannot be sent as data, or raises TypeError.
-        decode_object: Returns the object, or the stand-in, for such a list.
-        member: Returns the value of a named field of a named tuple, given its name and the received value.
+        peer: The side, which encodes and decodes the objects that cannot be sent as data.
     """
 
-    def __init__(
-        self,
-        encode_object: Callable[[Any], list[Any]],
-        decode_object: Callable[[list[Any], Table], Any],
-        member: Callable[[str, Any], Any],
-    ) -> None:
-        self.encode_object = encode_object
-        self.decode_object = decode_object
-        self.member = member
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
 
     def encode(self, value: Any, table: Table) -> Any:
-        """Returns a value in a form that JSON can represent."""
+        """Returns a value in a form that JSON can represent; subclasses of known types as their base class."""
         kind = type(value)
         if kind in SCALARS:
             return value if kind is not int or -LARGEST < value < LARGEST else ["int", hex(value)]
@@ -130,7 +121,44 @@ class Wire:
             return ["tuple", self._encode_items(value, table)]
         if kind is type and value in NAME_OF:
             return ["type", NAME_OF[value]]
-        return self._encode_other(value, kind, table)
+        if isinstance(value, bytes):
+            return ["bytes", bytes(value).hex()]
+        if isinstance(value, complex):
+            return ["complex", value.real, value.imag]
+        if isinstance(value, frozenset):
+            return ["frozenset", self._encode_items(list(value), table)]
+        if isinstance(value, (range, slice)):
+            parts = [self.encode(part, table) for part in (value.start, value.stop, value.step)]
+            return ["range" if isinstance(value, range) else "slice", parts]
+        if value is Ellipsis:
+            return ["ellipsis"]
+        if kind in VIEWS:
+            return ["view", VIEWS[kind], self.encode(list(value), table)]
+        if kind is type(sys):
+            return ["module", value.__name__]
+        module = kind.__module__
+        if module == "decimal" and kind.__name__ == "Decimal":
+            return ["Decimal", str(value)]
+        if module == "fractions" and kind.__name__ == "Fraction":
+            return ["Fraction", hex(value.numerator), hex(value.denominator)]
+        if module == "datetime" and kind.__name__ in DATES and getattr(value, "tzinfo", None) is None:
+            return ["datetime", kind.__name__, [getattr(value, part) for part in DATES[kind.__name__]]]
+        if module.partition(".")[0] == "numpy" and hasattr(value, "dtype"):
+            return self._encode_array(value, table)
+        if isinstance(value, str):
+            return self.encode(str.__str__(value), table)
+        if isinstance(value, int):
+            return self.encode(int.__pos__(value), table)
+        if isinstance(value, float):
+            return self.encode(float.__pos__(value), table)
+        if isinstance(value, tuple):
+            fields, items = getattr(kind, "_fields", None), self._encode_items(list(value), table)
+            fields = list(value._items) if isinstance(value, Record) else fields
+            return ["record", list(fields), items] if fields else ["tuple", items]
+        for base, name in KIND_OF.items():
+            if isinstance(value, base):
+                return self._container(name, value, table)
+        return self.peer.encode_object(value)
 
     def contents(self, name: str, value: Any, table: Table) -> list[Any]:
         """Returns the encoded contents of a container."""
@@ -150,16 +178,58 @@ class Wire:
             return node
         if type(node) is not list or not node or type(node[0]) is not str:
             raise MalformedError
-        name, rest = node[0], node[1:]
-        if name in MUTABLE:
-            return self._build(name, rest, table)
-        if name == "tuple":
-            return tuple(self._decode_items(rest[0], table))
-        if name == "ref":
-            return table.objects[_index(rest[0])]
-        if name in _DECODERS:
-            return _DECODERS[name](self, rest, table)
-        return self.decode_object(node, table)
+        match node:
+            case [name, number, payload, *options] if name in MUTABLE:
+                return self._build(name, number, payload, options, table)
+            case ["tuple", items]:
+                return tuple(self._decode_items(items, table))
+            case ["ref", number]:
+                return table.objects[_index(number)]
+            case ["int", text]:
+                return int(text, 16)
+            case ["bytes", text]:
+                return bytes.fromhex(text)
+            case ["complex", real, imaginary]:
+                return complex(real, imaginary)
+            case ["frozenset", items]:
+                return frozenset(self._decode_items(items, table))
+            case ["range" | "slice" as name, [_, _, _] as parts]:
+                return (range if name == "range" else slice)(*self._decode_items(parts, table))
+            case ["ellipsis"]:
+                return Ellipsis
+            case ["type", name]:
+                return TYPES[name]
+            case ["Decimal", text]:
+                import decimal
+
+                return decimal.Decimal(text)
+            case ["Fraction", above, below]:
+                import fractions
+
+                return fractions.Fraction(int(above, 16), int(below, 16))
+            case ["datetime", name, parts] if len(parts) == len(DATES[name]):
+                import datetime
+
+                return getattr(datetime, name)(*parts)
+            case ["array", dtype, shape, data]:
+                import numpy as np
+
+                kind = np.dtype(dtype)
+                if kind.kind not in ARRAYS:
+                    raise MalformedError
+                return np.frombuffer(bytes.fromhex(data), kind).reshape([_index(size) for size in shape]).copy()
+            case ["view", name, items]:
+                items = self.decode(items, table)
+                if name == "keys":
+                    return dict.fromkeys(items).keys()
+                return dict(enumerate(items)).values() if name == "values" else dict(items).items()
+            case ["record", fields, items]:
+                record = Record(self._decode_items(items, table))
+                pairs = zip(fields, record, strict=True)
+                record._items = {name: self.peer.member(name, item) for name, item in pairs}
+                return record
+            case _:
+                return self.peer.decode_object(node, table)
 
     def refill(self, value: Any, payload: Any, table: Table) -> None:
         """Replaces the contents of a container by encoded ones."""
@@ -188,6 +258,13 @@ class Wire:
             raise MalformedError
         return nodes if set(map(type, nodes)) <= SCALARS else [self.decode(node, table) for node in nodes]
 
+    def _encode_array(self, value: Any, table: Table) -> Any:
+        if not hasattr(value, "tobytes") or value.dtype.kind not in ARRAYS:
+            return self.encode(value.tolist(), table)
+        if not hasattr(value, "__len__") or value.ndim == 0:
+            return self.encode(value.item(), table)
+        return ["array", value.dtype.str, list(value.shape), value.tobytes().hex()]
+
     def _container(self, name: str, value: Any, table: Table) -> list[Any]:
         if id(value) in table.numbers:
             return ["ref", table.numbers[id(value)]]
@@ -196,8 +273,7 @@ class Wire:
         options = [self.encode(getattr(value, extra), table)] if extra else []
         return [name, number, self.contents(name, value, table), *options]
 
-    def _build(self, name: str, rest: list[Any], table: Table) -> Any:
-        number, payload, *options = rest
+    def _build(self, name: str, number: Any, payload: Any, options: list[Any], table: Table) -> Any:
         value: Any = MUTABLE[name]()
         if number != table.add(value):
             raise MalformedError
@@ -208,131 +284,6 @@ class Wire:
             value.default_factory = self.decode(options[0], table)
         self.refill(value, payload, table)
         return value
-
-    def _encode_other(self, value: Any, kind: type, table: Table) -> list[Any]:
-        """Encodes rarer types, then subclasses of known types, which are sent as their base class."""
-        module = kind.__module__
-        if isinstance(value, bytes):
-            return ["bytes", bytes(value).hex()]
-        if isinstance(value, complex):
-            return ["complex", value.real, value.imag]
-        if isinstance(value, frozenset):
-            return ["frozenset", self._encode_items(list(value), table)]
-        if isinstance(value, (range, slice)):
-            parts = [self.encode(part, table) for part in (value.start, value.stop, value.step)]
-            return ["range" if isinstance(value, range) else "slice", parts]
-        if value is Ellipsis:
-            return ["ellipsis"]
-        if kind in VIEWS:
-            return ["view", VIEWS[kind], self.encode(list(value), table)]
-        if module == "decimal" and kind.__name__ == "Decimal":
-            return ["Decimal", str(value)]
-        if module == "fractions" and kind.__name__ == "Fraction":
-            return ["Fraction", hex(value.numerator), hex(value.denominator)]
-        if module == "datetime" and kind.__name__ in DATES and getattr(value, "tzinfo", None) is None:
-            return ["datetime", kind.__name__, list(_date_parts(value, kind.__name__))]
-        if kind is type(sys):
-            return ["module", value.__name__]
-        if module.partition(".")[0] == "numpy" and hasattr(value, "dtype"):
-            return _encode_array(self, value, table)
-        return self._subclass(value, kind, table)
-
-    def _subclass(self, value: Any, kind: type, table: Table) -> Any:
-        if isinstance(value, str):
-            return self.encode(str.__str__(value), table)
-        if isinstance(value, (int, float)):
-            return self.encode(int.__pos__(value) if isinstance(value, int) else float.__pos__(value), table)
-        if isinstance(value, tuple):
-            fields, items = getattr(kind, "_fields", None), self._encode_items(list(value), table)
-            fields = list(value._items) if isinstance(value, Record) else fields
-            return ["record", list(fields), items] if fields else ["tuple", items]
-        for base, name in KIND_OF.items():
-            if isinstance(value, base):
-                return self._container(name, value, table)
-        return self.encode_object(value)
-
-
-def _encode_array(wire: Wire, value: Any, table: Table) -> Any:
-    if not hasattr(value, "tobytes") or value.dtype.kind not in "biufcSUmM":
-        return wire.encode(value.tolist(), table)
-    if not hasattr(value, "__len__") or value.ndim == 0:
-        return wire.encode(value.item(), table)
-    return ["array", value.dtype.str, list(value.shape), value.tobytes().hex()]
-
-
-def _decode_array(_wire: Wire, rest: list[Any], _table: Table) -> Any:
-    import numpy as np
-
-    dtype, shape, data = rest
-    kind = np.dtype(dtype)
-    if kind.kind not in "biufcSUmM":
-        raise MalformedError
-    return np.frombuffer(bytes.fromhex(data), kind).reshape([_index(size) for size in shape]).copy()
-
-
-def _decode_date(_wire: Wire, rest: list[Any], _table: Table) -> Any:
-    import datetime
-
-    name, parts = rest
-    if len(parts) != DATES[name]:
-        raise MalformedError
-    return getattr(datetime, name)(*parts)
-
-
-def _decode_decimal(_wire: Wire, rest: list[Any], _table: Table) -> Any:
-    import decimal
-
-    return decimal.Decimal(rest[0])
-
-
-def _decode_fraction(_wire: Wire, rest: list[Any], _table: Table) -> Any:
-    import fractions
-
-    return fractions.Fraction(int(rest[0], 16), int(rest[1], 16))
-
-
-def _decode_view(wire: Wire, rest: list[Any], table: Table) -> Any:
-    name, items = rest[0], wire.decode(rest[1], table)
-    if name == "keys":
-        return dict.fromkeys(items).keys()
-    return dict(enumerate(items)).values() if name == "values" else dict(items).items()
-
-
-def _decode_record(wire: Wire, rest: list[Any], table: Table) -> Any:
-    fields, items = rest
-    record = Record(wire._decode_items(items, table))
-    record._items = {name: wire.member(name, item) for name, item in zip(fields, record, strict=True)}
-    return record
-
-
-def _slice_parts(wire: Wire, rest: list[Any], table: Table) -> list[Any]:
-    start, stop, step = wire._decode_items(rest[0], table)
-    return [start, stop, step]
-
-
-_DECODERS: dict[str, Callable[[Wire, list[Any], Table], Any]] = {
-    "int": lambda _w, rest, _t: int(rest[0], 16),
-    "bytes": lambda _w, rest, _t: bytes.fromhex(rest[0]),
-    "complex": lambda _w, rest, _t: complex(rest[0], rest[1]),
-    "frozenset": lambda w, rest, t: frozenset(w._decode_items(rest[0], t)),
-    "range": lambda w, rest, t: range(*_slice_parts(w, rest, t)),
-    "slice": lambda w, rest, t: slice(*_slice_parts(w, rest, t)),
-    "ellipsis": lambda _w, _encode_other, _t: Ellipsis,
-    "type": lambda _w, rest, _t: TYPES[rest[0]],
-    "Decimal": _decode_decimal,
-    "Fraction": _decode_fraction,
-    "datetime": _decode_date,
-    "array": _decode_array,
-    "view": _decode_view,
-    "record": _decode_record,
-}
-
-
-def _date_parts(value: Any, name: str) -> tuple[int, ...]:
-    if name == "timedelta":
-        return value.days, value.seconds, value.microseconds
-    day = (value.year, value.month, value.day) if name != "time" else ()
-    return day if name == "date" else (*day, value.hour, value.minute, value.second, value.microsecond)
 
 
 def _index(value: Any) -> int:
@@ -350,13 +301,9 @@ def _items(value: Any) -> Any:
 
 
 def _same(some: Any, others: Any) -> bool:
-    if isinstance(some, bytes):
-        return some == others
-    return len(some) == len(others) and all(map(_is, some, others))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+    return (
+        some == others if isinstance(some, bytes) else len(some) == len(others) and all(map(operator.is_, some, others))
+    )
 
 
 # -- stand-ins for the objects of the other process, and the operators that they pass on to it
@@ -500,7 +447,7 @@ class Peer:
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
         self.lock = _thread.RLock()
-        self.wire = Wire(self.encode_object, self.decode_object, self.member)
+        self.wire = Wire(self)
         self.shared: list[Any] = []  # objects of this side that the other one refers to, by number
         self.numbers: dict[int, int] = {}
         self.stand_ins: dict[Any, Any] = {}
