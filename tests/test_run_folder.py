@@ -22,7 +22,6 @@ from groupax.runs.checkpoints.store import damage
 from groupax.runs.files import LOCK, LockedError, RunLock
 
 from .stopped_run import final_state
-from .test_resume import Killed
 from .test_trainer import a_trainer, count_a, lines_of
 
 HOLDER = """
@@ -230,19 +229,6 @@ def test_a_run_killed_before_its_first_checkpoint_makes_its_steps_again_in_its_p
     assert len(json.loads((run / "run.json").read_text())["processes"]) == 3
     a_trainer(tmp_path, max_steps=3, temperature=0.9).train()  # another run
     assert (tmp_path / "run.1" / "metrics.jsonl").exists()
-
-
-@pytest.mark.long
-def test_five_kills_before_the_first_checkpoint_leave_one_folder(tmp_path):
-    killed = Killed(tmp_path / "killed", {"save_steps": 100, "max_steps": 6}, 0.05)
-    for phase in ("rollout", "update", "rollout", "reward", "update"):
-        killed.start()
-        assert killed.wait_for([phase])
-        time.sleep(0.3)
-        assert killed.end()[1] == -signal.SIGKILL
-    killed.start()
-    killed.finish()
-    assert not list((tmp_path / "killed").glob("run.*"))
 
 
 @pytest.mark.heavy
