@@ -246,6 +246,8 @@ def read_card(folder: Path | None) -> str | None:
 
 def license_of(text: str | None) -> str | None:
     """Returns the license in a card's metadata, if it is one of the hub's identifiers."""
+    if not (text or "").startswith("---"):
+        return None
     from huggingface_hub import ModelCard
 
     try:
