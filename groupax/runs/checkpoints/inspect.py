@@ -59,7 +59,7 @@ def export(store: Store, step: int, folder: str | os.PathLike[str]) -> Path:
     Args:
         store: The run's checkpoints.
         step: Step of the checkpoint.
-        folder: Folder to write; a model that groupax wrote there is replaced, other files stay.
+        folder: Folder to write; a model that groupax wrote there is replaced.
 
     Raises:
         ForeignFilesError: The folder has files that groupax did not write.
