@@ -16,7 +16,7 @@ from groupax import GRPOConfig, GRPOTrainer
 from groupax.events import Event, StepEnded
 from groupax.recipes import load_recipe
 from groupax.runs.log import RunLog
-from groupax.runs.trackers.background import BackgroundTracker
+from groupax.runs.trackers.sink import BackgroundTracker
 
 WARM_UP_STEPS = 20
 

@@ -19,9 +19,9 @@ from groupax.cli.main import COMMANDS, USAGE, run_command
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.runs import diagnostics
 from groupax.runs.checkpoints import saver
-from groupax.runs.severity import SEVERITIES as SEVERITY_BY_NAME
-from groupax.runs.severity import Severity, severity_of
-from groupax.runs.trackers import background
+from groupax.runs.diagnostics import SEVERITIES as SEVERITY_BY_NAME
+from groupax.runs.diagnostics import Severity, severity_of
+from groupax.runs.trackers import sink
 from groupax.settings.command_line import descriptions, parts, title
 
 SETTINGS = "reference/settings.md"
@@ -116,7 +116,7 @@ def command_page() -> Iterator[str]:
 def diagnostics_list() -> Iterator[str]:
     """Yields a section per diagnostic, with its texts and with `...` for what depends on the run."""
     found: dict[str, list[str]] = {}
-    for module in (diagnostics, saver, background):
+    for module in (diagnostics, saver, sink):
         for name, text in _diagnosed(module):
             found.setdefault(name, []).append(text)
     for name, texts in sorted(found.items(), key=lambda each: SEVERITIES.index(severity_of(each[0]))):

@@ -145,7 +145,7 @@ class _Settings:
 
     def _repr_html_(self) -> str:
         """Returns the settings that differ from their defaults as a table, for notebooks."""
-        from groupax.terminal.notebook import details_html, table_html
+        from groupax.terminal.tables import details_html, table_html
 
         settings, defaults = self.to_dict(), type(self)().to_dict()
         changed = [(name, value, defaults[name]) for name, value in settings.items() if value != defaults[name]]

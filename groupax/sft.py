@@ -31,8 +31,7 @@ from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, license_of, read_card, run_card
-from groupax.runs.progress.display import Progress, headline_text, short_number
-from groupax.runs.progress.notebook import result_html
+from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run
 from groupax.settings.objective import EntropySettings, ObjectiveSettings

@@ -19,8 +19,7 @@ from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.guards import stop_if_nothing_is_scored
 from groupax.runs.log import RunLog
-from groupax.runs.progress.display import headline_text, short_number
-from groupax.runs.progress.notebook import result_html
+from groupax.runs.progress.display import headline_text, result_html, short_number
 from groupax.runs.rollout_run import RolloutRun
 from groupax.runs.step_record import step_record
 from groupax.settings.sampling import SamplingParams

@@ -1,7 +1,7 @@
-"""A run in a process of its own, for tests that kill it: python stopped_run.py FOLDER SETTINGS_AS_JSON PAUSE_S [demo].
+"""A run in a process of its own, for tests that kill it: python stopped_run.py FOLDER SETTINGS_AS_JSON PAUSE_S.
 
-With demo it is the arithmetic recipe's, else a tiny one, whose model lies in FOLDER/../model. It tells what it is
-doing in FOLDER/phase, and leaves what it ends with in FOLDER/final.npz.
+Its model lies in FOLDER/../model. It says what it is doing in FOLDER/phase, and leaves what it ends with in
+FOLDER/final.npz.
 """
 
 import json
@@ -64,23 +64,16 @@ def letters(prompts, completion_ids, log_extra):
     return [0.0 if p[0] in "ab" else ids.count(3) / len(ids) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
-def main(folder, settings, pause_s, demo):
+def main(folder, settings, pause_s):
     from groupax import GRPOConfig, GRPOTrainer
-    from groupax.recipes import load_recipe
     from groupax.runs.checkpoints import writer
 
     folder = Path(folder)
     phase = Phase(folder / "phase")
     place = {"output_dir": str(folder / "run"), "progress_bar": "none"}
-    if demo:
-        recipe = load_recipe("arithmetic")
-        args = GRPOConfig.from_mapping({**recipe.config, **place, **settings})
-        data = recipe.train_dataset(), recipe.eval_dataset()[:64]
-        trainer = GRPOTrainer(recipe.model, list(recipe.reward_funcs), args, *data)
-    else:
-        prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
-        args = GRPOConfig(**{**SETTINGS, **place, **settings})
-        trainer = GRPOTrainer(str(folder.parent / "model"), letters, args, prompts, prompts[:4])
+    prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
+    args = GRPOConfig(**{**SETTINGS, **place, **settings})
+    trainer = GRPOTrainer(str(folder.parent / "model"), letters, args, prompts, prompts[:4])
     trainer.learner.update = phase.during("update", trainer.learner.update, pause_s)
     trainer.reward_runner.finish = phase.during("reward", trainer.reward_runner.finish, pause_s)
     trainer.evaluate = phase.during("evaluation", trainer.evaluate, pause_s)
@@ -103,4 +96,4 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    main(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]), demo=sys.argv[4:] == ["demo"])
+    main(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyte
 
-PATIENCE_S = 180.0
+PATIENCE_S = 60.0
 
 
 class Terminal:

@@ -26,10 +26,7 @@ assert math.isnan(f(float('nan'))) and math.copysign(1, f(-0.0)) == -1
 """,
     ),
     "values of the standard library": (
-        """
-def f(x):
-    return x
-""",
+        "def f(x): return x",
         """
 import datetime as d, decimal, fractions, collections as c
 for v in [d.date(2020, 1, 2), d.datetime(2020, 1, 2, 3, 4, 5, 6), d.timedelta(3, 4, 5), d.time(1, 2),
@@ -42,10 +39,7 @@ assert f(c.deque([1], maxlen=2)).maxlen == 2
 """,
     ),
     "a list that is sorted in place": (
-        """
-def f(l):
-    l.sort()
-""",
+        "def f(l): l.sort()",
         """
 x = [3, 1, 2]
 y = x
@@ -84,10 +78,7 @@ assert d == {'k': [1]} and s == {1, 4} and (b == b'zxy')
 """,
     ),
     "one list passed twice": (
-        """
-def f(a, b):
-    return a is b
-""",
+        "def f(a, b): return a is b",
         """
 x = [1]
 assert f(x, x) and (not f([1], [1]))
@@ -108,51 +99,37 @@ assert r is x and x[1] is x
     "exceptions, own ones too": (
         """
 class E(ValueError):
-
     def __init__(self, c):
         super().__init__('bad')
         self.code = c
-
-    def __str__(self):
-        return 'E' + str(self.code)
-
+    def __str__(self): return 'E' + str(self.code)
 def f(x):
-    if x == 0:
-        raise KeyError('k')
-    if x == 1:
-        raise E(5)
+    if x == 0: raise KeyError('k')
+    if x == 1: raise E(5)
     1 / 0
 """,
         """
 try:
     f(0)
     assert False
-except KeyError as e:
-    assert e.args == ('k',)
+except KeyError as e: assert e.args == ('k',)
 try:
     f(1)
     assert False
-except E as e:
-    assert e.code == 5 and str(e) == 'E5' and isinstance(e, ValueError)
-try:
-    f(1)
-except ValueError:
-    pass
+except E as e: assert e.code == 5 and str(e) == 'E5' and isinstance(e, ValueError)
+try: f(1)
+except ValueError: pass
 try:
     f(2)
     assert False
-except ZeroDivisionError as e:
-    assert 'division' in str(e)
+except ZeroDivisionError as e: assert 'division' in str(e)
 assert issubclass(E, ValueError)
 """,
     ),
     "functions as arguments": (
         """
-def f(g, xs):
-    return [g(x) for x in xs]
-
-def s(xs, key):
-    return sorted(xs, key=key)
+def f(g, xs): return [g(x) for x in xs]
+def s(xs, key): return sorted(xs, key=key)
 """,
         """
 assert f(lambda x: x + 1, [1, 2]) == [2, 3]
@@ -165,51 +142,38 @@ assert f(int, ['1']) == [1]
         """
 def retry(g, n):
     for i in range(n):
-        try:
-            return g()
-        except ValueError:
-            pass
+        try: return g()
+        except ValueError: pass
     raise RuntimeError('no')
 """,
         """
 n = []
-
 def g():
     n.append(1)
-    if len(n) < 3:
-        raise ValueError('x')
+    if len(n) < 3: raise ValueError('x')
     return 7
 assert retry(g, 5) == 7 and len(n) == 3
-
-class My(Exception):
-    pass
-
-def h():
-    raise My('q')
+class My(Exception): pass
+def h(): raise My('q')
 try:
     retry(h, 2)
     assert False
-except My as e:
-    assert e.args == ('q',)
+except My as e: assert e.args == ('q',)
 """,
     ),
     "a decorator": (
         """
 import functools
-
 def memo(g):
     c = {}
-
     @functools.wraps(g)
     def w(*a):
-        if a not in c:
-            c[a] = g(*a)
+        if a not in c: c[a] = g(*a)
         return c[a]
     return w
 """,
         """
 n = []
-
 @memo
 def g(x):
     n.append(x)
@@ -219,11 +183,8 @@ assert g(2) == 4 and g(2) == 4 and (n == [2]) and (g.__name__ == 'g')
     ),
     "functions that are returned": (
         """
-def adder(n):
-    return lambda x: x + n
-
-def compose(f, g):
-    return lambda x: f(g(x))
+def adder(n): return lambda x: x + n
+def compose(f, g): return lambda x: f(g(x))
 """,
         """
 assert adder(2)(3) == 5
@@ -233,12 +194,8 @@ assert compose(adder(1), lambda x: x * 2)(5) == 11
     "generators and iterators, both ways": (
         """
 def g(n):
-    for i in range(n):
-        yield i
-
-def take(it):
-    return list(it)
-
+    for i in range(n): yield i
+def take(it): return list(it)
 def inf():
     i = 0
     while 1:
@@ -252,8 +209,7 @@ assert next(it) == 0 and next(it) == 1
 try:
     next(it)
     assert False
-except StopIteration:
-    pass
+except StopIteration: pass
 assert take((x for x in [1, 2])) == [1, 2]
 assert take(iter([1])) == [1]
 assert take(map(str, [1])) == ['1']
@@ -266,55 +222,26 @@ assert sum(g(4)) == 6 and sorted(g(2)) == [0, 1] and (2 in g(3))
         """
 class Stack:
     size = 0
-
-    def __init__(self, it=()):
-        self.i = list(it)
-
+    def __init__(self, it=()): self.i = list(it)
     def push(self, x):
         self.i.append(x)
         return self
-
-    def pop(self):
-        return self.i.pop()
-
-    def get(self, k):
-        return self.i[k]
-
-    def __len__(self):
-        return len(self.i)
-
-    def __contains__(self, x):
-        return x in self.i
-
-    def __getitem__(self, k):
-        return self.i[k]
-
-    def __setitem__(self, k, v):
-        self.i[k] = v
-
-    def __iter__(self):
-        return iter(self.i)
-
-    def __str__(self):
-        return 'S'
-
-    def __repr__(self):
-        return 'R'
-
-    def __bool__(self):
-        return bool(self.i)
-
+    def pop(self): return self.i.pop()
+    def get(self, k): return self.i[k]
+    def __len__(self): return len(self.i)
+    def __contains__(self, x): return x in self.i
+    def __getitem__(self, k): return self.i[k]
+    def __setitem__(self, k, v): self.i[k] = v
+    def __iter__(self): return iter(self.i)
+    def __str__(self): return 'S'
+    def __repr__(self): return 'R'
+    def __bool__(self): return bool(self.i)
     @property
-    def top(self):
-        return self.i[-1]
-
+    def top(self): return self.i[-1]
     @classmethod
-    def make(cls, *a):
-        return cls(a)
-
+    def make(cls, *a): return cls(a)
     @staticmethod
-    def two():
-        return 2
+    def two(): return 2
 """,
         """
 s = Stack()
@@ -337,34 +264,16 @@ assert len(s) == 2 and len(t) == 3
     "operators of a class": (
         """
 class V:
-
-    def __init__(s, x, y):
-        s.x, s.y = (x, y)
-
-    def __add__(s, o):
-        return V(s.x + o.x, s.y + o.y)
-
-    def __mul__(s, k):
-        return V(s.x * k, s.y * k)
+    def __init__(s, x, y): s.x, s.y = (x, y)
+    def __add__(s, o): return V(s.x + o.x, s.y + o.y)
+    def __mul__(s, k): return V(s.x * k, s.y * k)
     __rmul__ = __mul__
-
-    def __eq__(s, o):
-        return (s.x, s.y) == (o.x, o.y)
-
-    def __lt__(s, o):
-        return s.x < o.x
-
-    def __hash__(s):
-        return hash((s.x, s.y))
-
-    def __neg__(s):
-        return V(-s.x, -s.y)
-
-    def __abs__(s):
-        return 5.0
-
-    def __call__(s, z):
-        return z
+    def __eq__(s, o): return (s.x, s.y) == (o.x, o.y)
+    def __lt__(s, o): return s.x < o.x
+    def __hash__(s): return hash((s.x, s.y))
+    def __neg__(s): return V(-s.x, -s.y)
+    def __abs__(s): return 5.0
+    def __call__(s, z): return z
 """,
         """
 assert V(1, 2) + V(3, 4) == V(4, 6)
@@ -381,30 +290,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from collections import namedtuple
 import enum
-
 @dataclass
 class P:
     x: int
     y: int = 0
-
-class N(NamedTuple):
-    a: int
+class N(NamedTuple): a: int
 Q = namedtuple('Q', 'u v')
-
-class Color(enum.Enum):
-    RED = 1
-
-class St(enum.IntEnum):
-    OK = 200
-
-def f():
-    return P(1)
-
-def q():
-    return Q(1, 2)
-
-def c():
-    return Color.RED
+class Color(enum.Enum): RED = 1
+class St(enum.IntEnum): OK = 200
+def f(): return P(1)
+def q(): return Q(1, 2)
+def c(): return Color.RED
 """,
         """
 assert f() == P(1, 0) and f().x == 1 and (repr(f()) == 'P(x=1, y=0)')
@@ -416,16 +312,11 @@ assert Color(1) == Color.RED and c() is Color.RED and St.OK == 200
     "instances that a function makes": (
         """
 class A:
-
-    def __init__(s):
-        s.count = 0
-
+    def __init__(s): s.count = 0
     def deposit(s, x):
         s.count += x
         return s.count
-
-def make():
-    return A()
+def make(): return A()
 """,
         """
 a = make()
@@ -435,14 +326,10 @@ assert a.deposit(5) == 5 and a.count == 5
     "instances that refer to each other": (
         """
 class Node:
-
-    def __init__(s, v, n=None):
-        s.val, s.next = (v, n)
-
+    def __init__(s, v, n=None): s.val, s.next = (v, n)
 def rev(h):
     p = None
-    while h:
-        h.next, p, h = (p, h, h.next)
+    while h: h.next, p, h = (p, h, h.next)
     return p
 """,
         """
@@ -453,31 +340,18 @@ assert r.val == 2 and r.next.val == 1 and (r.next.next is None) and (r.next is h
     ),
     "instances of the tests' classes": (
         """
-def total(t):
-    return 0 if t is None else t.val + total(t.left) + total(t.right)
-
+def total(t): return 0 if t is None else t.val + total(t.left) + total(t.right)
 def inv(t):
-    if t:
-        t.left, t.right = (inv(t.right), inv(t.left))
+    if t: t.left, t.right = (inv(t.right), inv(t.left))
     return t
-
-def n(o):
-    return len(o) + o[1] + o.meth(3)
+def n(o): return len(o) + o[1] + o.meth(3)
 """,
         """
 class T:
-
-    def __init__(s, v, l=None, r=None):
-        s.val, s.left, s.right = (v, l, r)
-
-    def __len__(s):
-        return 1
-
-    def __getitem__(s, k):
-        return k
-
-    def meth(s, x):
-        return x
+    def __init__(s, v, l=None, r=None): s.val, s.left, s.right = (v, l, r)
+    def __len__(s): return 1
+    def __getitem__(s, k): return k
+    def meth(s, x): return x
 t = T(1, T(2), T(3))
 assert total(t) == 6
 assert inv(t) is t and t.left.val == 3
@@ -493,29 +367,21 @@ def f(x):
         """
 import io, contextlib
 b = io.StringIO()
-with contextlib.redirect_stdout(b):
-    f(3)
+with contextlib.redirect_stdout(b): f(3)
 assert b.getvalue() == 'hi 3\\né\\n'
 """,
     ),
     "standard input": (
         """
 import sys
-
-def f():
-    return int(input('n?')) + int(input())
-
-def g():
-    return [l.strip() for l in sys.stdin]
-
-def h():
-    return sys.stdin.read()
+def f(): return int(input('n?')) + int(input())
+def g(): return [l.strip() for l in sys.stdin]
+def h(): return sys.stdin.read()
 """,
         """
 import io, sys
 from unittest.mock import patch
-with patch('builtins.input', side_effect=['1', '2']):
-    assert f() == 3
+with patch('builtins.input', side_effect=['1', '2']): assert f() == 3
 sys.stdin = io.StringIO('4\\n5\\n')
 assert f() == 9
 sys.stdin = io.StringIO('a\\nb\\n')
@@ -528,7 +394,6 @@ assert h() == 'zz'
         """
 count = 0
 LIMIT = {'a': [1]}
-
 def inc():
     global count
     count += 1
@@ -545,12 +410,8 @@ assert count == 2 and LIMIT == {'a': [1]}
 import math, random
 from math import sqrt
 import collections as calendar
-
-def f():
-    return math.pi
-
-def statistics(x):
-    return x
+def f(): return math.pi
+def statistics(x): return x
 """,
         """
 assert math.isclose(f(), math.pi)
@@ -562,7 +423,6 @@ assert statistics(3) == 3
     "coroutines": (
         """
 import asyncio
-
 async def f(x):
     await asyncio.sleep(0)
     return x + 1
@@ -570,20 +430,15 @@ async def f(x):
         """
 import asyncio
 assert asyncio.run(f(1)) == 2
-
-async def main():
-    return await asyncio.gather(f(1), f(2))
+async def main(): return await asyncio.gather(f(1), f(2))
 assert asyncio.run(main()) == [2, 3]
 """,
     ),
     "files in /tmp": (
         """
 def w(p, t):
-    with open(p, 'w') as f:
-        f.write(t)
-
-def r(p):
-    return open(p).read()
+    with open(p, 'w') as f: f.write(t)
+def r(p): return open(p).read()
 """,
         """
 import tempfile, os
@@ -599,14 +454,9 @@ with tempfile.NamedTemporaryFile('w') as f:
     ),
     "file objects of the tests": (
         """
-def f(h):
-    return h.read()
-
-def g(h):
-    h.write('ok')
-
-def l(h):
-    return [x for x in h]
+def f(h): return h.read()
+def g(h): h.write('ok')
+def l(h): return [x for x in h]
 """,
         """
 import io
@@ -618,10 +468,7 @@ assert l(io.StringIO('a\\nb')) == ['a\\n', 'b']
 """,
     ),
     "mocks": (
-        """
-def f(m):
-    return m.fetch(3) + m(4)
-""",
+        "def f(m): return m.fetch(3) + m(4)",
         """
 from unittest.mock import Mock
 m = Mock(return_value=2)
@@ -632,11 +479,8 @@ m.fetch.assert_called_once_with(3)
     ),
     "built-in types": (
         """
-def f(x):
-    return type(x)
-
-def g(t, x):
-    return isinstance(x, t)
+def f(x): return type(x)
+def g(t, x): return isinstance(x, t)
 """,
         """
 assert f(1) is int and f('') == str
@@ -645,24 +489,16 @@ assert g(int, 3) and (not g(str, 3)) and g((int, str), 'a')
     ),
     "views of a dict": (
         """
-def f(d):
-    return d.keys()
-
-def g(d):
-    return d.values()
-
-def h(d):
-    return d.items()
+def f(d): return d.keys()
+def g(d): return d.values()
+def h(d): return d.items()
 """,
-        """
-assert f({1: 2}) == {1} and list(g({1: 2})) == [2] and (h({1: 2}) == {(1, 2)})
-""",
+        "assert f({1: 2}) == {1} and list(g({1: 2})) == [2] and (h({1: 2}) == {(1, 2)})",
     ),
     "a context manager": (
         """
 from contextlib import contextmanager
 log = []
-
 @contextmanager
 def m():
     log.append(1)
@@ -670,69 +506,45 @@ def m():
     log.append(2)
 """,
         """
-with m() as v:
-    assert v == 5
+with m() as v: assert v == 5
 assert log == [1, 2]
 """,
     ),
     "keyword arguments": (
-        """
-def f(*a, k=1, **kw):
-    return (a, k, kw)
-""",
-        """
-assert f(1, 2, k=[3], z={'q': 1}) == ((1, 2), [3], {'z': {'q': 1}})
-""",
+        "def f(*a, k=1, **kw): return (a, k, kw)",
+        "assert f(1, 2, k=[3], z={'q': 1}) == ((1, 2), [3], {'z': {'q': 1}})",
     ),
     "deep recursion": (
-        """
-def f(n):
-    return 0 if n == 0 else 1 + f(n - 1)
-""",
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)",
         """
 assert f(900) == 900
 try:
     f(10 ** 6)
     assert False
-except RecursionError:
-    pass
+except RecursionError: pass
 """,
     ),
     "threads that call back": (
         """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-
 def f(g):
-    with ThreadPoolExecutor(3) as p:
-        return list(p.map(g, range(5)))
+    with ThreadPoolExecutor(3) as p: return list(p.map(g, range(5)))
 """,
-        """
-assert f(lambda x: x * 2) == [0, 2, 4, 6, 8]
-""",
+        "assert f(lambda x: x * 2) == [0, 2, 4, 6, 8]",
     ),
     "a function's name": (
-        """
-def f(x):
-    return x
-""",
-        """
-assert f.__name__ == 'f' and callable(f)
-""",
+        "def f(x): return x",
+        "assert f.__name__ == 'f' and callable(f)",
     ),
     "unpacking": (
         """
-def f():
-    return iter([1, 2])
-
+def f(): return iter([1, 2])
 class R:
-
     def __iter__(s):
         yield 1
         yield 2
-
-def g():
-    return R()
+def g(): return R()
 """,
         """
 a, b = f()
@@ -743,10 +555,7 @@ assert [*g()] == [1, 2]
 """,
     ),
     "a million integers": (
-        """
-def f(x):
-    return sum(x)
-""",
+        "def f(x): return sum(x)",
         """
 x = list(range(10 ** 6))
 assert f(x) == sum(x)
@@ -755,37 +564,24 @@ assert f(x) == sum(x)
     "SystemExit": (
         """
 import sys
-
-def f():
-    sys.exit(3)
+def f(): sys.exit(3)
 """,
         """
 try:
     f()
     assert False
-except SystemExit as e:
-    assert e.code == 3
+except SystemExit as e: assert e.code == 3
 """,
     ),
     "instances as keys": (
         """
 class K:
-
-    def __init__(s, v):
-        s.v = v
-
-    def __eq__(s, o):
-        return s.v == o.v
-
-    def __hash__(s):
-        return s.v
-
-def f():
-    return {K(1): 'a'}
+    def __init__(s, v): s.v = v
+    def __eq__(s, o): return s.v == o.v
+    def __hash__(s): return s.v
+def f(): return {K(1): 'a'}
 """,
-        """
-assert f()[K(1)] == 'a'
-""",
+        "assert f()[K(1)] == 'a'",
     ),
 }
 

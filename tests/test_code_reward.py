@@ -104,6 +104,7 @@ def test_the_last_block_is_the_program():
     assert program("    return 1", "def f():\n", "f") == "def f():\n    return 1"
     assert program("def f(): return 2", "def f():\n", "f") == "def f(): return 2"
     assert program("x", [{"role": "user", "content": "q"}], "f") == "x"
+    assert program(f"```python\n{SQUARE}```\nUse it:\n```python\nprint(f(2))\n```", "p", "") == SQUARE
 
 
 SQUARE = "def f(x):\n    return x * x\n"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import pytest
 
@@ -244,34 +243,8 @@ def test_diagnostics_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path
     ]
 
 
-@pytest.mark.long
-def test_a_reward_that_all_wait_for_is_found(tmp_path):
-    def slow(completions, completion_ids):
-        time.sleep(0.5)
-        return count_a(completion_ids)
-
-    a_trainer(tmp_path, slow, max_steps=PATIENCE_STEPS + 3).train()
-    assert "slow_reward" in {each["name"] for each in found(tmp_path)}
-
-
 @pytest.mark.heavy
 def test_a_run_at_far_too_high_a_rate_leaves_its_reference(tmp_path):
     a_trainer(tmp_path, learning_rate=0.3, beta=1e-4, max_steps=30, max_grad_norm=0.0).train()
     names = {each["name"] for each in found(tmp_path)}
     assert "kl_runaway" in names
-
-
-@pytest.mark.long
-def test_a_run_that_trades_one_reward_for_another_is_hinted_at(tmp_path):
-    def varied(completions):
-        return [len(set(text)) / 10 for text in completions]
-
-    a_trainer(tmp_path, [count_a, varied], reward_weights=(5.0, 0.1), max_steps=40).train()
-    [hint] = [each["text"] for each in found(tmp_path) if each["name"] == "reward_hacking"]
-    assert "'count_a' has risen while 'varied' has fallen" in hint
-
-
-@pytest.mark.heavy
-def test_a_run_that_learns_has_no_diagnostic(tmp_path):
-    a_trainer(tmp_path, max_steps=25, learning_rate=3e-3).train()
-    assert found(tmp_path) == []

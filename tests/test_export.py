@@ -17,7 +17,7 @@ import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
-from groupax.storage.manifest import MANIFEST
+from groupax.storage.replacing import MANIFEST
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer

@@ -4,33 +4,21 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from groupax import GRPOConfig, SFTConfig, TrainResult, init_model, save_model
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Item
-from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
 from groupax.metrics.estimates import Estimate
-from groupax.runs.progress.named import progress_named
-from groupax.runs.progress.notebook import Notebook
-from groupax.runs.progress.rich import Rich
 from groupax.settings.sampling import SamplingParams
 from groupax.sft import HeldOut, SFTResult
-from groupax.terminal.notebook import curve_html, in_notebook, table_html
-from groupax.types import Rollout
+from groupax.terminal.tables import table_html
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
-
-
-def a_rollout(reward, advantage):
-    one, zero = np.array([1]), np.zeros(1)
-    scored = {"rewards": {EVIL: reward}, "advantage": advantage}
-    return Rollout(0, 0, {"prompt": EVIL}, one, one, zero, zero, "stop", 0, EVIL, **scored)
 
 
 def no_markup(html):
@@ -41,45 +29,6 @@ def test_a_table_escapes_texts_and_shows_control_characters():
     html = table_html([(EVIL, 1)], [EVIL], EVIL)
     assert no_markup(html)
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;␛[2J\\u202e") == 3
-
-
-def test_a_curve_has_a_gap_where_a_value_is_not_finite_and_few_points():
-    html = curve_html([1.0, math.nan, 2.0, 3.0], EVIL)
-    assert no_markup(html)
-    assert html.count("<polyline") == 2
-    assert "nan" not in html
-    assert "from 1 to 3, at last 3" in html
-    assert curve_html([math.nan], "reward") == curve_html([], "reward") == ""
-    assert "<polyline" in curve_html([5.0], "reward")
-    assert curve_html([float(x) for x in range(10_000)], "reward").count(",") < 2_500
-
-
-def test_a_cell_shows_facts_phase_curve_samples_and_messages():
-    cell = Notebook()
-    cell(RunDescribed(2, {"model": EVIL}))
-    cell(PhaseStarted("sampling", 8))
-    cell(PhaseAdvanced(3))
-    assert "sampling 3/8 …" in cell.html()
-    assert "<svg" not in cell.html()
-    cell(RolloutScored(1, [[a_rollout(1.0, 0.7), a_rollout(None, -0.7)]], {}))
-    cell(StepEnded(1, {"reward": 0.25, "step_time": 1.0}))
-    cell(StepEnded(2, {"reward": 0.5, "step_time": 1.0}))
-    html = cell.html()
-    assert no_markup(html)
-    assert "step 2/2  ·  reward 0.5" in html
-    assert "<svg" in html
-    assert "+0.70" in html
-    assert "-0.70" in html
-
-
-def test_messages_outside_of_a_cell_are_printed(capsys):
-    Notebook()(Message(EVIL, warning=True))
-    assert capsys.readouterr().out == "warning: <script>alert(1)</script>␛[2J\\u202e\n"
-
-
-def test_outside_of_notebooks_rich_is_the_terminal_s():
-    assert not in_notebook()
-    assert isinstance(progress_named("rich"), Rich)
 
 
 def test_settings_show_what_differs_from_their_defaults():
@@ -184,8 +133,6 @@ def test_a_notebook_runs_and_changes_its_cell_in_place(name, tmp_path):
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     training = next(cell for cell in notebook.cells if "trainer.train()" in cell.source)
     html = [output.data["text/html"] for output in training.outputs if "data" in output]
-    assert len(html) == 2  # the run, in one cell however often it changed, and its result
-    assert "<svg" in html[0]
-    assert "step 1/1" in html[0]
-    assert "all metrics of the last step" in html[1]
+    assert sum("step 1/1" in each for each in html) == 1  # however often it changed
+    assert "all metrics of the last step" in html[-1]
     assert any((tmp_path / "runs" / name / "model").glob("*config.json"))

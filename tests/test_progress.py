@@ -1,18 +1,13 @@
 """How a run is shown: what is estimated, left out and made visible. The screen itself is in tests/test_terminal.py."""
 
-import io
 import json
 import math
 
 import pytest
-from rich.console import Console
-from rich.text import Text
 
 from groupax.events import Message, PhaseAdvanced, PhaseStarted, RunDescribed, StepEnded, counted
 from groupax.runs.progress.display import TimeLeft
-from groupax.runs.progress.named import PROGRESS_BARS, JsonLines, Silent, Tqdm, progress_named
-from groupax.runs.progress.rich import fitting
-from groupax.terminal.panel import LivePanel
+from groupax.runs.progress.named import PROGRESS_BARS, JsonLines, Silent, progress_named
 from groupax.terminal.printable import one_line, printable
 
 METRICS = {"reward": 0.5, "step_time": 2.0}
@@ -27,14 +22,6 @@ def test_the_time_left_leaves_out_steps_that_compiled_and_single_slow_ones():
         left.add({"step_time": step_s, "time/compile_s": 0.01})
     assert left.seconds(60) == pytest.approx(120)
     assert left.seconds(0) == 0
-
-
-def test_a_line_has_the_first_fields_that_fit():
-    fields = ["step 1/2", "eta 0:01", "reward 1"]
-    assert fitting(fields, 100) == "step 1/2  eta 0:01  reward 1"
-    assert fitting(fields, 28) == fitting(fields, 100)
-    assert fitting(fields, 27) == "step 1/2  eta 0:01"
-    assert fitting(fields, 3) == ""
 
 
 def test_counted_items_pass_through_and_show_phases():
@@ -79,27 +66,6 @@ def test_json_lines_have_phases_before_the_first_step_and_after_the_last(capsys)
         {"reward": None, "step": 2, "num_steps": 2},
         {"phase": "writing the model"},
     ]
-
-
-def test_a_bar_of_tqdm_names_the_phase(capsys):
-    with Tqdm() as progress:
-        progress(PhaseStarted("evaluating", 500))
-    assert "evaluating" in capsys.readouterr().err
-
-
-def test_a_panel_on_a_terminal_that_became_narrower_is_erased_whole():
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=120, height=40)
-    live = LivePanel(console, lambda: Text("x" * 120 + "\nshort\n" + "y" * 90), refreshes_per_s=0.001)
-    live.start()
-    for columns, height in ((120, 3), (60, 2 + 1 + 2), (40, 3 + 1 + 3), (200, 3)):
-        file.truncate(0)
-        console.width = columns
-        live.refresh()
-        assert file.getvalue().count("\x1b[1A") == height - 1
-        console.width = 120
-        live.refresh()
-    live.stop()
 
 
 @pytest.mark.parametrize(

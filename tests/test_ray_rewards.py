@@ -16,7 +16,6 @@ from groupax.rewards.runner import RewardRunner
 from groupax.settings.rollouts import RewardSettings
 
 from .test_rewards import rollouts_of
-from .test_trainer import a_trainer, lines_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -145,20 +144,6 @@ def test_a_call_that_takes_too_long_is_killed_and_the_next_one_works(nodes, tmp_
         assert_ends(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.long
-def test_what_still_runs_is_killed_at_the_end(nodes, tmp_path):
-    def hangs(completions):
-        (tmp_path / "part").write_text(str(os.getpid()))
-        os.replace(tmp_path / "part", tmp_path / "pid")
-        time.sleep(600)
-
-    with a_runner(hangs) as runner:
-        runner.start(rollouts_of("ab"))
-        while not (tmp_path / "pid").exists():
-            time.sleep(0.1)
-    assert_ends(int((tmp_path / "pid").read_text()))
-
-
 def assert_ends(pid):
     for _ in range(300):
         if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
@@ -187,31 +172,3 @@ def test_a_lost_worker_is_a_failed_attempt(nodes, tmp_path):
     assert "WorkerCrashedError" in dead.error
     assert dead.num_failures == 2
     assert (tmp_path / "dying").read_text() == "xx"  # Ray itself tries none again
-
-
-@pytest.mark.long
-def test_a_lost_node_is_a_failed_attempt(nodes, tmp_path):
-    def hangs_at_first(completions):
-        if not (tmp_path / "started").exists():
-            (tmp_path / "started").touch()
-            time.sleep(600)
-        return [1.0] * len(completions)
-
-    with a_runner(hangs_at_first, reward_retries=1) as runner:
-        runner.start(rollouts_of("ab"))
-        while not (tmp_path / "started").exists():
-            time.sleep(0.1)
-        nodes.remove_node(nodes.worker, allow_graceful=False)
-        nodes.worker = nodes.add_node(num_cpus=2, num_gpus=1)
-        [[revived]] = runner.finish()
-    assert (revived.error, revived.values.tolist()) == ("", [1.0, 1.0])
-
-
-@pytest.mark.long
-def test_a_run_equals_the_one_whose_rewards_run_in_threads(nodes, tmp_path):
-    def letters(completion_ids):
-        return [ids.count(3) / len(ids) for ids in completion_ids]
-
-    a_trainer(tmp_path / "threads", letters).train()
-    a_trainer(tmp_path / "ray", letters, reward_workers=2, reward_workers_on="ray").train()
-    assert lines_of(tmp_path / "ray") == lines_of(tmp_path / "threads")

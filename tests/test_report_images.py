@@ -11,8 +11,9 @@ from PIL import Image
 from groupax.data.images import image_name
 from groupax.evaluation.items import Completion, Item
 from groupax.runs.folder import RunFolder
-from groupax.runs.report.images import MAX_SIDE, image_urls
-from groupax.runs.report.write import write_run_report
+from groupax.runs.report.page import write_run_report
+from groupax.runs.report.record import MAX_IMAGE_SIDE as MAX_SIDE
+from groupax.runs.report.record import _image_urls as image_urls
 
 from .test_view_images import rollout
 

@@ -287,8 +287,8 @@ def test_a_notice_of_maintenance_stops_the_run(tmp_path, whole, monkeypatch):
 class Killed:
     """Runs `stopped_run` in processes and kills them."""
 
-    def __init__(self, folder, settings, pause_s, demo=False):
-        self.folder, self.settings, self.pause_s, self.demo = folder, settings, pause_s, demo
+    def __init__(self, folder, settings, pause_s):
+        self.folder, self.settings, self.pause_s = folder, settings, pause_s
         folder.mkdir()
         model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
         if not (folder.parent / "model").exists():
@@ -297,7 +297,7 @@ class Killed:
     def start(self):
         self.phase = self.folder / "phase"
         self.phase.write_bytes(b"\0\0")
-        arguments = [str(self.folder), json.dumps(self.settings), str(self.pause_s), *["demo"] * self.demo]
+        arguments = [str(self.folder), json.dumps(self.settings), str(self.pause_s)]
         environment = {
             **os.environ,
             "PYTHONPATH": str(REPO),
@@ -376,30 +376,6 @@ def test_killed_at_twenty_random_moments_it_goes_on_exactly(tmp_path):
     log = check_killed(tmp_path, 20, {}, seed=1)
     print({phase: log.count(phase) for phase in log})
     assert {"rollout", "reward", "update", "checkpoint"} <= set(log)
-
-
-@pytest.mark.long
-def test_the_demo_ends_within_half_a_minute_in_each_phase_and_goes_on_exactly(tmp_path):
-    settings = {"max_steps": 10, "save_steps": 4, "eval_steps": 5}
-    undisturbed = Killed(tmp_path / "undisturbed", settings, 0.0, demo=True)
-    undisturbed.start()
-    expected = undisturbed.finish()
-    stopped = Killed(tmp_path / "stopped", settings, 0.2, demo=True)
-    for phase in ("update", "rollout", "reward", "checkpoint", "evaluation"):
-        stopped.start()
-        assert stopped.wait_for([phase])
-        time.sleep(0.1)
-        doing = stopped.now()
-        begun_s = time.monotonic()
-        stopped.process.send_signal(signal.SIGTERM)
-        _, err = stopped.process.communicate(timeout=30)
-        print(f"SIGTERM in {doing}: ended with {stopped.process.returncode} after {time.monotonic() - begun_s:.1f} s")
-        assert stopped.process.returncode == PREEMPTED, err
-    stopped.start()
-    found = stopped.finish()
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-    assert metrics_of_run(stopped.folder / "run") == metrics_of_run(undisturbed.folder / "run")
 
 
 # -- other devices

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from groupax import rewards
-from groupax.rewards import math_process
-from groupax.rewards.answers import final_expression
-from groupax.rewards.maths import final_number
+from groupax.rewards import maths
+from groupax.rewards.answers import final_expression, final_number
 
 from .conftest import SEED, SHARED
 
@@ -466,9 +465,9 @@ def test_answers_that_never_end_are_wrong_in_any_thread():
 
 
 def test_a_comparing_process_that_does_not_start_is_no_wrong_answer(monkeypatch):
-    monkeypatch.setattr(math_process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(maths.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="did not start"):
-        math_process.Comparer()("1", "1")
+        maths.Comparer()("1", "1")
 
 
 # -- the rewards of the documents that groupax was asked for in, as they are written there

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax.errors import PreemptedError, RewardError
+from groupax.errors import RewardError
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.settings.rollouts import RewardSettings
@@ -361,15 +361,6 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_reported_once(tmp_path,
 
 
 @pytest.mark.heavy
-def test_a_reward_that_never_works_stops_the_first_rollout(tmp_path):
-    with pytest.raises(
-        RewardError, match=r"'raises' failed for every completion of the first rollout:\nTraceback"
-    ) as stopped:
-        a_trainer(tmp_path, [raises, count_a]).train()
-    assert "KeyError: 'no such thing'" in str(stopped.value)
-
-
-@pytest.mark.heavy
 def test_on_request_a_failure_stops_the_run(tmp_path):
     def fails_in_the_second_step(completion_ids, trainer_state):
         if trainer_state.step == 1:
@@ -381,41 +372,6 @@ def test_on_request_a_failure_stops_the_run(tmp_path):
     ):
         a_trainer(tmp_path, fails_in_the_second_step, reward_errors="raise").train()
     assert len(lines_of(tmp_path)) == 1
-
-
-@pytest.mark.heavy
-def test_what_functions_log_lands_in_metrics_and_rollouts(tmp_path):
-    import pyarrow.parquet
-
-    def logging(completion_ids, log_extra, log_metric):
-        log_extra("num_a", [ids.count(3) for ids in completion_ids])
-        log_metric("share_a", np.mean(count_a(completion_ids)))
-        return count_a(completion_ids)
-
-    a_trainer(tmp_path, logging, max_steps=1).train()
-    [line] = lines_of(tmp_path)
-    np.testing.assert_allclose(line["share_a"], line["reward"])
-    rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
-    assert all(row["extra/num_a"] == row["completion_ids"].count(3) for row in rows)
-
-
-@pytest.mark.heavy
-def test_an_interrupt_saves_the_run(tmp_path, caplog):
-    calls = []
-
-    def interrupted(completion_ids, trainer_state):
-        calls.append(trainer_state.step)
-        if calls.count(1) == 1 and trainer_state.step == 1:
-            import _thread
-
-            _thread.interrupt_main()
-            time.sleep(0.5)
-        return count_a(completion_ids)
-
-    with pytest.raises(PreemptedError):
-        a_trainer(tmp_path, interrupted).train()
-    assert "stopped (SIGINT) after step 1; its state is in" in caplog.text
-    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "params").is_dir()
 
 
 @pytest.mark.parametrize("way", ["raises", "returns"])

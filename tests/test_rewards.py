@@ -307,7 +307,7 @@ def test_what_is_no_reward(function, message):
 
 def test_every_built_in_reward_has_its_name():
     from groupax import rewards
-    from groupax.rewards.builtin import BUILTIN_REWARDS
+    from groupax.rewards.resolve import BUILTIN_REWARDS
 
     for name, function in BUILTIN_REWARDS.items():
         assert find_reward(name) is function is getattr(rewards, name)

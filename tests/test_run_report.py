@@ -18,10 +18,9 @@ from groupax.evaluation.items import Completion, Item, write_items
 from groupax.events import EventStream
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.report.charts import curve, numbers
-from groupax.runs.report.contents import contents_of, shown
+from groupax.runs.report.contents import contents_of
+from groupax.runs.report.page import curve, numbers, write_run_report
 from groupax.runs.report.record import read_run
-from groupax.runs.report.write import write_run_report
 from groupax.settings.command_line import parsed
 
 from .test_trainer import a_trainer, count_a
@@ -116,12 +115,6 @@ def test_numbers_are_those_of_the_metrics(run, report):
     assert cost[1] in report[1]
 
 
-def test_lines_for_several_steps_count_as_many(tmp_path):
-    lines = [{"step": 2.0, "loss": 0.0, "step_time": 1.5}, {"step": 6.0, "loss": 0.0, "step_time": 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_run(tmp_path).total("step_time") == 2 * 1.5 + 4 * 0.5
-
-
 def test_the_seconds_of_a_rollout_count_once_however_many_steps_are_made_on_it(tmp_path):
     folder = RunFolder(tmp_path)
     folder.start({})
@@ -188,13 +181,6 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "has not come to a logged step" in capsys.readouterr().err
 
 
-def test_the_command(run, tmp_path, capsys):
-    assert main(["report", str(run), "--to", str(tmp_path / "to"), "--price_per_hour", "2.5"]) == 0
-    assert str(tmp_path / "to" / "report.html") in capsys.readouterr().out
-    assert "at 2.5 per machine hour" in (tmp_path / "to" / "report.md").read_text(encoding="utf-8")
-    assert main(["report", str(run), "--price_per_hour", "-1"]) == 2
-
-
 # -- curves
 
 
@@ -215,16 +201,6 @@ def test_a_long_curve_keeps_its_extremes():
     assert len(drawn) < 20_000
     ys = [float(point.split(",")[1]) for point in re.findall(r'points="([^"]+)"', drawn)[0].split()]
     assert min(ys) == 10.0
-
-
-def test_curves_of_one_value_and_of_none():
-    assert "<circle" in curve("t", [3.0], {"x": [2.0]})
-    assert "<polyline" in curve("t", [1.0, 2.0], {"x": [2.0, 2.0]})
-    assert curve("t", [1.0, 2.0], {"x": [float("nan")] * 2}) == ""
-
-
-def test_long_texts_are_cut_where_they_are_too_long_to_be_read():
-    assert shown("x" * 1_000_000) == "x" * 4000 + "… (1,000,000 characters)"
 
 
 def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
@@ -275,11 +251,6 @@ def test_a_command_can_be_pasted_whatever_it_has(tmp_path):
     repeated = parsed(Train, "train", shlex.split(command)[2:])
     assert {name: getattr(repeated.args, name) for name in settings} == settings
     assert repeated.eval_dataset == ("held_out.jsonl",)
-
-
-def test_a_run_begun_from_python_has_no_command(report):
-    assert "none: the run was started from Python" in report[1]
-    assert "| reward functions | count\\_a |" in report[1]
 
 
 def test_held_out_prompts_are_counted_by_how_their_answers_changed(run, tmp_path):

@@ -25,7 +25,8 @@ from groupax.parallel import memory as peak
 from groupax.serve.app import EventStream, Limits, Server
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, TokenTexts
-from groupax.serve.loop import Delta, EngineLoop
+from groupax.serve.jobs import Delta
+from groupax.serve.loop import EngineLoop
 from groupax.serve.metrics import Metrics
 from groupax.serve.prepare import encoded, prepare
 from groupax.serve.protocols.incoming import Incoming

@@ -14,7 +14,7 @@ import groupax
 from dev.site_pages import DIAGNOSTICS_MARK, diagnostics_list, generated_pages, on_page_markdown
 from groupax.cli.main import COMMANDS
 from groupax.config import GRPOConfig, SFTConfig
-from groupax.runs.severity import SEVERITIES
+from groupax.runs.diagnostics import SEVERITIES
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ from groupax.cli.summary import difference_table, estimate_table
 from groupax.evaluation.items import Comparison
 from groupax.evaluation.paired import PairedDifference
 from groupax.metrics.estimates import Estimate
-from groupax.runs.progress.rich import sample_panel
+from groupax.runs.progress.named import sample_panel
 from groupax.types import Rollout
 
 NAMES = ("reward", "rewards/think_answer_format/mean", "rewards/think_answer_correct/mean")

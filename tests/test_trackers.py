@@ -19,7 +19,7 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.events import EventStream, RunStarted, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.trackers.background import MAX_WAITING, BackgroundTracker
+from groupax.runs.trackers.sink import MAX_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES, TrackedRun, open_tracker, samples_of
 from groupax.settings.run import TRACKERS
 from groupax.storage.buckets import RemoteFolder

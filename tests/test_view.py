@@ -27,10 +27,10 @@ from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
 from groupax.parallel.processes import is_loopback
 from groupax.runs import diagnostics
+from groupax.runs.diagnostics import SEVERITIES, severity_of
+from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
-from groupax.runs.severity import SEVERITIES, severity_of
-from groupax.storage.lock import check_unlocked
 from groupax.types import Rollout
 from groupax.view.axes import mean_and_spread
 from groupax.view.distributions import heat_map, row_means, spread_out

@@ -15,13 +15,13 @@ from groupax.parallel.preemption import stoppable
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.recipe import Recipe
 from groupax.runs.diagnostics import reward_diagnostics
+from groupax.runs.files import check_unlocked
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.settings.command_line import Positional, Topics, parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings, PromptOverflow, RewardSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.storage.lock import check_unlocked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -243,7 +243,7 @@ def _evaluate_sets(
 def _show(command: Eval, results: Results) -> None:
     from groupax.cli.summary import estimate_table
     from groupax.evaluation.items import binary_rewards
-    from groupax.terminal.console import output_console
+    from groupax.terminal.tables import output_console
 
     console = output_console()
     for name, ways in results.items():
@@ -391,7 +391,7 @@ def compare(arguments: Sequence[str]) -> None:
     from groupax.cli.summary import difference_table, plain_differences
     from groupax.evaluation.items import compare as compare_items
     from groupax.evaluation.items import read_items
-    from groupax.terminal.console import output_console
+    from groupax.terminal.tables import output_console
 
     console = output_console()
     written = {}

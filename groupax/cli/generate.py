@@ -9,7 +9,7 @@ from groupax.cli.train import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
-from groupax.runs.progress.rich import Rich
+from groupax.runs.progress.named import Rich
 from groupax.settings.command_line import Topics, parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings

@@ -276,7 +276,7 @@ def report(arguments: Sequence[str]) -> None:
     """Runs `groupax report`."""
     command = parsed(Report, "report", arguments)
 
-    from groupax.runs.report.write import write_run_report
+    from groupax.runs.report.page import write_run_report
 
     if command.price_per_hour is not None and not command.price_per_hour >= 0:
         raise ValueError(f"--price_per_hour must be at least 0, got {command.price_per_hour}")

@@ -91,7 +91,7 @@ def next_commands(uri: str, prompt: Prompt, result: TrainResult | SFTResult, fla
 
 def show(parts: Sequence[Any]) -> None:
     """Prints texts and rich tables."""
-    from groupax.terminal.console import output_console
+    from groupax.terminal.tables import output_console
 
     console = output_console()
     for part in parts:

@@ -20,7 +20,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
-from groupax.terminal.notebook import table_html
+from groupax.terminal.tables import table_html
 from groupax.types import Metrics, Rollout
 
 

@@ -28,9 +28,8 @@ from groupax.replay.recorded import RecordedRun
 from groupax.replay.state import check_state
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, first_of_rollout, prepared
 from groupax.runs.checkpoints import arrays
-from groupax.runs.checkpoints.files import STATE, seal
 from groupax.runs.checkpoints.fingerprint import Identity, versions
-from groupax.runs.checkpoints.store import OWN
+from groupax.runs.checkpoints.store import OWN, STATE, seal
 from groupax.runs.process import process_of
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, row_digest

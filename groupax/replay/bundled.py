@@ -26,9 +26,8 @@ from groupax.replay.recorded import RecordedRun, recorded_run
 from groupax.replay.session import target_of
 from groupax.replay.trainer import ReplayTrainer, Target
 from groupax.runs.checkpoints import arrays
-from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity
-from groupax.runs.checkpoints.store import OWN
+from groupax.runs.checkpoints.store import OWN, STATE
 from groupax.runs.files import parsed_record
 from groupax.runs.step_record import Stage
 from groupax.settings.objective import AdvantageEstimator, KLEstimator, LossType

@@ -17,7 +17,7 @@ from groupax.replay.foreign import (
 from groupax.replay.manifest import Manifest
 from groupax.rollouts.state import Cursor
 from groupax.runs.checkpoints.choose import FORMAT
-from groupax.runs.checkpoints.files import STATE
+from groupax.runs.checkpoints.store import STATE
 from groupax.settings.compute import Checkpointing
 from groupax.storage.folders import read_file
 

@@ -38,8 +38,9 @@ def code_tests(
     even if the solution redefines them.
 
     The solution is the completion's last code block that defines `entry_point`, else the last one that is fenced as
-    Python, else as no language, else the whole completion. If it does not define `entry_point`, it is taken as the
-    continuation of the prompt, as in HumanEval.
+    Python, else as no language, else the whole completion; without an `entry_point` blocks that define a function or a
+    class come first. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in
+    HumanEval.
 
     Args:
         completions: Completions of the policy.
@@ -92,14 +93,15 @@ def _sources(tests: Any, partial_credit: bool) -> list[str]:
 def program(completion: str, prompt: Any, entry_point: str) -> str:
     """Returns the Python source in a completion, preceded by the prompt if it does not define the entry point.
 
-    It is the last block that defines the entry point, or else the last one fenced as Python, or as no language. A block
-    that the prompt has opened continues in the completion.
+    It is the last block that defines the entry point, or any function or class if there is none; or else the last one
+    fenced as Python, or as no language. A block that the prompt has opened continues in the completion.
     """
     blocks = _blocks(_open_block(_prompt_text(prompt)) + completion)
     name = re.escape(re.split(r"\W+", entry_point.rstrip("()"))[-1])
     # not \s, which would try every sequence of empty lines from each of its lines
-    definition = re.compile(rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*=", re.MULTILINE)
-    defining = [source for _, source in blocks if name and definition.search(source)]
+    any_of_name = rf"{name}\b|^{name}[ \t]*=" if name else r"\w"
+    definition = re.compile(rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{any_of_name}", re.MULTILINE)
+    defining = [source for _, source in blocks if definition.search(source)]
     python = [source for language, source in blocks if language]
     source = [completion, *(source for _, source in blocks)][-1]
     source = (defining or python or [source])[-1]

@@ -1,4 +1,4 @@
-r"""Comparisons of mathematical expressions by math-verify, for `math_process`. Imports no jax.
+r"""Comparisons of mathematical expressions by math-verify, for `maths`. Imports no jax.
 
 math-verify parses LaTeX and compares values. `equal` gives it both expressions in one notation and without units,
 because it drops or misreads some others, and decides itself whether a relation stands for a value.

@@ -186,7 +186,7 @@ def _start(limits: Limits, sandbox: Sandbox, seed: int, output_chars: int) -> tu
         environment["PYTHONHASHSEED"] = str(seed)
     else:
         outer = order | {
-            "modules": compiled_modules("start", "guard"),
+            "modules": compiled_modules("start"),
             "command": inner_command([isolated_python(), *PYTHON], [("PYTHONHASHSEED", str(seed))]),
             "filter": call_filter(),
             "filter_descriptor": FILTER_DESCRIPTOR,

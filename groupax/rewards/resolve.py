@@ -1,4 +1,7 @@
-"""Resolves `reward_funcs`, as the user wrote it, into the reward functions of a run. Imports no jax."""
+"""Resolves `reward_funcs`, as the user wrote it, into the reward functions of a run; the built-in ones by name.
+
+Imports no jax.
+"""
 
 import functools
 import inspect
@@ -10,11 +13,44 @@ from typing import Any
 import numpy as np
 
 from groupax.errors import require
-from groupax.rewards.builtin import BUILTIN_REWARDS
+from groupax.rewards.code import code_tests
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
+from groupax.rewards.formats import (
+    cosine_length,
+    integer_answer,
+    regex_match,
+    repetition_penalty,
+    soft_overlong,
+    think_answer_correct,
+    think_answer_format,
+    think_format,
+    xml_count,
+    xml_format,
+)
+from groupax.rewards.maths import gsm8k_accuracy, math_accuracy
+from groupax.rewards.sandbox import check_sandbox
 from groupax.settings.fields import nearest
 from groupax.settings.references import import_attribute, parse_call
 
+# The built-in rewards by name, for YAML files and the command line.
+BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        code_tests,
+        cosine_length,
+        gsm8k_accuracy,
+        integer_answer,
+        math_accuracy,
+        regex_match,
+        repetition_penalty,
+        soft_overlong,
+        think_answer_correct,
+        think_answer_format,
+        think_format,
+        xml_count,
+        xml_format,
+    )
+}
 OF_MATH = ("math_accuracy", "cosine_length")  # rewards that need the extra `math`
 
 
@@ -143,6 +179,19 @@ def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Seq
         is_async=_is_async(function),
         columns=dict(renamed),
     )
+
+
+def check_setup(function: Callable[..., Any]) -> None:
+    """Checks that the programs which a built-in reward needs are installed on this machine.
+
+    Raises:
+        RunError: They are not.
+    """
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        function, options = function.func, {**function.keywords, **options}
+    if function is code_tests:
+        check_sandbox(options.get("sandbox", "bwrap"))
 
 
 def _is_model(item: Any) -> bool:

@@ -1,6 +1,6 @@
 """Scores groups of completions during decoding: each as soon as it is sampled, and no call can stop the run.
 
-    start(group) ──► a call of each reward function (see `supervisor`)
+    start(group) ──► a call of each reward function (see `calls`)
     finish()     ◄── scores of all groups; until then the main thread calls the functions that need it
 
 Several threads may score at the same time, each its own groups; functions that need the main thread are then called
@@ -17,11 +17,10 @@ from typing import Any
 
 from groupax.errors import RewardError
 from groupax.parallel import processes
-from groupax.rewards.builtin import check_setup
+from groupax.rewards.calls import Supervisor
 from groupax.rewards.contract import Reward, Scores, checked_scores
-from groupax.rewards.main_thread import MainThread
-from groupax.rewards.supervisor import Supervisor
-from groupax.rewards.workers import check_sendable
+from groupax.rewards.resolve import check_setup
+from groupax.rewards.workers import MainThread, check_sendable
 from groupax.settings.rollouts import RewardSettings
 from groupax.types import Rollout, TrainerState
 

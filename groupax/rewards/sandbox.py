@@ -154,8 +154,8 @@ def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
     is_isolated = sandbox == "bwrap"
     python = [isolated_python() if is_isolated else sys.executable, "-I", "-S"]
     return limits_order(limits, sandbox) | {
-        "modules": compiled_modules("start", "wire", "stand_in", "peer", "test_process"),
-        "solution_modules": compiled_modules("start", "wire", "stand_in", "peer", "solution_process"),
+        "modules": compiled_modules("start", "protocol", "test_process"),
+        "solution_modules": compiled_modules("start", "protocol", "solution_process"),
         "command": inner_command(python) if is_isolated else python,
         "filter": call_filter() if is_isolated else b"",
         "filter_descriptor": FILTER_DESCRIPTOR,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from groupax.config import GRPOConfig
 from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
@@ -23,8 +24,29 @@ REWARD_CHANGE = 0.5  # standard deviations of a reward
 LONGER, MORE_CLIPPED = 1.5, 0.25  # times the length at the start, and share of completions
 FAILED = 0.2  # of the episodes
 
+# An error says that the run learns nothing, or not what it should; a warning that it may; a note that it wastes time.
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: dict[str, Severity] = {
+    **dict.fromkeys(("no_rewards", "rewards_equal", "no_gradient", "kl_runaway", "entropy_collapse"), "error"),
+    **dict.fromkeys(("reward_hacking", "learning_rate_zero", "environment_failures"), "error"),
+    **dict.fromkeys(("filter_budget", "few_prompts", "all_truncated", "length_explosion", "logp_drift"), "warning"),
+    **dict.fromkeys(("no_eos", "decoding_weights", "sequence_weights", "luspo_level", "vespo_level"), "warning"),
+    **dict.fromkeys(("delta_unused", "metric_for_best_model", "padding_waste", "slow_reward"), "note"),
+}
+PREFIXES: dict[str, Severity] = {"reward ": "error", "tracker_": "note"}  # of names that contain another name
+
 Steps = Sequence[Mapping[str, float]]
 Diagnose = Callable[[Steps], dict[str, str]]  # metrics of steps -> texts by name
+
+
+def severity_of(name: str) -> Severity:
+    """Returns the severity of the diagnostic with this name; `warning` for names of other versions."""
+    if name in SEVERITIES:
+        return SEVERITIES[name]
+    for prefix, severity in PREFIXES.items():
+        if name.startswith(prefix):
+            return severity
+    return "warning"
 
 
 class Diagnostics:

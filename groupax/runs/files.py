@@ -1,21 +1,99 @@
-"""Operations on the files of run folders. Imports no jax."""
+"""Operations on the files of run folders, and their lock. Imports no jax."""
 
 import contextlib
+import datetime
 import errno
 import json
 import os
+import socket
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupax.runs.metrics_file import NAME
+from filelock import FileLock, Timeout
+
 from groupax.storage.buckets import RemoteFolder
+from groupax.storage.folders import read_file
+
+METRICS, LOCK = "metrics.jsonl", ".lock"
+# Errors of file systems without locks, such as some network ones.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class LockedError(ValueError):
+    """Another run uses the folder."""
+
+
+class RunLock:
+    """An exclusive lock on a folder, which the system releases when the process ends.
+
+    The text of the lock's file names the holder. A file that a killed process left behind stops nobody.
+
+    Args:
+        folder: Folder to lock, which is created if it is absent.
+
+    Raises:
+        LockedError: Another run uses the folder. The message names its process, its host and when it started.
+        OSError: The folder is not writable.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / LOCK
+        self._lock = FileLock(self.path, timeout=0, thread_local=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise _refusal(self.path) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            warnings.warn(
+                f"{folder} cannot be locked ({error.strerror}): its file system has no locks; nothing stops a second "
+                "run from starting in this folder",
+                stacklevel=2,
+            )
+        since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        self.path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", encoding="utf-8")
+
+    def release(self) -> None:
+        """Releases the folder. The file stays."""
+        self._lock.release()
+
+
+def check_unlocked(folder: Path) -> None:
+    """Checks that no run uses the folder.
+
+    Raises:
+        LockedError: A run uses it.
+    """
+    if not (folder / LOCK).is_file():  # without the file nobody holds the lock
+        return
+    try:
+        FileLock(folder / LOCK, timeout=0, thread_local=False).acquire().lock.release()
+    except Timeout:
+        raise _refusal(folder / LOCK) from None
+    except OSError:  # a file system without locks, or one that is read-only
+        pass
+
+
+def _refusal(path: Path) -> LockedError:
+    try:
+        holder = read_file(path, 4096).decode(errors="replace").strip()
+    except OSError:
+        holder = ""
+    who = f" ({holder})" if holder.startswith("process ") and holder.isprintable() else ""
+    return LockedError(
+        f"another run uses {path.parent}{who}; wait for it, stop it, or choose another output_dir. Nothing was changed "
+        "there"
+    )
 
 
 def has_results(folder: Path) -> bool:
     """Returns whether the run in a folder completed a step or saved anything."""
-    metrics = folder / NAME
+    metrics = folder / METRICS
     if not metrics.is_file():
         return False
     return metrics.stat().st_size > 0 or (folder / "model").exists() or any((folder / "checkpoints").glob("step_*"))
@@ -81,21 +159,35 @@ def replace_text(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def append_text(path: Path, text: str) -> None:
+def append(path: Path, data: bytes, size: int | None = None) -> None:
     """Appends to a file, which is as it was if that fails.
+
+    Args:
+        path: The file, which is created if it is absent.
+        data: What to append.
+        size: Number of bytes of the file that count; None for all. Those after them are overwritten.
 
     Raises:
         OSError: It cannot be written.
     """
-    data = text.encode()
-    with path.open("ab", buffering=0) as file:
-        size, num_written = file.tell(), 0
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END) if size is None else file.seek(size)
+        num_written = 0
         try:
             while num_written < len(data):
                 num_written += file.write(data[num_written:])
         except OSError:
             file.truncate(size)
             raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flushes a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def upload_changes(folder: Path, remote: RemoteFolder, uploaded: dict[str, tuple[int, int]]) -> None:

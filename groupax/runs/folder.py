@@ -1,7 +1,6 @@
 """The run folder: settings, metrics and completions on disk. Imports no jax."""
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -19,28 +18,29 @@ from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.metrics.completions import json_numbers
 from groupax.models.vision.processing import write_processor
 from groupax.runs.files import (
-    append_text,
+    LOCK,
+    METRICS,
+    RunLock,
+    append,
+    check_unlocked,
     check_writable,
     free_name,
     has_results,
     parsed_record,
     refusing_unwritable,
     replace_text,
+    sync_to_disk,
     upload_changes,
 )
-from groupax.runs.metrics_file import NAME as METRICS
-from groupax.runs.metrics_file import MetricsFile
 from groupax.runs.rollout_log import RolloutLog, write_records
 from groupax.storage.buckets import RemoteFolder, is_remote
 from groupax.storage.folders import MAX_LOG_BYTES, read_file
-from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 RECORD = "record.jsonl"
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which a resumed run extends
 MAX_WAITING_TABLES = 64  # in memory while they cannot be written
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
@@ -54,9 +54,9 @@ class RunFolder:
     `checkpoints/`; `model/`, written by the trainer at the end.
 
     Data that cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`).
-    Files that are deleted during the run are rewritten where their content is known, and a run that loses its folder
-    continues in a new one next to it. The files of a run in a bucket are written to a temporary folder, which is
-    deleted with this object, and uploaded by `sync`.
+    If the folder is deleted or moved during the run, a warning says so, and what is written later is in a new one. The
+    files of a run in a bucket are written to a temporary folder, which is deleted with this object, and uploaded by
+    `sync`.
 
     Args:
         path: A folder, created if absent, or a URL.
@@ -74,6 +74,7 @@ class RunFolder:
         command: Content of `command.json`, if any.
         id: Identifier of the run, the same in every process that works on it; set by `start` and `resume`.
         fault: Reason why data waits to be written; empty if none waits.
+        num_metrics_bytes: Size of `metrics.jsonl`, without lines that wait.
         moved_aside: New location of an earlier run that was in this folder, if there was one.
     """
 
@@ -90,13 +91,10 @@ class RunFolder:
         self.id = self.fault = ""
         self.emit = emit
         self._lock: RunLock | None = None
-        self._is_new = False  # created by the lock
-        self._texts: dict[str, str] = {}  # content of the files that are written as a whole, by name
-        self._tokenizer: Any = None
-        self._processor_folder: Path | None = None
-        self._metrics = MetricsFile()
+        self._is_new = self._is_prepared = False  # created by the lock; has the files of a run
         self._lines: list[str] = []  # of metrics.jsonl, to be written
         self._diagnostics: list[dict[str, Any]] = []
+        self.num_metrics_bytes = 0
         self._record: list[bytes] = []  # lines of record.jsonl from earlier processes
         self._processes: list[Mapping[str, Any]] = []
         self._identities: dict[str, str] = {}  # {"identity": digest} if it is known
@@ -132,9 +130,9 @@ class RunFolder:
             return
         self._lock.release()
         self._lock = None
-        self._metrics.close()
-        if self._is_new and not self._texts:
+        if self._is_new and not self._is_prepared:
             with contextlib.suppress(OSError):  # it is not empty
+                (self.path / LOCK).unlink()
                 self.path.rmdir()
 
     def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> None:
@@ -222,12 +220,12 @@ class RunFolder:
             number = table.name.rpartition("step_")[2].partition(".")[0]
             if table.name.startswith(".") or (number.isdigit() and int(number) > step):
                 table.unlink()
-        self._write_text("config.json", json.dumps(config, indent=2) + "\n")
+        self._is_prepared = True
+        self._write_json("config.json", config)
         if self.command is not None:
-            self._write_text("command.json", json.dumps(self.command, indent=2) + "\n")
+            self._write_json("command.json", self.command)
         replace_text(self.path / METRICS, metrics.decode())
-        self._metrics.size = len(metrics)
-        self._metrics.open(self.path)
+        self.num_metrics_bytes = len(metrics)
         self._write_diagnostics()
         replace_text(self.path / RECORD, "".join(line.decode() + "\n" for line in self._record))
         self._rollout_log.forget()
@@ -238,8 +236,7 @@ class RunFolder:
         """Adds a process that works on the run to `run.json`: step, settings, devices and so on, as plain data."""
         command = {} if self.command is None else {"command": self.command}
         self._processes = [*self._processes, {**process, **command}]
-        about = {"id": self.id, **self._identities, "processes": self._processes}
-        self._write_text("run.json", json.dumps(about, indent=2) + "\n")
+        self._write_json("run.json", {"id": self.id, **self._identities, "processes": self._processes})
 
     def write_tokenizer(self, tokenizer: Any, processor_folder: Path | None = None) -> None:
         """Writes `tokenizer/`, which exports of checkpoints need.
@@ -248,18 +245,12 @@ class RunFolder:
             tokenizer: The tokenizer.
             processor_folder: Folder with the settings of an image processor, which are copied; None without one.
         """
-        self._tokenizer, self._processor_folder = tokenizer, processor_folder
         tokenizer.save_pretrained(self.path / "tokenizer")
         write_processor(processor_folder, self.path / "tokenizer")
 
     def uri_of(self, name: str) -> str:
         """Returns the path or URL of a file or folder of the run, for messages."""
         return self.remote.url_of(name) if self.remote else str(self.path / name)
-
-    @property
-    def num_metrics_bytes(self) -> int:
-        """Size of `metrics.jsonl`, without lines that wait."""
-        return self._metrics.size
 
     def write_metrics(self, metrics: Metrics) -> None:
         """Appends one line to `metrics.jsonl`; numbers that are not finite become null."""
@@ -273,7 +264,7 @@ class RunFolder:
 
     def write_record(self, line: str) -> None:
         """Appends one line to `record.jsonl`."""
-        self._write(lambda: append_text(self.path / RECORD, line))
+        self._write(lambda: append(self.path / RECORD, line.encode()))
 
     def write_rollouts(
         self,
@@ -310,9 +301,11 @@ class RunFolder:
     def flush(self) -> None:
         """Writes the data that waits; `fault` says why some still cannot be written."""
         try:
-            self._restore()
+            self._check_in_place()
             if self._lines:
-                self._metrics.append(self.path, "".join(self._lines).encode())
+                data = "".join(self._lines).encode()
+                append(self.path / METRICS, data, self.num_metrics_bytes)
+                self.num_metrics_bytes += len(data)
                 self._lines = []
             while self._tables:
                 self._tables[0]()
@@ -334,7 +327,7 @@ class RunFolder:
         self.flush()
         if self.fault:
             raise OSError(self.fault)
-        self._metrics.sync(self.path)
+        sync_to_disk(self.path / METRICS)
 
     def sync(self) -> None:
         """Uploads new and changed files, if the run is in a bucket.
@@ -350,27 +343,23 @@ class RunFolder:
         self.flush()
 
     def _write_diagnostics(self) -> None:
-        self._write_text("diagnostics.jsonl", "".join(json.dumps(line) + "\n" for line in self._diagnostics))
+        text = "".join(json.dumps(line) + "\n" for line in self._diagnostics)
+        replace_text(self.path / "diagnostics.jsonl", text)
 
-    def _write_text(self, name: str, text: str) -> None:
-        self._texts[name] = text
-        replace_text(self.path / name, text)
+    def _write_json(self, name: str, content: Any) -> None:
+        replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
 
-    # Faults.
-
-    def give_way(self) -> None:
-        """Continues in another folder if this one cannot be written to for another reason than a full disk.
-
-        Raises:
-            OSError: There is no other folder either.
-        """
-        if self.remote is not None:
-            return
-        try:
-            check_writable(self.path)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                self._move_to_another(f"cannot be written to ({error.strerror})")
+    def _check_in_place(self) -> None:
+        """Warns if the folder was deleted or moved since the last line of metrics, and creates it again."""
+        metrics = self.path / METRICS
+        size = metrics.stat().st_size if metrics.exists() else 0
+        if size < self.num_metrics_bytes:
+            self._warn(
+                f"files of the run in {self.uri} were deleted or moved. It continues there with what it writes from "
+                "now on, checkpoints and the model among it; earlier files are not written again"
+            )
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.num_metrics_bytes = size
 
     def _set_fault(self, fault: str) -> None:
         """Emits that the folder can no longer be written to, or that it can again."""
@@ -386,56 +375,3 @@ class RunFolder:
 
     def _warn(self, text: str) -> None:
         self.emit(Message(text, warning=True))
-
-    def _restore(self) -> None:
-        """Rewrites files that were deleted or moved away since the run started.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
-        if not self._texts:
-            return
-        if self._lock is not None and not self._lock.is_in_place:
-            self._lock_again()
-        missing = [name for name in (*self._texts, METRICS) if not (self.path / name).exists()]
-        if missing:
-            folder = self._metrics.moved_to()
-            moved = f"; the moved files are now in {folder}" if folder else ""
-            self._warn(
-                f"files of the run in {self.uri} were deleted or moved ({', '.join(missing)}{moved}). They are "
-                "rewritten, but not deleted checkpoints and rollouts of earlier steps"
-            )
-            self._rewrite(missing)
-        if self._tokenizer is not None and not (self.path / "tokenizer").exists():
-            self.write_tokenizer(self._tokenizer, self._processor_folder)
-        self._metrics.size = min(self._metrics.size, (self.path / METRICS).stat().st_size)
-
-    def _rewrite(self, names: Sequence[str]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            replace_text(self.path / name, self._metrics.text() if name == METRICS else self._texts[name])
-        self._metrics.open(self.path)
-        self._rollout_log.forget()
-
-    def _lock_again(self) -> None:
-        """Locks the folder that took the place of the locked one, creates it, or moves to another one."""
-        assert self._lock is not None, "the folder was locked"
-        try:
-            lock = RunLock(self.path)
-        except LockedError:
-            self._move_to_another("was taken by another run, after this run's files were moved or deleted")
-        except (FileExistsError, NotADirectoryError):
-            self._move_to_another("is no longer a folder")
-        else:
-            self._lock.release()
-            self._lock = lock
-
-    def _move_to_another(self, why: str) -> None:
-        folder = free_name(self.path)
-        lock = RunLock(folder)
-        if self._lock is not None:
-            self._lock.release()
-        self._warn(f"{self.uri} {why}; the run continues in {folder}")
-        self._lock, self.path, self.uri = lock, folder, str(folder)
-        self._rollout_log.folder = folder / "rollouts"
-        self._rewrite([*self._texts, METRICS])

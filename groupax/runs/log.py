@@ -8,13 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.config import RunConfig
-from groupax.events import Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
+from groupax.events import Diagnosed, Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
 from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
-from groupax.runs.folder_sink import FolderSink
 from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
 from groupax.settings.run import RolloutLogSettings
@@ -219,6 +218,58 @@ class RunLog:
         for listener in self.listeners:
             if listener(event):
                 self.ends = True
+
+
+class FolderSink:
+    """Writes metrics, diagnostics, completions and evaluations.
+
+    Args:
+        completions: Which completions are kept.
+        folder: The run folder.
+        logging_steps: Steps between two lines of metrics.
+        num_steps: Number of optimizer steps of the run.
+    """
+
+    def __init__(self, completions: RolloutLogSettings, folder: RunFolder, logging_steps: int, num_steps: int) -> None:
+        self.completions, self.folder = completions, folder
+        self.logging_steps, self.num_steps = logging_steps, num_steps
+
+    def __call__(self, event: Event) -> None:
+        """Writes what the event has for the folder."""
+        match event:
+            case StepEnded():
+                if event.logged is not None:
+                    self.folder.write_metrics(event.logged)
+                if event.rollouts and self.completions.log_completions:
+                    self._write_rollouts(event)
+            case Evaluated(step=step):
+                self.folder.write_metrics({"step": float(step), **event.metrics})
+                for name, each in event.sets.items() if self.completions.log_completions else ():
+                    self.folder.write_items(f"step_{step:06d}.{name}", each.items)
+            case Diagnosed():
+                self.folder.write_diagnostic(event.step, event.name, event.text)
+            case _:
+                pass
+
+    def _write_rollouts(self, event: StepEnded) -> None:
+        """Writes the completions of a step that is logged or may be replayed, and removes those that no longer may."""
+        step, num_last = event.step, self.completions.replay_steps
+        num_last = 0 if self.folder.remote else num_last  # nothing is removed from a bucket again
+        found = self.folder.steps_with_findings() if num_last else frozenset()
+        if event.metrics.get("update_skipped") and num_last:
+            found |= {step}
+        if not num_last and not self._is_logged(step):
+            return
+        kept = found | {*range(step - num_last + 1, step)}
+        self.folder.write_rollouts(step, event.rollouts, event.scores, event.metrics["reward"], kept)
+        passed = step - num_last
+        if num_last and passed > 0 and passed not in found and not self._is_logged(passed):
+            self.folder.remove_rollouts(passed)
+
+    def _is_logged(self, step: int) -> bool:
+        is_first, is_last, every = step <= self.logging_steps, step == self.num_steps, self.completions
+        is_line = is_last or step % self.logging_steps == 0
+        return is_line and (is_first or is_last or step % every.log_completions_steps == 0)
 
 
 def _without_times(metrics: Metrics) -> Metrics:

@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from groupax.config import RunConfig
 from groupax.storage.folders import split_revision
 from groupax.terminal.printable import one_line
@@ -23,6 +21,7 @@ from groupax.types import Metrics, Prompt
 CARD_NAME = "README.md"
 _PACKAGES = ("groupax", "jax", "transformers")
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+_FRONT = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,59}")
 _MAX_CARD_BYTES, _MAX_CHARS = 1 << 20, 200
 
@@ -197,7 +196,7 @@ def derived_card(how: str, base: str | None, of_source: str | None, is_chat: boo
         of_source: The `README.md` of the other model, if there is one.
         is_chat: Whether the tokenizer has a chat template.
     """
-    body = "" if of_source is None else f"\n\n## Its source\n\n{_without_front(of_source)}"
+    body = "" if of_source is None else f"\n\n## Its source\n\n{_FRONT.sub('', of_source).strip()}"
     text = f"{how}\n\n## Use\n\n{_usage(False, is_chat)}{body}"
     return card("Model", text, base, license_id=license_of(of_source))
 
@@ -211,12 +210,17 @@ def card(
     tag: str = "grpo",
 ) -> str:
     """Returns a card with the metadata that the hub reads."""
-    front = ["tags:", "- groupax", f"- {tag}", f"library_name: {'peft' if is_adapter else 'transformers'}"]
-    if base and shown_name(base) == base and _HUB_ID.fullmatch(hub_id := split_revision(base)[0]):
-        front += [f"base_model: {json.dumps(hub_id)}"]
-    if license_id:
-        front += [f"license: {license_id}"]
-    return "\n".join(["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", "", text, ""])
+    from huggingface_hub import ModelCardData
+
+    is_on_hub = base and shown_name(base) == base and _HUB_ID.fullmatch(split_revision(base)[0])
+    front = ModelCardData(
+        tags=["groupax", tag],
+        library_name="peft" if is_adapter else "transformers",
+        base_model=split_revision(base)[0] if base and is_on_hub else None,
+        license=license_id,
+        pipeline_tag="text-generation",
+    )
+    return f"---\n{front.to_yaml()}\n---\n\n# {title}\n\n{text}\n"
 
 
 def shown_name(model: str | None) -> str:
@@ -242,14 +246,14 @@ def read_card(folder: Path | None) -> str | None:
 
 def license_of(text: str | None) -> str | None:
     """Returns the license in a card's metadata, if it is one of the hub's identifiers."""
-    parts = (text or "").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
+    if not (text or "").startswith("---"):
         return None
+    from huggingface_hub import ModelCard
+
     try:
-        front = yaml.safe_load(parts[1])
-    except (yaml.YAMLError, RecursionError, ValueError):  # an untrusted card
+        named = ModelCard(text or "", ignore_metadata_errors=True).data.get("license")
+    except Exception:  # noqa: BLE001 - an untrusted card
         return None
-    named = front.get("license") if isinstance(front, dict) else None
     return named if isinstance(named, str) and _LICENSE.fullmatch(named) else None
 
 
@@ -287,8 +291,3 @@ def _versions() -> dict[str, str]:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(map(code, row))} |" for row in rows]
     return "\n".join([f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines])
-
-
-def _without_front(text: str) -> str:
-    parts = text.split("---\n", 2)
-    return (parts[2] if text.startswith("---\n") and len(parts) == 3 else text).strip()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.errors import RunError
-from groupax.storage.manifest import MANIFEST
+from groupax.storage.replacing import MANIFEST
 
 
 def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = True) -> str:

@@ -1,6 +1,9 @@
-"""Tables for terminals of any width. Imports rich."""
+"""Tables for terminals of any width, and for notebooks. Imports rich."""
 
-from collections.abc import Sequence
+import html
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -11,6 +14,41 @@ from rich.text import Text
 from groupax.terminal.printable import printable
 
 SAMPLE_COLUMNS = 20  # that a column of completions needs to be readable
+WIDE = 160  # columns of what is no terminal, such as a file
+_CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top;"
+
+
+def output_console() -> Console:
+    """Returns a console on standard output; without a terminal it is wide enough for the names in a table."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if has_width else WIDE)
+
+
+def table_html(rows: Iterable[Sequence[object]], head: Sequence[str] = (), title: str = "") -> str:
+    """Returns rows of texts as a table for a notebook, without effects of markup and control characters in them."""
+    parts = [f"<b>{_escaped(title)}</b>"] if title else []
+    parts.append('<table style="border-collapse:collapse;margin:4px 0 8px 0">')
+    if head:
+        cells = "".join(f'<th style="{_CELL}opacity:.65;font-weight:normal">{_escaped(each)}</th>' for each in head)
+        parts.append(f"<tr>{cells}</tr>")
+    for row in rows:
+        cells = (f'<td style="{_CELL}white-space:pre-wrap">{_escaped(each)}</td>' for each in row)
+        parts.append(f"<tr>{''.join(cells)}</tr>")
+    return "".join([*parts, "</table>"])
+
+
+def facts_html(facts: Mapping[str, object], title: str = "") -> str:
+    """Returns labels and values as a table."""
+    return table_html(facts.items(), title=title)
+
+
+def details_html(summary: str, content: str) -> str:
+    """Returns content, which is HTML, that opens when its summary is clicked."""
+    return f"<details><summary>{_escaped(summary)}</summary>{content}</details>"
+
+
+def _escaped(text: object) -> str:
+    return html.escape(printable(str(text)))
 
 
 class Fitting:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.runs.severity import severity_of
+from groupax.runs.diagnostics import severity_of
 from groupax.storage.folders import RECORDS, read_file, run_folder_in
 from groupax.view.blocks import columns_of
 from groupax.view.tail import Tail

@@ -1,7 +1,4 @@
-"""Classes and functions of transformers and PEFT on groupax's models: load, adapt, sample, merge and save a model.
-
-from groupax.compat.hf import AutoModelForCausalLM, BitsAndBytesConfig, LoraConfig, PeftModel, get_peft_model
-"""
+"""Classes and functions of transformers and PEFT on groupax's models: load, adapt, sample, merge and save a model."""
 
 from groupax.compat.hf.generation import DEFAULT_NEW_TOKENS as DEFAULT_NEW_TOKENS
 from groupax.compat.hf.generation import GENERATION as GENERATION

@@ -1,7 +1,4 @@
-"""TRL's trainers, configs and arguments of scripts, implemented with groupax (interface of TRL 1.16).
-
-from groupax.compat.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer, TrlParser
-"""
+"""TRL's trainers, configs and arguments of scripts, implemented with groupax (interface of TRL 1.16)."""
 
 from typing import TYPE_CHECKING, Any
 

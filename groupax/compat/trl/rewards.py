@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupax.rewards.formats import THINK
-from groupax.rewards.math_process import Comparer
+from groupax.rewards.maths import Comparer
 
 Rewards = list[float | None]
 LogExtra = Callable[[str, Sequence[Any]], None]

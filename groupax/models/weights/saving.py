@@ -37,14 +37,14 @@ def save_model(
 
     Args:
         model: Model to save. Quantized weights are dequantized, and an adapter is merged into its base.
-        folder: Destination, which need not exist. A model that groupax wrote there is replaced; other files are kept.
+        folder: Destination, which need not exist. A model that groupax wrote there is replaced.
         tokenizer: Tokenizer to save with the weights, if given.
         dtype: Dtype of the weights on disk; None keeps each weight's own.
         weights: "nf4" to write the matrices of the decoder's layers in the 4-bit format of bitsandbytes.
         card: Text of the `README.md`, if given.
 
     Raises:
-        ForeignFilesError: The folder contains files that groupax did not write, and no model that it did.
+        ForeignFilesError: The folder contains files that groupax did not write.
         ValueError: The folder overlaps with the model's source, or 4 bits are requested for tensors that consist of
             several matrices.
     """
@@ -73,12 +73,12 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
 
     Args:
         model: A base with an adapter.
-        folder: Destination, which need not exist. A model that groupax wrote there is replaced; other files are kept.
+        folder: Destination, which need not exist. A model that groupax wrote there is replaced.
         tokenizer: Tokenizer to save with the adapter, if given.
         card: Text of the `README.md`, if given.
 
     Raises:
-        ForeignFilesError: The folder contains files that groupax did not write, and no model that it did.
+        ForeignFilesError: The folder contains files that groupax did not write.
         ValueError: There is no adapter, or the folder overlaps with the source of the adapter or of its base.
     """
     if model.adapter is None:

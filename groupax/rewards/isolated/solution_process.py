@@ -11,8 +11,7 @@ import io
 import os
 import sys
 
-from groupax.rewards.isolated.peer import MAX_OUTPUT_CHARS, BrokenError, Peer
-from groupax.rewards.isolated.stand_in import OPERATORS
+from groupax.rewards.isolated.protocol import MAX_OUTPUT_CHARS, OPERATORS, BrokenError, Peer
 from groupax.rewards.isolated.start import apply_limits, take_over_streams
 
 TYPE_CHECKING = False

@@ -1,4 +1,8 @@
-"""The start of a process in the sandbox: it reads its order, sets its limits and closes its standard streams."""
+"""The start of a process in the sandbox: it reads its order, sets its limits and closes its standard streams.
+
+As a process of its own, this module is the trusted guard of an interpreter's sandbox: it starts the interpreter and
+ends with it. The interpreter has the standard streams of the guard, and with them the connection to the trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import marshal
 import os
 import resource
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+MAX_FILES = 10_000  # in /tmp: empty files take memory that its size limit does not count
+PAUSE_S = 0.05
 
 # The program for `python -c`: it reads an order, creates the order's modules and calls `main` of the last one.
 BOOTSTRAP = """
@@ -68,3 +76,40 @@ def apply_limits(order: dict[str, Any]) -> None:
         value = value if highest == resource.RLIM_INFINITY else min(value, highest)
         resource.setrlimit(name, (value, value))
     sys.path += [path for path in order["paths"] if os.path.isdir(path)]  # noqa: PTH112 - pathlib is slow to import
+
+
+def spawn_untrusted(order: dict[str, Any], actions: list[Any]) -> None:
+    """Starts the process of the order's command, which installs the order's filter of system calls.
+
+    Args:
+        order: The order of this process.
+        actions: What else the new process does with its descriptors first.
+    """
+    closed = []
+    if order["filter"]:
+        program, filled = os.pipe()
+        os.write(filled, order["filter"])
+        os.close(filled)
+        actions.append((os.POSIX_SPAWN_DUP2, program, order["filter_descriptor"]))
+        closed.append(program)
+    command = [*order["command"], "-c", BOOTSTRAP]
+    os.posix_spawn(command[0], command, {"PATH": "/usr/bin:/bin"}, file_actions=actions)
+    for descriptor in closed:
+        os.close(descriptor)
+
+
+def has_too_many_files() -> bool:
+    """Returns whether /tmp has more than `MAX_FILES` files."""
+    disk = os.statvfs("/tmp")
+    return disk.f_files - disk.f_ffree > MAX_FILES
+
+
+def main(order: dict[str, Any]) -> None:
+    """Starts an interpreter and waits for its end; one with too many files is ended too."""
+    spawn_untrusted(order, [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0)])
+    for descriptor in take_over_streams():
+        os.close(descriptor)  # or the trainer would not notice that the interpreter has ended
+    apply_limits(order)
+    while not os.waitpid(-1, os.WNOHANG)[0] and not has_too_many_files():
+        time.sleep(PAUSE_S)
+    os._exit(0)

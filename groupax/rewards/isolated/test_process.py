@@ -20,17 +20,30 @@ import re
 import sys
 import time
 
-from groupax.rewards.isolated.peer import Peer
-from groupax.rewards.isolated.stand_in import COMPARISONS, OPERANDS, OPERATORS, UNARY, StandIn
-from groupax.rewards.isolated.start import BOOTSTRAP, apply_limits, serialize_order, take_over_streams
-from groupax.rewards.isolated.wire import MUTABLE, MalformedError
+from groupax.rewards.isolated.protocol import (
+    COMPARISONS,
+    MUTABLE,
+    OPERANDS,
+    OPERATORS,
+    UNARY,
+    MalformedError,
+    Peer,
+    StandIn,
+)
+from groupax.rewards.isolated.start import (
+    PAUSE_S,
+    apply_limits,
+    has_too_many_files,
+    serialize_order,
+    spawn_untrusted,
+    take_over_streams,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 TESTS = "tests"  # `__name__` of the tests
-MAX_FILES = 10_000  # in /tmp: empty files take memory that its size limit does not count
 CLASS_NAME = re.compile("[A-Z][A-Za-z0-9]*")
 # Modules that tests use under another name without importing them, as the solution imports them.
 ALIASES = {"np": "numpy", "pd": "pandas"}
@@ -267,16 +280,8 @@ def _start_solution(order: dict[str, Any]) -> tuple[int, int]:
     ]
     if not order["shows_errors"]:
         actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
-    closed = [requests, from_solution]
-    if order["filter"]:
-        program, filled = os.pipe()
-        os.write(filled, order["filter"])
-        os.close(filled)
-        actions.append((os.POSIX_SPAWN_DUP2, program, order["filter_descriptor"]))
-        closed.append(program)
-    command = [*order["command"], "-c", BOOTSTRAP]
-    os.posix_spawn(command[0], command, {"PATH": "/usr/bin:/bin"}, file_actions=actions)
-    for descriptor in closed:
+    spawn_untrusted(order, actions)
+    for descriptor in (requests, from_solution):
         os.close(descriptor)
     own = ("tests", "token", "solution", "stub", "command", "filter", "modules", "solution_modules", "entry_point")
     data = {name: value for name, value in order.items() if name not in own}
@@ -289,11 +294,9 @@ def _start_solution(order: dict[str, Any]) -> tuple[int, int]:
 
 def _watch() -> None:
     """Waits until there are too many files, then exits, which ends the sandbox."""
-    while True:
-        disk = os.statvfs("/tmp")
-        if disk.f_files - disk.f_ffree > MAX_FILES:
-            os._exit(1)
-        time.sleep(0.05)
+    while not has_too_many_files():
+        time.sleep(PAUSE_S)
+    os._exit(1)
 
 
 def _is_own(value: Any) -> bool:

@@ -4,6 +4,7 @@ A tree is stored flat, by the names of its leaves, so that nothing depends on th
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from groupax.parallel.processes import num_processes
 
 # Of arrays that all devices have, each device copies a part to the host; every shape of a part takes a compilation.
 LEAST_PART_BYTES = 8 * 2**20
+_SAVING = threading.Lock()  # orbax numbers saves without regard to threads, and may take one for another
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -41,7 +43,8 @@ def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
     options: dict[str, Any] = {"multiprocessing_options": alone} if num_processes() > 1 else {}
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=_handlers(), **options)
     checkpointer = ocp.AsyncCheckpointer(handler, **options)
-    checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_flat(tree)))
+    with _SAVING:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_flat(tree)))
 
     def wait() -> None:
         try:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupax.events import Emit, Message
-from groupax.runs.checkpoints.files import CHECKSUMS, STATE, damage
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences, incompatible
-from groupax.runs.checkpoints.store import HF, OWN, LocalStore, RemoteStore, Store
+from groupax.runs.checkpoints.store import CHECKSUMS, HF, OWN, STATE, LocalStore, RemoteStore, Store, damage
 from groupax.storage.buckets import RemoteFolder, is_remote
 
 FORMAT = 6  # of `state.json`

@@ -16,9 +16,8 @@ from groupax.models.weights.saving import save_model
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.runtime import configure_jax
 from groupax.runs.checkpoints import arrays
-from groupax.runs.checkpoints.files import damage
 from groupax.runs.checkpoints.record import PARAMS, UNTRAINED
-from groupax.runs.checkpoints.store import Store
+from groupax.runs.checkpoints.store import Store, damage
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +59,7 @@ def export(store: Store, step: int, folder: str | os.PathLike[str]) -> Path:
     Args:
         store: The run's checkpoints.
         step: Step of the checkpoint.
-        folder: Folder to write; a model that groupax wrote there is replaced, other files stay.
+        folder: Folder to write; a model that groupax wrote there is replaced.
 
     Raises:
         ForeignFilesError: The folder has files that groupax did not write.

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,10 @@ from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
-from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
 from groupax.runs.checkpoints.states import StateKeeper
-from groupax.runs.checkpoints.store import LocalStore, RemoteStore, Store
+from groupax.runs.checkpoints.store import STATE, LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
@@ -39,7 +37,6 @@ from groupax.training.adapters import PolicyLearner
 RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts
 PATIENCE_S = 1800.0  # that the end of a run waits for disk space
 RETRY_END_S = 5.0  # between two attempts
-REPAIR_S = 60.0  # until it gives up a folder that cannot be written to although its disk has room
 
 
 class RunSaver:
@@ -74,7 +71,7 @@ class RunSaver:
         self.folder, self.learner, self.log, self.policies = folder, learner, log, policies
         self.origin = args.resume if args.resume not in ("auto", "never") else None
         self.scratch = folder.path / "checkpoints" if folder.remote else Path(tempfile.gettempdir())
-        self.store_in, self.more = store_in, more
+        self.more = more
         self.store: Store = RemoteStore(folder.remote, self.scratch) if folder.remote else store_in(folder.path)
         self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
         budget = int(args.part(RolloutLogSettings).replay_state_gb * 1e9) if isinstance(args, GRPOConfig) else 0
@@ -137,7 +134,6 @@ class RunSaver:
         if not processes.is_primary():
             return
         self.folder.flush()
-        self._follow_folder()
         self._report_unknown_metric(cursor.step)
         state = self._state(cursor, experience, policies)
 
@@ -247,14 +243,6 @@ class RunSaver:
             )
         return saved
 
-    def _follow_folder(self) -> None:
-        """Moves the store to the current run folder."""
-        store = self.store_in(self.folder.path)
-        if isinstance(self.store, LocalStore) and self.store.folder != store.folder:
-            self.writer.wait()
-            self.store = self.writer.store = store
-            self.writer.last_step = None
-
     @property
     def _how_to_continue(self) -> str:
         again = "start it again as before (resume is 'auto')" if self.args.resume != "never" else "set resume"
@@ -312,30 +300,24 @@ def remove_download(saved: Saved) -> None:
 def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, emit: Emit, stop: PreemptionHandler) -> None:
     """Runs an action that needs disk space or a server, and retries it for a while if it fails.
 
-    If it fails for another reason than a full disk, the run continues in another folder after `REPAIR_S` (see
-    `RunFolder.give_way`).
-
     Raises:
         RunError: It failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
     """
-    started_s, is_reported, uri = time.monotonic(), False, folder.uri
+    started_s, is_reported = time.monotonic(), False
     while True:
         try:
             action()
             return
         except (OSError, RunError, SafetensorError) as error:
             if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - started_s > PATIENCE_S)):
-                raise RunError(f"the end of the run could not be saved in {uri}: {error}") from error
+                raise RunError(f"the end of the run could not be saved in {folder.uri}: {error}") from error
             if not is_reported:
+                is_reported = True
                 emit(
                     Message(
-                        f"the end of the run cannot be saved in {uri}: {error}. Make room or repair the folder; it is "
-                        f"tried again for {PATIENCE_S / 60:.0f} minutes",
+                        f"the end of the run cannot be saved in {folder.uri}: {error}. Make room or repair the folder; "
+                        f"it is tried again for {PATIENCE_S / 60:.0f} minutes",
                         warning=True,
                     )
                 )
-            is_reported = True
-            if processes.broadcast_object(time.monotonic() - started_s > REPAIR_S):
-                with suppress(OSError):  # no other folder either; wait
-                    processes.run_on_primary(folder.give_way)
             time.sleep(RETRY_END_S)

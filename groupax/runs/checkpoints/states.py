@@ -36,14 +36,14 @@ class StateKeeper:
     """The states of one run.
 
     Args:
-        folder: The run folder, which the states follow when the run continues in another one.
+        folder: The run folder.
         learner: Its learner.
         max_bytes: Budget of `states/`; models whose state exceeds a third of it have no states.
         checkpoints: Its checkpoints. Only runs of one process with checkpoints in their own folder have states.
     """
 
     def __init__(self, folder: RunFolder, learner: PolicyLearner, max_bytes: int, checkpoints: Store) -> None:
-        self.folder, self.learner, self.max_bytes = folder, learner, max_bytes
+        self.learner, self.max_bytes = learner, max_bytes
         is_own = isinstance(checkpoints, LocalStore) and checkpoints.layout is OWN
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees_of(learner, with_optimizer=True)))
         self.is_kept = is_own and num_processes() == 1 and 3 * num_bytes <= max_bytes
@@ -75,7 +75,6 @@ class StateKeeper:
         begun_s = time.monotonic()
         if not self.is_kept or not cursor.step or begun_s < self._due_s or self.writer.is_writing:
             return
-        self.store = self.writer.store = LocalStore(self.folder.path / FOLDER)
         earlier = policies(cursor)
         trees = jax.tree.map(lambda leaf: np.array(leaf, copy=True), trees_of(self.learner, True, earlier))
         text = json.dumps(state_of(earlier))

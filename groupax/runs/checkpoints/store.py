@@ -1,20 +1,24 @@
-"""The storage of checkpoints: a local folder or a bucket. Imports no jax.
+"""The storage of checkpoints, in a local folder or a bucket, and the checksums of their files. Imports no jax.
 
 A checkpoint is first written into a local folder aside. `publish` then makes it visible: by a rename, or, where there
 are no renames, by uploading its checksums last; a folder without them is no checkpoint.
 """
 
+import hashlib
 import json
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from groupax.runs.checkpoints.files import CHECKSUMS, STATE, sync_to_disk
+from groupax.runs.files import sync_to_disk
 from groupax.storage.buckets import RemoteFolder
 from groupax.storage.folders import RECORDS
+
+CHECKSUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -46,57 +50,6 @@ OWN = Layout()
 HF = Layout("checkpoint-", 1, RECORDS)
 
 
-@runtime_checkable
-class Store(Protocol):
-    """The checkpoints of a run, by step.
-
-    Attributes:
-        is_atomic: Whether checkpoints appear atomically; otherwise one without checksums was never complete.
-    """
-
-    is_atomic: bool
-
-    def steps(self) -> list[int]:
-        """Returns the steps of all checkpoints, including damaged ones, in ascending order."""
-        ...
-
-    def where(self, step: int) -> str:
-        """Returns the path or URL of a checkpoint."""
-        ...
-
-    def state(self, step: int) -> Mapping[str, Any]:
-        """Returns its `state.json`; empty if that cannot be read."""
-        ...
-
-    def aside(self, step: int) -> Path:
-        """Creates a local folder to write it into, and removes leftovers of earlier processes."""
-        ...
-
-    def publish(self, step: int) -> None:
-        """Publishes the folder aside as the checkpoint, replacing one of the same step."""
-        ...
-
-    def local(self, step: int) -> Path:
-        """Returns a local folder with its files, which must not be changed."""
-        ...
-
-    def delete(self, step: int) -> None:
-        """Deletes it; it is no checkpoint any more before its first file is gone."""
-        ...
-
-    def set_aside(self, step: int) -> str:
-        """Renames it to `step_N.aside`, which is no checkpoint, and returns the new path or URL."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Returns the free space for folders aside."""
-        ...
-
-    def sibling_folder(self, name: str) -> Path | None:
-        """Returns a local folder with the files of another folder of the run; None if there is none."""
-        ...
-
-
 def _parsed(text: str | bytes) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
@@ -113,26 +66,30 @@ class LocalStore:
         layout: Their names; a folder of such a name without the one inside is no checkpoint.
     """
 
-    is_atomic = True
+    is_atomic = True  # checkpoints appear at once; otherwise one without checksums was never complete
 
     def __init__(self, folder: Path, layout: Layout = OWN) -> None:
         self.folder, self.layout = folder.resolve(), layout
 
     def steps(self) -> list[int]:
+        """Returns the steps of all checkpoints, including damaged ones, in ascending order."""
         entries = self.folder.iterdir() if self.folder.is_dir() else []
         found = ((self.layout.step_of(entry.name), entry) for entry in entries)
         return sorted(step for step, entry in found if step is not None and (entry / self.layout.inside).is_dir())
 
     def where(self, step: int) -> str:
+        """Returns the path of a checkpoint."""
         return str(self._place(step))
 
     def state(self, step: int) -> Mapping[str, Any]:
+        """Returns its `state.json`; empty if that cannot be read."""
         try:
             return _parsed((self.local(step) / STATE).read_bytes())
         except OSError:
             return {}
 
     def aside(self, step: int) -> Path:
+        """Creates a local folder to write it into, and removes leftovers of earlier processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_hidden()
         aside = self._aside(step) / self.layout.inside
@@ -140,6 +97,7 @@ class LocalStore:
         return aside
 
     def publish(self, step: int) -> None:
+        """Publishes the folder aside as the checkpoint, replacing one of the same step."""
         place = self._place(step)
         if place.exists():
             self.delete(step)
@@ -147,25 +105,30 @@ class LocalStore:
         sync_to_disk(self.folder)
 
     def local(self, step: int) -> Path:
+        """Returns a local folder with its files, which must not be changed."""
         return self._place(step) / self.layout.inside
 
     def delete(self, step: int) -> None:
+        """Deletes it; it is no checkpoint any more before its first file is gone."""
         hidden = self.folder / f".{self.layout.name_of(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
         self._place(step).rename(hidden)
         shutil.rmtree(hidden)
 
     def set_aside(self, step: int) -> str:
+        """Renames it to `step_N.aside`, which is no checkpoint, and returns the new path."""
         place = self.folder / self.layout.inside / f"{self.layout.name_of(step)}.aside"
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(exist_ok=True)
         return str(self._place(step).rename(place))
 
     def free_bytes(self) -> int:
+        """Returns the free space for folders aside."""
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         return shutil.disk_usage(existing).free
 
     def sibling_folder(self, name: str) -> Path | None:
+        """Returns a local folder with the files of another folder of the run; None if there is none."""
         folder = (self.folder / self.layout.inside if self.layout.inside else self.folder.parent) / name
         return folder if folder.is_dir() else None
 
@@ -182,7 +145,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Stores checkpoints in a bucket, through a local folder.
+    """Stores checkpoints in a bucket, through a local folder, with the methods of `LocalStore`.
 
     Args:
         remote: The run's folder in the bucket, with `checkpoints/`.
@@ -252,5 +215,50 @@ class RemoteStore:
         return self.scratch
 
 
+Store = LocalStore | RemoteStore
+
+
 def _path(step: int) -> str:
     return f"checkpoints/{OWN.name_of(step)}"
+
+
+def seal(folder: Path) -> None:
+    """Writes the checksums of all files in the folder, and flushes everything to the disk."""
+    files = _files(folder)
+    sums = folder / CHECKSUMS
+    sums.write_text("".join(f"{_sha256(folder / name)}  {name}\n" for name in files), encoding="utf-8")
+    for name in (*files, CHECKSUMS):
+        sync_to_disk(folder / name)
+    for parent in {(folder / name).parent for name in files} | {folder}:
+        sync_to_disk(parent)
+
+
+def damage(folder: Path) -> str | None:
+    """Returns what is wrong with a checkpoint: a file is missing, differs, or has no checksum. None if it is intact."""
+    if not (folder / CHECKSUMS).is_file():
+        return f"{CHECKSUMS} is missing: the folder was not written or copied to its end"
+    expected = {}
+    for line in (folder / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        expected[name] = digest
+    if STATE not in expected:
+        return f"{CHECKSUMS} does not list {STATE}: it is damaged"
+    found = _files(folder)
+    for name, digest in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if _sha256(folder / name) != digest:
+            return f"{name} ({(folder / name).stat().st_size} bytes) is not what was written: its checksum differs"
+    unlisted = [name for name in found if name not in expected]
+    return f"{CHECKSUMS} does not list {unlisted[0]}: it is damaged" if unlisted else None
+
+
+def _files(folder: Path) -> list[str]:
+    """Returns all files below the folder except the checksums and hidden files."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if str(path) != CHECKSUMS and not path.name.startswith("."))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,8 +18,8 @@ from groupax.events import (
     RunDescribed,
     StepEnded,
 )
-from groupax.terminal.printable import printable
-from groupax.types import Metrics, Rollout
+from groupax.terminal.printable import printable, short_repr
+from groupax.types import CallRecord, Metrics, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ SHOWN = {
 OF_SUPERVISED = ("loss",)  # not shown where there are rewards
 COMPILE_FRAC = 0.1  # a step that spends more of its time compiling is not representative of later ones
 ETA_STEPS = 30
+RESULT_CHARACTERS = 60  # of a call's result
 MIN_FACT_COLUMNS = 20  # of a fact that continues on another line
 
 
@@ -94,13 +95,9 @@ class Progress:
 
     def close(self) -> None:
         """Stops showing the run; a second call does nothing."""
-        self._close()
 
     def _open(self) -> None:
         """Starts showing the run."""
-
-    def _close(self) -> None:
-        """Stops showing the run."""
 
     def _describe(self, facts: Mapping[str, str]) -> None:
         """Shows what the run is."""
@@ -212,3 +209,63 @@ def _evaluation_line(step: int, name: str, evaluation: Any) -> str:
 def _losses(metrics: Metrics) -> str:
     losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
     return ", ".join(f"{name} {short_number(value)}" for name, value in losses.items())
+
+
+def result_html(num_steps: int, seconds: float, metrics: Metrics, more: Mapping[str, str]) -> str:
+    """Returns the result of a training for a notebook: the main metrics of its last step, and all of them folded.
+
+    Args:
+        num_steps: Optimizer steps.
+        seconds: Wall time.
+        metrics: Metrics of the last logged step.
+        more: Further facts by label.
+    """
+    from groupax.terminal.tables import details_html, facts_html
+
+    shown = {label: metrics[name] for name, label in shown_metrics(metrics).items()}
+    main = {label: short_number(value) for label, value in shown.items() if value is not None}
+    facts = {"steps": f"{num_steps:,}", "time": clock(seconds), **more, **main}
+    every = facts_html({name: "-" if value is None else f"{value:.6g}" for name, value in metrics.items()})
+    return facts_html(facts, "Training") + details_html("all metrics of the last step", every)
+
+
+def picked_rows(group: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the completions of a group with the highest, the middle and the lowest advantage."""
+    ordered = sorted(group, key=lambda row: -row.advantage)
+    return [ordered[index] for index in dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])]
+
+
+def sample_text(rollout: Rollout) -> str:
+    """Returns a completion's text; of an episode what the model said in its turns, its calls, and why it ended."""
+    if not rollout.has_turns:
+        return rollout.text
+    lines = []
+    for turn in rollout.turns:
+        calls = [f"{call.name}({_arguments(call)}) = {call.result[:RESULT_CHARACTERS]}" for call in turn.calls]
+        lines += [line for line in (turn.text, *calls) if line]
+    return "\n".join([*lines, f"({rollout.finish_reason})"])
+
+
+def _arguments(call: CallRecord) -> str:
+    return ", ".join(f"{name}={short_repr(value)}" for name, value in call.arguments.items())
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Returns the values as a row of block characters, lowest to highest."""
+    finite = [value for value in values if value == value]
+    if not finite:
+        return ""
+    low, spread = min(finite), (max(finite) - min(finite)) or 1.0
+    blocks = "▁▂▃▄▅▆▇█"
+    return "".join(" " if v != v else blocks[round((v - low) / spread * (len(blocks) - 1))] for v in values)
+
+
+def fitting(fields: Sequence[str], width: int) -> str:
+    """Returns as many of the first fields as fit on a line of this width."""
+    line = ""
+    for number, field in enumerate(fields):
+        longer = f"{line}  {field}" if number else field
+        if len(longer) > width:
+            break
+        line = longer
+    return line

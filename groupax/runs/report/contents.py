@@ -9,12 +9,11 @@ from typing import Any, get_args
 
 from groupax.evaluation.paired import p_text
 from groupax.metrics.trend import first_and_last
+from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
-from groupax.runs.report.charts import number, numbers
 from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
-from groupax.runs.severity import Severity, severity_of
 from groupax.terminal.printable import printable
 
 OF_EPISODES = ("episodes/turns", "episodes/streams", "episodes/turns_per_stream")
@@ -128,6 +127,24 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 def shown(text: str) -> str:
     """Returns a foreign text with visible control characters, cut to a readable length."""
     return printable(beginning(text, TEXT_CHARACTERS))
+
+
+def number(value: float) -> str:
+    """Returns the number in few characters."""
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def numbers(values: Sequence[float]) -> list[str]:
+    """Returns numbers that are compared with each other, with the same decimals where none of them becomes 0."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    largest = max(finite, default=0.0)
+    decimals = 2 - math.floor(math.log10(largest)) if 0 < largest < 1000 else 0
+    if not 0 < decimals <= 6 or any(0 < value < 0.5 * 10**-decimals for value in finite):
+        return [number(value) for value in values]
+    return [f"{value:.{decimals}f}" for value in values]
 
 
 def _by_severity(diagnostics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,21 +1,29 @@
 """Reads the record of a run from its folder. Imports no jax."""
 
+import base64
+import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupax.config import config_class
+from groupax.data.images import read_image, save_png
 from groupax.evaluation.items import Completion, Item, read_items
-from groupax.runs.report.images import image_names, image_urls
 from groupax.runs.rollout_log import prompt_text
 from groupax.storage.folders import MAX_LOG_BYTES, read_file, run_folder_in
 from groupax.types import Metrics
 
 MAX_SAMPLES = 4
 MAX_FLIPPED = 8  # items that became worse, and as many that became better
+IMAGE = re.compile(r"images/[0-9a-f]{64}\.png")
+MAX_IMAGE_BYTES = 1 << 26
+MAX_IMAGE_SIDE = 384  # pixels; larger images are shown smaller
+MAX_IMAGES = 8  # of a prompt
 MAX_TABLES = 40  # of rollouts that are searched for a prompt
 
 
@@ -158,9 +166,9 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 def _samples(folder: Path) -> list[BeforeAndAfter]:
     """Returns completions of held-out prompts, or else, or if their images are not in the folder, of the rollouts."""
     samples = _of_evaluations(folder / "evaluations")
-    if not samples or any(not (folder / name).is_file() for pair in samples for name in image_names(pair.prompt)):
+    if not samples or any(not (folder / name).is_file() for pair in samples for name in _image_names(pair.prompt)):
         samples = _of_rollouts(folder / "rollouts") or samples
-    return [replace(pair, images=image_urls(folder, pair.prompt)) for pair in samples]
+    return [replace(pair, images=_image_urls(folder, pair.prompt)) for pair in samples]
 
 
 def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
@@ -326,3 +334,48 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             lines.append({name: math.nan if value is None else value for name, value in record.items()})
     return lines
+
+
+def _image_names(prompt: str) -> list[str]:
+    """Returns the names of the images' files of a prompt as text (see `rollout_log.prompt_text`)."""
+    if not prompt.startswith("[{"):
+        return []
+    try:
+        return list(_named(json.loads(prompt)))[:MAX_IMAGES]
+    except (RecursionError, ValueError):
+        return []
+
+
+def _image_urls(folder: Path, prompt: str) -> list[str]:
+    """Returns the images of a prompt as PNG files in `data:` URLs, without those that cannot be read.
+
+    Args:
+        folder: The run folder.
+        prompt: The prompt as text.
+    """
+    urls = (_image_url(folder / name) for name in _image_names(prompt))
+    return [url for url in urls if url]
+
+
+def _named(messages: Any) -> Iterator[str]:
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            name = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else None
+            if isinstance(name, str) and IMAGE.fullmatch(name):
+                yield name
+
+
+def _image_url(path: Path) -> str:
+    """Returns a file decoded and encoded again as PNG, made smaller if it is large; empty if it is unreadable."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_IMAGE_BYTES:
+            return ""
+        image = read_image(path.read_bytes(), path.name).copy()
+        image.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    except (ImportError, OSError, ValueError):
+        return ""
+    file = io.BytesIO()
+    save_png(image, file)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -17,10 +17,10 @@ from groupax.types import Metrics, Rollout
 SAMPLE_CHARACTERS = 4000  # of a text in a table of samples
 
 BUILT_IN = {
-    "wandb": "groupax.runs.trackers.wandb:WandbTracker",
-    "tensorboard": "groupax.runs.trackers.tensorboard:TensorBoardTracker",
-    "trackio": "groupax.runs.trackers.trackio:TrackioTracker",
-    "jsonl": "groupax.runs.trackers.jsonl:JsonLinesTracker",
+    "wandb": "groupax.runs.trackers.services:WandbTracker",
+    "tensorboard": "groupax.runs.trackers.services:TensorBoardTracker",
+    "trackio": "groupax.runs.trackers.services:TrackioTracker",
+    "jsonl": "groupax.runs.trackers.services:JsonLinesTracker",
 }
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 
