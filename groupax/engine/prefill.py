@@ -22,7 +22,7 @@ from groupax.engine.slots import Slots
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import ImageInputs, forward
+from groupax.models.decoder import ImageInputs, PassOptions, forward
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params
@@ -240,9 +240,7 @@ def _prefill(
             positions,
             attend,
             kept,
-            layout=layout,
-            images=inputs,
-            recur=attend.recur,
+            PassOptions(layout=layout, images=inputs, recur=attend.recur),
         ).caches
         layers, states = by_kind(config, kept)
         is_last = piece == last_piece
