@@ -248,8 +248,6 @@ def test_narrow_tiles_stay_plain(monkeypatch):
     for x, name in ((prompt, "splash"), (wide, "cudnn")):
         with pytest.raises(AssertionError):
             fused_attention.attend_with_prompt(wide, wide, wide, Prompts(x, x, starts), short, kernels[name])
-                wide, wide, wide, Prompts(columns, columns, starts), short, kernels[name]
-            )
 
 
 @pytest.mark.drawn(3, "fused")
