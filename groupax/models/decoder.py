@@ -79,7 +79,7 @@ class ImageInputs:
 
 
 class PassOptions(NamedTuple):
-    """What a forward pass may need beside weights, tokens and their attention.
+    """The further inputs and settings of a forward pass.
 
     Attributes:
         execution: Execution settings; layers with caches are not scanned.
