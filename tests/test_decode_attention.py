@@ -228,7 +228,7 @@ from groupax.planning.devices import find_target, prepare
 prepare(sys.argv[1], cuda=Path(sys.argv[2]))
 import jax
 import jax.numpy as jnp
-from groupax.models import triton_attention
+from groupax.models.kernels import triton_attention
 from groupax.models.config import AttentionConfig
 from groupax.models.attention import LayerCache, Past
 

@@ -13,6 +13,7 @@ import pytest
 
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
+from groupax.data.files import read_rows
 from groupax.data.images import (
     as_urls,
     has_only_urls,
@@ -23,9 +24,8 @@ from groupax.data.images import (
     without_images,
 )
 from groupax.data.prompts import encode_examples
-from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
-from groupax.engine.images import check_images, lookup_tokens
+from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig

@@ -10,7 +10,7 @@ import pytest
 
 from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.engine.cache import plan_for, state_bytes, token_bytes
-from groupax.engine.plan import CacheShape
+from groupax.engine.scheduler import CacheShape
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig, adapter_specs

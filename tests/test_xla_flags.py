@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from groupax.parallel import xla_flags
-from groupax.parallel.xla_flags import GPU_FLAGS, set_gpu_flags
+from groupax.parallel import accelerators as xla_flags
+from groupax.parallel.accelerators import GPU_FLAGS, set_gpu_flags
 
 from .test_gpu_targets import CUDA, needs_cuda
 

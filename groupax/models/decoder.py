@@ -36,8 +36,8 @@ from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H], sinks [N] if the
 # model has them) -> (outputs [M, N, H], the layer's updated cache)

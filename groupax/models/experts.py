@@ -14,8 +14,8 @@ from groupax.models.layers import gated_activation, linear
 from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
 from groupax.parallel.mesh import REPLICATED, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 
 # The matrices of experts, [E, F, D], [E, F, D] and [E, D, F], and their biases, [E, F], [E, F] and [E, D].
 Matrices = tuple[Array, Array, Array]

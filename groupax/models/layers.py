@@ -17,7 +17,7 @@ from groupax.models.config import Activation, ClampedSwiglu, GatedActivation, No
 from groupax.models.matmul import dense_linear, matmul, matmul_nt
 from groupax.models.weights.nf4 import Nf4, dequantize_nf4
 from groupax.parallel.collectives import Axis, psum, psum_grad
-from groupax.parallel.platform import traced_platform
+from groupax.parallel.runtime import traced_platform
 
 # An array, a quantized weight (see `models.weights.quantize`), or either of these with a LoRA adapter.
 Weight = Array | Any

@@ -18,8 +18,8 @@ from groupax.models.decoder import causal_hidden
 from groupax.models.matmul import matmul_nt
 from groupax.models.specs import Params
 from groupax.models.weights.checkpoint import Model, load_model
+from groupax.parallel.collectives import to_device, to_host
 from groupax.parallel.mesh import DATA, num_data_shards
-from groupax.parallel.transfer import to_device, to_host
 from groupax.types import Rollout
 
 ROWS = PartitionSpec(DATA)

@@ -14,8 +14,8 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
+from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rules import Rules, make_rules
 from groupax.models.lora import LoRAConfig, as_lora_config
@@ -27,15 +27,15 @@ from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
-from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
-from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
 

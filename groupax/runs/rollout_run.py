@@ -9,15 +9,15 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.data.examples import Examples, describe_source, load_examples
+from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet
-from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids, is_conversational
-from groupax.engine.plan import Demand
+from groupax.engine.scheduler import Demand
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
-from groupax.evaluation.sets import named_sets
+from groupax.evaluation.items import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
 from groupax.metrics.estimates import Estimate
 from groupax.models.weights.checkpoint import Model

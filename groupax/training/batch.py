@@ -22,8 +22,8 @@ from groupax.models.vision.placement import continued, image_blocks
 from groupax.models.vision.tower import ImageBatch
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
+from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
 from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
 from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_parts, plan_micro_batches, round_up

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from groupax.engine.images import joined_features
+from groupax.engine.prefill import joined_features
 from groupax.models.specs import Params
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import num_features

@@ -26,10 +26,9 @@ from groupax.models.vision.tower import encode_images
 from groupax.objective.aggregation import Denominators
 from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
-from groupax.parallel.collectives import psum
+from groupax.parallel.collectives import psum, to_device
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_device
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import MicroBatch
 from groupax.training.state import REPLICATED

@@ -15,7 +15,7 @@ from groupax.models import attention
 from groupax.models.attention import LayerCache, Prompts, attend_past
 from groupax.models.config import AttentionConfig, Chunks, ModelConfig
 from groupax.models.execution import FusedAttention
-from groupax.parallel.platform import cuda_capability
+from groupax.parallel.runtime import cuda_capability
 from groupax.settings.compute import AttnImplementation
 
 # By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of

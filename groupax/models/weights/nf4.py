@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from safetensors import SafetensorError
 
+from groupax.parallel.collectives import to_device
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_device
 from groupax.storage.model_json import is_number
 from groupax.terminal.printable import short_repr
 
