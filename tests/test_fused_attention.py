@@ -143,7 +143,7 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
 def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
     """A prompt that is nothing but padding, and columns that fill up a block, whatever comes back for them."""
     q, k, v = draw(0, 2, 20, 2, 64), draw(1, 2, 20, 1, 64), draw(2, 2, 20, 1, 64)
-    attend, attn = KERNELS[kernel]("attend"), AttentionConfig(0.125, window=window)
+    attend, attn = KERNELS[kernel], AttentionConfig(0.125, window=window)
 
     def loss(*arrays):
         return jnp.sum(jnp.square(attend(*arrays, jnp.array([20, 5]), attn)))
