@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import ImageInputs, forward, head_weights
+from groupax.models.decoder import ImageInputs, PassOptions, forward, head_weights
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params, num_params
 from groupax.models.vision.placement import make_image
@@ -210,7 +210,7 @@ def logps_of(
         return attend(attn, q, k, v, causal).reshape(B * T, *q.shape[2:]), kept
 
     positions = jnp.tile(jnp.arange(T), B)
-    hidden = forward(config, params, tokens, positions, attend_in_row, images=images).hidden
+    hidden = forward(config, params, tokens, positions, attend_in_row, options=PassOptions(images=images)).hidden
     head = head_weights(params)
     logps, _ = token_logprobs(hidden, head, rows[:, 1:].reshape(-1), 1.0)
     return logps.reshape(B, T), (hidden @ head.T).reshape(B, T, -1)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
 from groupax.models import attention
+from groupax.models.attention import Prompts
 from groupax.models.config import AttentionConfig
 from groupax.models.execution import FusedAttention, execution_for
 from groupax.models.families import read_config
@@ -32,9 +33,19 @@ from groupax.types import Row
 from .conftest import TINY, one_device_mesh, rest_heavy
 
 KERNELS = {
-    "splash": lambda name: lambda *args: getattr(splash, name)(*args, interpret=True),
-    "cudnn": lambda name: lambda *args: getattr(fused_attention, f"cudnn_{name}")(*args, implementation="xla"),
+    "splash": partial(splash.attend, interpret=True),
+    "cudnn": partial(fused_attention.cudnn_attend, implementation="xla"),
 }
+
+
+def behind_prompts(kernel):
+    """A kernel's attention from rows to their prompts and to themselves, as `attention.attend_with_prompt`."""
+
+    def attend(q, k, v, prompts, attn, **others):
+        keys, values = jnp.concatenate([prompts.k, k], axis=1), jnp.concatenate([prompts.v, v], axis=1)
+        return KERNELS[kernel](q, keys, values, prompts.starts, attn, **others)
+
+    return attend
 
 
 def draw(seed, *shape):
@@ -86,17 +97,16 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     starts = jnp.array([0, 7, S])  # whole, padded, and no prompt at all
 
     def behind(attend):
-        return lambda q, k, v, prompt_k, prompt_v: attend(q, k, v, prompt_k, prompt_v, starts, attn)
+        return lambda q, k, v, *prompts: attend(q, k, v, Prompts(*prompts, starts), attn)
 
-    kernels, plain = KERNELS[kernel]("attend_with_prompt"), attention.attend_with_prompt
-    assert_alike(behind(kernels), behind(plain), (*arrays, *prompts), True)
+    assert_alike(behind(behind_prompts(kernel)), behind(attention.attend_with_prompt), (*arrays, *prompts), True)
     begins = jnp.array([0, 7, T - 1])
     counts = (jnp.arange(T)[None, :] >= begins[:, None])[..., None, None]
 
     def alone(attend):
         return lambda q, k, v: attend(q, k, v, begins, attn)
 
-    assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
+    assert_alike(alone(KERNELS[kernel]), alone(attention.attend), arrays, counts)
 
 
 @pytest.mark.drawn(3, "fused")
@@ -108,10 +118,9 @@ def test_sinks_add_to_the_sums_of_splash_too():
     sinks = jnp.array([-2.0, 0.0, 1.0, 3.0])
 
     def behind(attend):
-        return lambda *arrays: attend(*arrays[:5], starts, attn, sinks=arrays[5])
+        return lambda *arrays: attend(*arrays[:3], Prompts(*arrays[3:5], starts), attn, sinks=arrays[5])
 
-    emulated = partial(splash.attend_with_prompt, interpret=True)
-    assert_alike(behind(emulated), behind(attention.attend_with_prompt), (*rows, *prompts, sinks), True)
+    assert_alike(behind(behind_prompts("splash")), behind(attention.attend_with_prompt), (*rows, *prompts, sinks), True)
 
 
 @pytest.mark.drawn(1)
@@ -120,11 +129,11 @@ def test_sinks_add_to_the_sums_of_splash_too():
 def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
     attn, starts = AttentionConfig(0.125, window=30), jnp.array([0, 7, 24])
     q, *others = draw(0, 3, 40, 4, 64), draw(1, 3, 40, 2, 64), draw(2, 3, 40, 2, 64)
-    others += [draw(3, 3, 24, 2, 64), draw(4, 3, 24, 2, 64)]
+    others += [Prompts(draw(3, 3, 24, 2, 64), draw(4, 3, 24, 2, 64), starts)]
     plain = attention.attend_with_prompt
-    attend = plain if kernel == "plain" else KERNELS[kernel]("attend_with_prompt")
-    out = attend(q[:, 24:], *others, starts, attn)
-    np.testing.assert_allclose(out, plain(q, *others, starts, attn)[:, 24:], atol=1e-5, rtol=1e-5)
+    attend = plain if kernel == "plain" else behind_prompts(kernel)
+    out = attend(q[:, 24:], *others, attn)
+    np.testing.assert_allclose(out, plain(q, *others, attn)[:, 24:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.drawn(1)
@@ -134,7 +143,7 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
 def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
     """A prompt that is nothing but padding, and columns that fill up a block, whatever comes back for them."""
     q, k, v = draw(0, 2, 20, 2, 64), draw(1, 2, 20, 1, 64), draw(2, 2, 20, 1, 64)
-    attend, attn = KERNELS[kernel]("attend"), AttentionConfig(0.125, window=window)
+    attend, attn = KERNELS[kernel], AttentionConfig(0.125, window=window)
 
     def loss(*arrays):
         return jnp.sum(jnp.square(attend(*arrays, jnp.array([20, 5]), attn)))
@@ -228,19 +237,17 @@ def test_narrow_tiles_stay_plain(monkeypatch):
     def unexpected(*_):
         raise AssertionError
 
-    for name in ("attend", "attend_with_prompt"):
-        monkeypatch.setattr(splash, name, unexpected)
-        monkeypatch.setattr(fused_attention, f"cudnn_{name}", unexpected)
+    monkeypatch.setattr(splash, "attend", unexpected)
+    monkeypatch.setattr(fused_attention, "cudnn_attend", unexpected)
     q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
-    short, splash_kernel = AttentionConfig(0.1), FusedAttention("splash")
-    fused_attention.attend(q, k, k, starts, short, splash_kernel)
-    fused_attention.attend_with_prompt(q, k, k, k, k, starts, short, splash_kernel)
+    short, kernels = AttentionConfig(0.1), {name: FusedAttention(name) for name in ("splash", "cudnn")}
     wide, prompt = draw(2, 1, 128, 1, 64), draw(3, 1, 1024, 1, 64)
-    fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, FusedAttention("cudnn"))
-    with pytest.raises(AssertionError):
-        fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, splash_kernel)
-    with pytest.raises(AssertionError):
-        fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, FusedAttention("cudnn"))
+    fused_attention.attend(q, k, k, starts, short, kernels["splash"])
+    fused_attention.attend_with_prompt(q, k, k, Prompts(k, k, starts), short, kernels["splash"])
+    fused_attention.attend_with_prompt(wide, wide, wide, Prompts(prompt, prompt, starts), short, kernels["cudnn"])
+    for x, name in ((prompt, "splash"), (wide, "cudnn")):
+        with pytest.raises(AssertionError):
+            fused_attention.attend_with_prompt(wide, wide, wide, Prompts(x, x, starts), short, kernels[name])
 
 
 @pytest.mark.drawn(3, "fused")

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import groupax
 from groupax import init_model, load_model, save_model
-from groupax.models.attention import attend, attend_with_prompt
+from groupax.models.attention import Prompts, attend, attend_with_prompt
 from groupax.models.config import AttentionConfig, Llama3Rope
 from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
@@ -255,7 +255,7 @@ def test_attention_in_blocks_is_attention(monkeypatch):
 
     def outputs(q, k, v, prompt_k, prompt_v):
         attn = AttentionConfig(8**-0.5)
-        behind = k, v, prompt_k, prompt_v, starts, attn
+        behind = k, v, Prompts(prompt_k, prompt_v, starts), attn
         return attend(q, k, v, starts, attn), *(attend_with_prompt(q[:, first:], *behind) for first in (0, 10, 42))
 
     def total(*arrays):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from groupax import init_model
-from groupax.models.decoder import forward
+from groupax.models.decoder import PassOptions, forward
 from groupax.models.execution import DIRECT, LayerPattern, execution_for, find_repeating_pattern
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
@@ -63,7 +63,9 @@ def test_alike_layers_are_compiled_once(change, compiled):
     def layers_in(execution):
         def states(params):
             tokens = jnp.arange(5)
-            return forward(config, params, tokens, tokens, lambda attn, cache, q, k, v: (q, cache), execution=execution)
+            return forward(
+                config, params, tokens, tokens, lambda attn, cache, q, k, v: (q, cache), options=PassOptions(execution)
+            )
 
         return str(jax.make_jaxpr(lambda params: states(params).hidden)(params)).count("name=layer")
 

@@ -10,7 +10,7 @@ import pytest
 from groupax import GRPOConfig, init_model
 from groupax.data.prompts import PromptSet
 from groupax.engine import batch
-from groupax.models.decoder import KERNELS, forward
+from groupax.models.decoder import KERNELS, PassOptions, forward
 from groupax.models.execution import Execution, FusedAttention
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token
@@ -88,7 +88,7 @@ def saved_arrays(model, num_layers, checkpointing):
         def hidden(params):
             tokens = jnp.zeros(TOKENS, jnp.int32)
             attend = lambda attn, cache, q, k, v: (kernel(q, k, v), cache)  # noqa: E731
-            return forward(config, params, tokens, tokens, attend, execution=Execution(checkpointing)).hidden
+            return forward(config, params, tokens, tokens, attend, options=PassOptions(Execution(checkpointing))).hidden
 
         return jax.vjp(hidden, params)[1]
 
@@ -268,7 +268,8 @@ def test_attention_kernels_run_again_only_where_their_results_are_not_saved(chec
 
     def total(params):
         tokens = jnp.zeros(128, jnp.int32)
-        return forward(config, params, tokens, tokens, attend, execution=Execution(checkpointing)).hidden.sum()
+        options = PassOptions(Execution(checkpointing))
+        return forward(config, params, tokens, tokens, attend, options=options).hidden.sum()
 
     program = str(jax.make_jaxpr(jax.grad(total))(params))
     assert program.count("name=splash_mha_fwd") == runs

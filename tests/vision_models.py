@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.models.attention import attend
-from groupax.models.decoder import ImageInputs, forward, head_weights
+from groupax.models.decoder import ImageInputs, PassOptions, forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.recurrent import empty_state
 from groupax.models.vision.placement import image_blocks, make_image, place_images
@@ -178,7 +178,8 @@ def _logits(config: Any, params: Any, tokens: Any, positions: Any, starts: Any, 
         return out.reshape(B * T, *out.shape[2:]), cache
 
     flat = positions.reshape(*positions.shape[:-2], -1)
-    hidden = forward(config, params, tokens.reshape(-1), flat, attend_rows, images=images, recur=recur).hidden
+    options = PassOptions(images=images, recur=recur)
+    hidden = forward(config, params, tokens.reshape(-1), flat, attend_rows, options=options).hidden
     return vocabulary_logits(hidden.reshape(B, T, -1), head_weights(params), config.logit_softcap)
 
 

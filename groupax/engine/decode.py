@@ -27,7 +27,7 @@ from groupax.engine.sequence import Sequence
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import LayerCache, Past
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import forward, head_weights
+from groupax.models.decoder import PassOptions, forward, head_weights
 from groupax.models.experts import Routing
 from groupax.models.kernels.fused_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
@@ -269,7 +269,7 @@ def _feed(
     kept = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
     caches = layer_caches(config, kept, cache.states)
     hidden, caches, routings = forward(
-        config, params, slots.token, slots.position, attend, caches, layout=layout, recur=recur
+        config, params, slots.token, slots.position, attend, caches, PassOptions(layout=layout, recur=recur)
     )
     layers, states = by_kind(config, caches)
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))

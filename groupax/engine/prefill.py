@@ -23,7 +23,7 @@ from groupax.engine.sequence import Sequence
 from groupax.models.adapted import select_adapters
 from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import ImageInputs, forward
+from groupax.models.decoder import ImageInputs, PassOptions, forward
 from groupax.models.params import layout_of, partition_specs
 from groupax.models.recurrent import Recurrence, State, empty_state
 from groupax.models.specs import Params
@@ -360,8 +360,8 @@ def _prefill(
         if admitted.adapters is not None:
             own_adapters = lax.dynamic_slice_in_dim(admitted.adapters, row, num)
             adapted = select_adapters(params, jnp.repeat(own_adapters, M))
-        given = {"layout": layout, "images": inputs, "recur": attend.recur}
-        kept = forward(config, adapted, tokens.reshape(-1), positions, attend, kept, **given).caches
+        options = PassOptions(layout=layout, images=inputs, recur=attend.recur)
+        kept = forward(config, adapted, tokens.reshape(-1), positions, attend, kept, options).caches
         layers, states = by_kind(config, kept)
         is_last = piece == last_piece
         following = jnp.minimum(turn + 1, len(first_pieces) - 1)

@@ -17,7 +17,7 @@ from groupax.engine.prefill import Piece
 from groupax.engine.sampling import TokenLogps, token_logps
 from groupax.models.adapted import select_adapters
 from groupax.models.config import ModelConfig
-from groupax.models.decoder import forward, head_weights
+from groupax.models.decoder import PassOptions, forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.params import gather_weight, layout_of, partition_specs
 from groupax.models.recurrent import empty_state
@@ -166,7 +166,9 @@ def _score_row(
         begin = jnp.zeros(1, jnp.int32)
         attend = Piece(jnp.int32(0), first, begin, distance >= 0, distance, own[None, :, None], None, False)
         piece = lax.dynamic_slice_in_dim(tokens, first, PIECE)
-        hidden, caches, _ = forward(config, params, piece, own, attend, caches, layout=layout, recur=attend.recur)
+        hidden, caches, _ = forward(
+            config, params, piece, own, attend, caches, PassOptions(layout=layout, recur=attend.recur)
+        )
         logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
         target = lax.dynamic_slice_in_dim(targets, first, PIECE)
         new = token_logps(logits / temperature, target)

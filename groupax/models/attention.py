@@ -118,13 +118,19 @@ def attend_masked(
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
+class Prompts(NamedTuple):
+    """The keys and values of each row's left-padded prompt, and the prompt's first column."""
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    starts: Int[Array, "B"]
+
+
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B C K H"],
     v: Float[Array, "B C K H"],
-    prompt_k: Float[Array, "B S K H"],
-    prompt_v: Float[Array, "B S K H"],
-    prompt_starts: Int[Array, "B"],
+    prompts: Prompts,
     attn: AttentionConfig,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -133,16 +139,16 @@ def attend_with_prompt(
     Each query sees its row's prompt and, causally, the row itself. The queries are those of the last T of the row's C
     columns. `sinks` are as in `attend`.
     """
-    S, K, C = *prompt_k.shape[1:3], k.shape[1]
-    prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
-    prompt_keys, keys = (x.transpose(0, 2, 3, 1) for x in (prompt_k, k))
-    prompt_values, values = (x.transpose(0, 2, 1, 3) for x in (prompt_v, v))
+    S, K, C = *prompts.k.shape[1:3], k.shape[1]
+    prompt_visible = (jnp.arange(S)[None, :] >= prompts.starts[:, None])[:, None, None, None]
+    prompt_keys, keys = (x.transpose(0, 2, 3, 1) for x in (prompts.k, k))
+    prompt_values, values = (x.transpose(0, 2, 1, 3) for x in (prompts.v, v))
 
     def attend_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
         grouped = scaled(q, attn.scale).reshape(B, t, K, N // K, H)
         position = first + jnp.arange(t)[:, None]
-        in_row = S + position[None, None, None] - prompt_starts[:, None, None, None, None]
+        in_row = S + position[None, None, None] - prompts.starts[:, None, None, None, None]
         to_prompt, to_row = S + position - jnp.arange(S)[None, :], position - jnp.arange(C)[None, :]
         to_prompt, to_row = to_prompt[None, None, None], to_row[None, None, None]
         row_seen = (to_row >= 0) & within_window(to_row, in_row, attn.window)

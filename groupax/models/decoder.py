@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend
-from groupax.models.config import AttentionConfig, GatedDeltaNet, ModelConfig, Rope
+from groupax.models.config import AttentionConfig, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution, apply_layers
 from groupax.models.experts import Router, Routing, mixture_of_experts
 from groupax.models.latent_attention import latent_attention
@@ -31,7 +31,7 @@ from groupax.models.layers import (
     vocabulary_logits,
 )
 from groupax.models.params import gather_weight, gather_weights
-from groupax.models.recurrent import Recurrence, empty_state, gated_delta_net, short_convolution
+from groupax.models.recurrent import Recurrence, empty_state, recurrent_layer
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
@@ -44,8 +44,6 @@ from groupax.parallel.runtime import traced_platform
 Attend = Callable[..., tuple[Array, Any]]
 # (a layer's recurrence, the layer's cache or None, its inputs of all M tokens) -> (outputs [M, ...], the updated cache)
 Recur = Callable[[Recurrence, Any, Any], tuple[Array, Any]]
-# A layer's weights, and the experts that were recorded for its tokens, [M, A], if there are any.
-_Given = tuple[Params, Array | None]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
@@ -80,6 +78,26 @@ class ImageInputs:
     feature_index: Int[Any, "M"]
 
 
+class PassOptions(NamedTuple):
+    """The further inputs and settings of a forward pass.
+
+    Attributes:
+        execution: Execution settings; layers with caches are not scanned.
+        layout: Sharding of the model, inside a shard_map. Each device has its shard of the weights, and `attend`
+            receives its heads; hidden states and recurrent layers are replicated.
+        images: Features in place of tokens, which are replicated like hidden states; None if all tokens are text.
+        recorded: Experts that each token chooses in each layer with experts, layer by layer; -1 where its router does.
+            None leaves all choices to the routers.
+        recur: Recurrence of the caller (see above); None for models without recurrent layers.
+    """
+
+    execution: Execution = DIRECT
+    layout: Layout = REPLICATED
+    images: ImageInputs | None = None
+    recorded: Int[Array, "M LA"] | None = None
+    recur: Recur | None = None
+
+
 def _dots_and_kernels(primitive: Any, *args: Any, **params: Any) -> bool:
     """Saves the results of matmuls and of kernels."""
     return primitive.name in KERNELS or jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
@@ -106,17 +124,11 @@ def forward(
     positions: Int[Array, "... M"],
     attend: Attend,
     caches: Sequence[Any] | None = None,
-    execution: Execution = DIRECT,
-    layout: Layout = REPLICATED,
-    images: ImageInputs | None = None,
-    recorded: Int[Array, "M LA"] | None = None,
-    recur: Recur | None = None,
+    options: PassOptions = PassOptions(),  # noqa: B008 - it cannot be changed
 ) -> ForwardOutput:
     """Runs the decoder on a flat list of tokens.
 
     Layers of the same kind are traced once, so `attend` and `recur` may read their closures but must not change them.
-    With a layout, inside a shard_map, each device has its shard of the weights and `attend` receives its heads; hidden
-    states and recurrent layers are replicated.
 
     Args:
         config: Architecture of the model.
@@ -126,13 +138,9 @@ def forward(
         attend: Attention of the caller (see above). Whether the tokens of an image see each other is up to it too (see
             `attention.same_image`).
         caches: Cache of each layer, passed to `attend` or `recur`; None for no caches.
-        execution: Execution settings; layers with caches are not scanned.
-        layout: Sharding of the model.
-        images: Features in place of tokens, which are replicated like hidden states; None if all tokens are text.
-        recorded: Experts that each token chooses in each layer with experts, layer by layer; -1 where its router does.
-            None leaves all choices to the routers.
-        recur: Recurrence of the caller (see above); None for models without recurrent layers.
+        options: Further inputs and settings.
     """
+    execution, layout, images, recorded, recur = options
     x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
@@ -140,14 +148,32 @@ def forward(
         x = jnp.where(images.feature_index[:, None] < 0, x, _features(images, 0, x.dtype))
     at = _At.positions(config, positions, x.dtype)
 
-    def layer(x: Array, given: _Given, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, at, attend, recur, execution, layout, x, given, cache, index)
+    def layer(x: Array, given: tuple[Params, Array | None], cache: Any, index: int) -> tuple[Array, Any, Any]:
+        weights, chosen = given
+        weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
+        h = _norm(config, x, weights.get("attention_norm"))
+        bound, is_cached = partial(attend, config.attention(index), cache), cache is not None
+        if config.is_recurrent(index):
+            assert recur is not None, "callers pass it for models with recurrent layers"
+            through, before = recur, cache
+            attended, cache = recurrent_layer(config, weights, h, lambda step, inputs: through(step, before, inputs))
+        elif config.latent is None:
+            attended, cache = _attention(config, index, weights, h, at, bound, layout)
+        else:
+            rotate = partial(_rotated, config.ropes[index], at)
+            attended, cache = latent_attention(
+                config.latent, weights, h, rotate, bound, is_cached, layout.axis("heads")
+            )
+        x = x + _residual(config, attended, weights.get("attention_out_norm"))
+        h = h if config.block == "parallel" else _norm(config, x, weights.get("mlp_norm"))
+        out, routing = _mlp(config, index, weights, h, layout, chosen)
+        return x + _residual(config, out, weights.get("mlp_out_norm")), cache, routing
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
     caches = list(caches) if caches is not None else [None] * config.num_layers
 
-    def apply_layer(x: Array, given: _Given, index: int) -> tuple[Array, Routing | None]:
+    def apply_layer(x: Array, given: tuple[Params, Array | None], index: int) -> tuple[Array, Routing | None]:
         x, caches[index], routing = compiled(x, given, caches[index], config.first_similar_layer(index))
         if images is not None and index < num_later:
             x = x + jnp.where(images.feature_index[:, None] < 0, 0, _features(images, index + 1, x.dtype))
@@ -197,37 +223,6 @@ class _At(NamedTuple):
         return cls(ropes, query_factors(config.query_growth, positions)[:, None, None].astype(dtype))
 
 
-def _layer(
-    config: ModelConfig,
-    at: _At,
-    attend: Attend,
-    recur: Recur | None,
-    execution: Execution,
-    layout: Layout,
-    x: Float[Array, "M D"],
-    given: "_Given",
-    cache: Any,
-    index: int,
-) -> tuple[Float[Array, "M D"], Any, Routing | None]:
-    weights, recorded = given
-    weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
-    attn = config.attention(index)
-    h = _norm(config, x, weights.get("attention_norm"))
-    bound, is_cached = partial(attend, attn, cache), cache is not None
-    if config.is_recurrent(index):
-        assert recur is not None, "callers pass it for models with recurrent layers"
-        attended, cache = _recurrent(config, weights, h, recur, cache)
-    elif config.latent is None:
-        attended, cache = _attention(config, index, weights, h, at, bound, layout)
-    else:
-        rotate = partial(_rotated, config.ropes[index], at)
-        attended, cache = latent_attention(config.latent, weights, h, rotate, bound, is_cached, layout.axis("heads"))
-    x = x + _residual(config, attended, weights.get("attention_out_norm"))
-    h = h if config.block == "parallel" else _norm(config, x, weights.get("mlp_norm"))
-    out, routing = _mlp(config, index, weights, h, layout, recorded)
-    return x + _residual(config, out, weights.get("mlp_out_norm")), cache, routing
-
-
 def _with_checkpointing(layer: Callable[..., Any], execution: Execution, layout: Layout) -> Callable[..., Any]:
     """Wraps a layer so that the backward pass recomputes what it should; argument 3, the index, is static."""
     if execution.checkpointing != "none":
@@ -246,17 +241,6 @@ def _embed(params: Params, tokens: Int[Array, "M"], execution: Execution, layout
     own = tokens - axis_index(axis) * table.shape[0]
     is_own = (own >= 0) & (own < table.shape[0])
     return psum(jnp.where(is_own[:, None], lookup(table, jnp.where(is_own, own, 0)), 0), axis)
-
-
-def _recurrent(
-    config: ModelConfig, weights: Params, h: Float[Array, "M D"], recur: Recur, cache: Any
-) -> tuple[Float[Array, "M D"], Any]:
-    def bound(recurrence: Recurrence, inputs: Any) -> tuple[Array, Any]:
-        return recur(recurrence, cache, inputs)
-
-    if isinstance(config.recurrent, GatedDeltaNet):
-        return gated_delta_net(config, config.recurrent, weights, h, bound)
-    return short_convolution(weights, h, bound)
 
 
 def _attention(
@@ -405,7 +389,9 @@ def causal_hidden(
         return out.reshape(B * T, *out.shape[2:]), cache
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
-    found = forward(config, params, tokens.reshape(-1), positions, attend_causally, recur=recur_causally)
+    found = forward(
+        config, params, tokens.reshape(-1), positions, attend_causally, options=PassOptions(recur=recur_causally)
+    )
     return found.hidden.reshape(B, T, -1)
 
 

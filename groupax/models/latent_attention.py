@@ -50,8 +50,19 @@ def latent_attention(
     c = rms_norm(compressed[:, : latent.rank], weights["kv_latent_norm"], latent.norm_eps)
     k_rope = rotate(compressed[:, None, latent.rank :])
     c, k_rope = psum_grad(c, axis), psum_grad(k_rope, axis)
-    form = _attend_latents if is_cached else _attend_expanded
-    out, cache = form(latent, weights["kv_up"], q_plain, q_rope, c, k_rope, attend)
+    kv_up = weights["kv_up"]
+    if is_cached:
+        q = jnp.concatenate([_through_keys(latent, kv_up, q_plain), q_rope], axis=-1)
+        k = jnp.concatenate([c[:, None], k_rope], axis=-1)
+        out, cache = attend(q, k, _padded(c[:, None], latent.cached_dims))
+        out = _through_values(latent, kv_up, out[..., : latent.rank])
+    else:
+        kv = linear(c, kv_up).reshape(len(c), -1, latent.plain_dims + latent.value_dims)
+        k_plain, v = kv[..., : latent.plain_dims], kv[..., latent.plain_dims :]
+        k = jnp.concatenate([k_plain, jnp.broadcast_to(k_rope, (*k_plain.shape[:2], latent.rope_dims))], axis=-1)
+        q = jnp.concatenate([q_plain, q_rope], axis=-1)
+        out, cache = attend(*(_padded(x, latent.expanded_dims) for x in (q, k, v)))
+        out = out[..., : latent.value_dims]
     return row_parallel_linear(out.reshape(len(h), -1), weights["o"], weights.get("o_bias"), axis), cache
 
 
@@ -63,38 +74,6 @@ def _queries(latent: LatentAttention, weights: Params, h: Float[Array, "M D"], a
         normed = rms_norm(down, weights["q_latent_norm"], latent.norm_eps)
         q = linear(psum_grad(normed, axis), weights["q_up"])
     return q.reshape(len(h), -1, latent.plain_dims + latent.rope_dims)
-
-
-def _attend_expanded(
-    latent: LatentAttention,
-    kv_up: Weight,
-    q_plain: Float[Array, "M N P"],
-    q_rope: Float[Array, "M N R"],
-    c: Float[Array, "M C"],
-    k_rope: Float[Array, "M 1 R"],
-    attend: BoundAttend,
-) -> tuple[Float[Array, "M N V"], Any]:
-    kv = linear(c, kv_up).reshape(len(c), -1, latent.plain_dims + latent.value_dims)
-    k_plain, v = kv[..., : latent.plain_dims], kv[..., latent.plain_dims :]
-    k = jnp.concatenate([k_plain, jnp.broadcast_to(k_rope, (*k_plain.shape[:2], latent.rope_dims))], axis=-1)
-    q = jnp.concatenate([q_plain, q_rope], axis=-1)
-    out, cache = attend(*(_padded(x, latent.expanded_dims) for x in (q, k, v)))
-    return out[..., : latent.value_dims], cache
-
-
-def _attend_latents(
-    latent: LatentAttention,
-    kv_up: Weight,
-    q_plain: Float[Array, "M N P"],
-    q_rope: Float[Array, "M N R"],
-    c: Float[Array, "M C"],
-    k_rope: Float[Array, "M 1 R"],
-    attend: BoundAttend,
-) -> tuple[Float[Array, "M N V"], Any]:
-    q = jnp.concatenate([_through_keys(latent, kv_up, q_plain), q_rope], axis=-1)
-    k = jnp.concatenate([c[:, None], k_rope], axis=-1)
-    out, cache = attend(q, k, _padded(c[:, None], latent.cached_dims))
-    return _through_values(latent, kv_up, out[..., : latent.rank]), cache
 
 
 def _through_keys(latent: LatentAttention, kv_up: Weight, q: Float[Array, "M N P"]) -> Float[Array, "M N C"]:

@@ -20,8 +20,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from groupax.models.attention import Prompts
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decoder import ImageInputs, forward, head_weights, local_kv_heads
+from groupax.models.decoder import ImageInputs, PassOptions, forward, head_weights, local_kv_heads
 from groupax.models.execution import CPU_LOGITS, DIRECT, Execution
 from groupax.models.experts import Routing
 from groupax.models.kernels.fused_attention import attend, attend_with_prompt
@@ -261,25 +262,15 @@ def grouped_logprobs(
     """
     shared = layout.axis("tokens")
     tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
-    rectangles = _Rectangles.of(ragged)
-    attend = partial(_attend, rectangles, ragged, execution, shared)
-    recur = partial(_recur, rectangles, ragged, config, layout)
+    rectangles = _Rectangles.of(config, ragged, execution, layout)
     images = None
     if ragged.images is not None:
         assert features is not None, "some tokens stand for features"
         images = ImageInputs(features, local_tokens(ragged.images.feature_index, layout))
-    hidden, _, routings = forward(
-        config,
-        params,
-        tokens,
-        positions if positions.ndim == 1 else positions.T,
-        attend,
-        execution=execution,
-        layout=layout,
-        images=images,
-        recorded=None if ragged.experts is None else local_tokens(ragged.experts, layout),
-        recur=recur,
-    )
+    recorded = None if ragged.experts is None else local_tokens(ragged.experts, layout)
+    positions = positions if positions.ndim == 1 else positions.T
+    options = PassOptions(execution, layout, images, recorded, rectangles.recur)
+    hidden, _, routings = forward(config, params, tokens, positions, rectangles.attend, options=options)
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     logp, entropy = token_logprobs(
         local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout),
@@ -303,104 +294,81 @@ class _Rectangles(NamedTuple):
         starts: First column of each prompt.
     """
 
+    config: ModelConfig
+    ragged: RaggedBatch
+    execution: Execution
+    layout: Layout
     cells: Int[Array, "C"]
     shapes: list[tuple[int, ...]]
     starts: Int[Array, "P"]
 
     @classmethod
-    def of(cls, ragged: RaggedBatch) -> "_Rectangles":
-        starts = jnp.sum(ragged.prompts < 0, axis=1)
+    def of(cls, config: ModelConfig, ragged: RaggedBatch, execution: Execution, layout: Layout) -> "_Rectangles":
         indices = [ragged.prompts, *ragged.tiles]
-        return cls(jnp.concatenate([each.reshape(-1) for each in indices]), [each.shape for each in indices], starts)
+        cells, shapes = jnp.concatenate([each.reshape(-1) for each in indices]), [each.shape for each in indices]
+        return cls(config, ragged, execution, layout, cells, shapes, jnp.sum(ragged.prompts < 0, axis=1))
 
-    def split(self, x: Array, slots: Array) -> list[Array]:
+    def split(self, x: Array) -> list[Array]:
         """Gathers a value of each token into the rectangles."""
         ends = np.cumsum([rows * columns for rows, columns in self.shapes])
-        flat = jnp.split(gather_with_inverse(x, self.cells, slots), ends[:-1])
+        flat = jnp.split(gather_with_inverse(x, self.cells, self.ragged.slots), ends[:-1])
         return [cells.reshape(*shape, *x.shape[1:]) for cells, shape in zip(flat, self.shapes, strict=True)]
 
+    def join(self, outs: list[Array], rank: int) -> Array:
+        """Gathers what the rectangles have, in arrays of `rank` further dims, into one value of each token."""
+        flat = jnp.concatenate([out.reshape(-1, *out.shape[out.ndim - rank :]) for out in outs])
+        return gather_with_inverse(flat, self.ragged.slots, self.cells)
 
-def _attend(
-    rectangles: _Rectangles,
-    ragged: RaggedBatch,
-    execution: Execution,
-    shared: Axis,
-    attn: AttentionConfig,
-    cache: None,
-    q: Float[Array, "m N H"],
-    k: Float[Array, "m K H"],
-    v: Float[Array, "m K H"],
-    sinks: Float[Array, "N"] | None = None,
-) -> tuple[Float[Array, "m N H"], None]:
-    """Computes a layer's attention (see `decoder.Attend`). If devices share the tokens, each computes some heads."""
-    if shared is None:
-        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v, sinks), cache
-    q, k, v = _gather_tokens(q, k, v, shared)
-    M = ragged.tokens.shape[0]
-    sinks = None if sinks is None else local_slice(sinks, shared, 0)
-    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M], sinks)
-    out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
-    return all_to_all(out, shared, 0, 1), cache
+    def attend(
+        self,
+        attn: AttentionConfig,
+        cache: None,
+        q: Float[Array, "m N H"],
+        k: Float[Array, "m K H"],
+        v: Float[Array, "m K H"],
+        sinks: Float[Array, "N"] | None = None,
+    ) -> tuple[Float[Array, "m N H"], None]:
+        """Computes a layer's attention; if devices share the tokens, each computes some heads."""
+        shared, M = self.layout.axis("tokens"), self.ragged.tokens.shape[0]
+        if shared is None:
+            return self._attend(attn, q, k, v, sinks), cache
+        q, k, v = _gather_tokens(q, k, v, shared)
+        sinks = None if sinks is None else local_slice(sinks, shared, 0)
+        out = self._attend(attn, q[:M], k[:M], v[:M], sinks)
+        out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
+        return all_to_all(out, shared, 0, 1), cache
 
+    def _attend(self, attn: AttentionConfig, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+        (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (self.split(x) for x in (q, k, v))
+        fused, images, blocks = self.execution.attention, self.ragged.images, None
+        if images is not None and images.blocks is not None:
+            blocks = jnp.where(self.ragged.prompts < 0, -1, jnp.asarray(images.blocks)[self.ragged.prompts])
+        outs = [attend(prompt_q, prompt_k, prompt_v, self.starts, attn, fused, blocks, sinks)]
+        for last, own_q in enumerate(tile_q):
+            B = own_q.shape[0]
+            prompt_of = self.ragged.prompt_of[:B]
+            # a tile's queries see the columns of their rows in this tile and in those before it
+            own_k, own_v = (jnp.concatenate([x[:B] for x in tiles[: last + 1]], axis=1) for tiles in (tile_k, tile_v))
+            prompts = Prompts(lookup(prompt_k, prompt_of), lookup(prompt_v, prompt_of), self.starts[prompt_of])
+            outs.append(attend_with_prompt(own_q, own_k, own_v, prompts, attn, fused, sinks))
+        return self.join(outs, 2)
 
-def _attend_rectangles(
-    rectangles: _Rectangles,
-    ragged: RaggedBatch,
-    execution: Execution,
-    attn: AttentionConfig,
-    q: Float[Array, "M N H"],
-    k: Float[Array, "M K H"],
-    v: Float[Array, "M K H"],
-    sinks: Float[Array, "N"] | None,
-) -> Float[Array, "M N H"]:
-    (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (
-        rectangles.split(x, ragged.slots) for x in (q, k, v)
-    )
-    starts, fused = rectangles.starts, execution.attention
-    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused, _blocks(ragged), sinks=sinks)]
-    for last, own_q in enumerate(tile_q):
-        B = own_q.shape[0]
-        prompt_of = ragged.prompt_of[:B]
-        # a tile's queries see the columns of their rows in this tile and in those before it
-        own_k, own_v = (jnp.concatenate([x[:B] for x in tiles[: last + 1]], axis=1) for tiles in (tile_k, tile_v))
-        prompt = lookup(prompt_k, prompt_of), lookup(prompt_v, prompt_of), starts[prompt_of]
-        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused, sinks))
-    flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
-    return gather_with_inverse(flat, ragged.slots, rectangles.cells)
+    def recur(self, recurrence: Recurrence, cache: None, inputs: Any) -> tuple[Float[Array, "m ..."], None]:
+        """Takes a layer's recurrence through the prompts, and from their ends through the rows (see `decoder.Recur`).
 
-
-def _blocks(ragged: RaggedBatch) -> Int[Array, "P S"] | None:
-    """Returns the image of each column of the prompts, -1 for text; None if images are seen like text."""
-    if ragged.images is None or ragged.images.blocks is None:
-        return None
-    return jnp.where(ragged.prompts < 0, -1, jnp.asarray(ragged.images.blocks)[ragged.prompts])
-
-
-def _recur(
-    rectangles: _Rectangles,
-    ragged: RaggedBatch,
-    config: ModelConfig,
-    layout: Layout,
-    recurrence: Recurrence,
-    cache: None,
-    inputs: Any,
-) -> tuple[Float[Array, "m ..."], None]:
-    """Takes a layer's recurrence through the prompts, and from their ends through the rows (see `decoder.Recur`).
-
-    If devices share the tokens, each goes through all of them.
-    """
-    shared, M = layout.axis("tokens"), ragged.tokens.shape[0]
-    leaves, structure = jax.tree.flatten(inputs)
-    split = [rectangles.split(all_gather(x, shared, 0)[:M], ragged.slots) for x in leaves]
-    prompts, *tiles = (jax.tree.unflatten(structure, each) for each in zip(*split, strict=True))
-    out, state = recurrence.scan(empty_state(config, len(ragged.prompts)), prompts, ragged.prompts >= 0)
-    outs = [out]
-    state = State(*(lookup(x, ragged.prompt_of) for x in state))
-    for cells, own in zip(ragged.tiles, tiles, strict=True):
-        out, state = recurrence.scan(State(*(x[: len(cells)] for x in state)), own, cells >= 0)
-        outs.append(out)
-    flat = jnp.concatenate([out.reshape(-1, *out.shape[2:]) for out in outs])
-    return local_tokens(gather_with_inverse(flat, ragged.slots, rectangles.cells), layout), cache
+        If devices share the tokens, each goes through all of them.
+        """
+        ragged, M = self.ragged, self.ragged.tokens.shape[0]
+        leaves, structure = jax.tree.flatten(inputs)
+        split = [self.split(all_gather(x, self.layout.axis("tokens"), 0)[:M]) for x in leaves]
+        prompts, *tiles = (jax.tree.unflatten(structure, each) for each in zip(*split, strict=True))
+        out, state = recurrence.scan(empty_state(self.config, len(ragged.prompts)), prompts, ragged.prompts >= 0)
+        outs = [out]
+        state = State(*(lookup(x, ragged.prompt_of) for x in state))
+        for cells, own in zip(ragged.tiles, tiles, strict=True):
+            out, state = recurrence.scan(State(*(x[: len(cells)] for x in state)), own, cells >= 0)
+            outs.append(out)
+        return local_tokens(self.join(outs, out.ndim - 2), self.layout), cache
 
 
 def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:

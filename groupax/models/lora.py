@@ -49,21 +49,9 @@ PEFT_DEFAULT = ("q_proj", "v_proj")
 # The prefix of weight names in PEFT's files.
 PREFIX = "base_model.model."
 # Fields of a `peft.LoraConfig` that have no effect here.
-_INERT = frozenset(
-    [
-        "auto_mapping",
-        "base_model_name_or_path",
-        "eva_config",
-        "inference_mode",
-        "loftq_config",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "task_type",
-    ]
+_INERT = (
+    "auto_mapping base_model_name_or_path eva_config inference_mode init_lora_weights loftq_config megatron_core "
+    "peft_type peft_version qalora_group_size revision runtime_config task_type"
 )
 
 
@@ -146,7 +134,7 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     _check_init(settings.get("init_lora_weights", True), has_weights)
     if settings.get("inference_mode") and not has_weights:
         raise ValueError("inference_mode=True freezes a new adapter, and nothing would be trained; leave it at False")
-    others = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
+    others = {key: value for key, value in settings.items() if key not in {*own, *_INERT.split()}}
     unsupported = sorted(key for key, value in others.items() if _is_set(value) and not key.startswith("_"))
     if unsupported:
         raise ValueError(

@@ -43,11 +43,8 @@ class Recurrence(Protocol):
     def scan(self, state: State, inputs: Any, is_token: Bool[Array, "B T"]) -> tuple[Float[Array, "B T ..."], State]:
         """Returns the outputs of T columns of B sequences, and the states after them.
 
-        Args:
-            state: The states before.
-            inputs: Inputs of the columns.
-            is_token: The columns that have a token; the others change no state. The tokens of a sequence are
-                neighbours; if its last column has none, nothing may continue it.
+        Columns without a token change no state. The tokens of a sequence are neighbours; if its last column has none,
+        nothing may continue it.
         """
         ...
 
@@ -72,11 +69,10 @@ def causal_convolution(
     before: Float[Array, "B P C"],
     inputs: Float[Array, "B T C"],
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B P C"]]:
-    """Convolves the inputs of each channel with its own weights, of which the last is for the newest token.
+    """Convolves the inputs of each channel with its own weights, the last of which is for the newest token.
 
     Args:
-        weight: Weights of the channels.
-        bias: Bias of each channel.
+        weight, bias: Weights and bias of each channel.
         before: The inputs before, one fewer than there are weights.
         inputs: The inputs; columns without a token must be 0.
 
@@ -151,18 +147,37 @@ class DeltaRecurrence:
         return q, k, v.reshape(*lead, net.num_value_heads, net.value_dims)
 
 
-def gated_delta_net(
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """The recurrence of a short convolution (LFM2), whose state is the convolution's last inputs."""
+
+    weight: Float[Array, "C 1 W"]
+    bias: Float[Array, "C"] | None
+
+    def scan(
+        self, state: State, inputs: Float[Array, "B T C"], is_token: Bool[Array, "B T"]
+    ) -> tuple[Float[Array, "B T C"], State]:
+        """Convolves the inputs of T columns."""
+        inputs = jnp.where(is_token[..., None], inputs, 0)
+        out, last = causal_convolution(self.weight, self.bias, state.inputs, inputs)
+        return out.astype(inputs.dtype), state._replace(inputs=last)
+
+    def step(self, state: State, inputs: Float[Array, "B C"]) -> tuple[Float[Array, "B C"], State]:
+        """Convolves the inputs of another token."""
+        out, last = causal_convolution(self.weight, self.bias, state.inputs, inputs[:, None])
+        return out[:, 0].astype(inputs.dtype), state._replace(inputs=last)
+
+
+def recurrent_layer(
     config: ModelConfig,
-    net: GatedDeltaNet,
     weights: Params,
     h: Float[Array, "M D"],
     recur: Callable[[Recurrence, Any], tuple[Array, Any]],
 ) -> tuple[Float[Array, "M D"], Any]:
-    """Computes a gated delta net.
+    """Computes what a layer has in place of attention.
 
     Args:
         config: Architecture of the model.
-        net: Dims of the layer.
         weights: Weights of the layer.
         h: Inputs of the tokens.
         recur: Goes through the tokens, as the caller arranges them.
@@ -170,6 +185,11 @@ def gated_delta_net(
     Returns:
         The output of each token, and the layer's updated cache.
     """
+    net = config.recurrent
+    if not isinstance(net, GatedDeltaNet):  # a token's channels are gated, convolved with those before, and gated
+        before, after, x = jnp.split(linear(h, weights["conv_in"], weights.get("conv_in_bias")), 3, axis=-1)
+        out, cache = recur(Convolution(weights["conv"], weights.get("conv_bias")), before * x)
+        return linear(after * out, weights["conv_out"], weights.get("conv_out_bias")), cache
     inputs, gate = (_fused_inputs if net.fused else _inputs)(net, weights, h)
     assert isinstance(config.activation, str), "no family clamps the activation of a delta net"
     recurrence = DeltaRecurrence(net, config.activation, weights["conv"], weights["a_log"], weights["dt_bias"])
@@ -186,7 +206,7 @@ def _inputs(net: GatedDeltaNet, weights: Params, h: Float[Array, "M D"]) -> tupl
 
 
 def _fused_inputs(net: GatedDeltaNet, weights: Params, h: Float[Array, "M D"]) -> tuple[Inputs, Float[Array, "M V H"]]:
-    """Likewise from matrices whose rows are ordered by the heads of the keys."""
+    """Returns the same from matrices whose rows are ordered by the heads of the keys."""
     M, K, share = len(h), net.num_key_heads, net.num_value_heads // net.num_key_heads
     sizes = (net.key_dims, net.key_dims, share * net.value_dims, share * net.value_dims)
     by_head = linear(h, weights["mixed_and_gate"]).reshape(M, K, sum(sizes))
@@ -298,42 +318,3 @@ def unit_triangular_inverse(lower: Float[Array, "*M C C"]) -> Float[Array, "*M C
         change = between if size == 1 else matmul(matmul(inverse, between), inverse)
         inverse, size = inverse - change, 2 * size
     return inverse
-
-
-@dataclass(frozen=True, eq=False)
-class Convolution:
-    """The recurrence of such a layer, whose state is the last inputs of its convolution (see `Recurrence`)."""
-
-    weight: Float[Array, "C 1 W"]
-    bias: Float[Array, "C"] | None
-
-    def scan(
-        self, state: State, inputs: Float[Array, "B T C"], is_token: Bool[Array, "B T"]
-    ) -> tuple[Float[Array, "B T C"], State]:
-        """Convolves the inputs of T columns."""
-        inputs = jnp.where(is_token[..., None], inputs, 0)
-        out, last = causal_convolution(self.weight, self.bias, state.inputs, inputs)
-        return out.astype(inputs.dtype), state._replace(inputs=last)
-
-    def step(self, state: State, inputs: Float[Array, "B C"]) -> tuple[Float[Array, "B C"], State]:
-        """Convolves the inputs of another token."""
-        out, last = causal_convolution(self.weight, self.bias, state.inputs, inputs[:, None])
-        return out[:, 0].astype(inputs.dtype), state._replace(inputs=last)
-
-
-def short_convolution(
-    weights: Params, h: Float[Array, "M D"], recur: Callable[[Recurrence, Any], tuple[Array, Any]]
-) -> tuple[Float[Array, "M D"], Any]:
-    """Computes a gated short convolution.
-
-    Args:
-        weights: Weights of the layer.
-        h: Inputs of the tokens.
-        recur: Goes through the tokens, as the caller arranges them.
-
-    Returns:
-        The output of each token, and the layer's updated cache.
-    """
-    before, after, x = jnp.split(linear(h, weights["conv_in"], weights.get("conv_in_bias")), 3, axis=-1)
-    out, cache = recur(Convolution(weights["conv"], weights.get("conv_bias")), before * x)
-    return linear(after * out, weights["conv_out"], weights.get("conv_out_bias")), cache

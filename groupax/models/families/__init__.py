@@ -79,71 +79,28 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
     "llama4": {"llama4_text": "Llama4ForCausalLM"},
 }
 # Sizes that files of models that see images may leave out of the text part.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama4_text": {
-        "vocab_size": 202048,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-    },
-    "qwen3_5_moe_text": {
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 8,
-        "num_local_experts": 256,
-    },
-    "qwen3_5_text": {
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    },
-    "qwen3_vl_moe_text": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 128000,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 4,
-        "num_local_experts": 60,
-    },
-    "qwen3_vl_text": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 128000,
-    },
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _sizes(sizes: tuple[int, ...], **others: int) -> dict[str, int]:
+    """Returns the sizes of a text part by their keys, in the order of `_SIZES`, and others."""
+    return dict(zip(_SIZES, sizes, strict=False)) | others
+
+
+_QWEN3_5 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8}
+_QWEN3_VL = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_local_experts": 60}
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": _sizes(
+        (262208, 2304, 26, 8, 4), intermediate_size=9216, head_dim=256, max_position_embeddings=131072
+    ),
+    "llama": _sizes((32000, 4096, 32, 32), intermediate_size=11008),
+    "llama4_text": _sizes((202048, 5120, 48, 40), intermediate_size=8192),
+    "qwen3_5_moe_text": _sizes((248320, 2048, 40, 16, 2), num_local_experts=256, **_QWEN3_5),
+    "qwen3_5_text": _sizes((248320, 4096, 32, 16, 4), intermediate_size=12288),
+    "qwen3_vl_moe_text": _sizes(
+        (151936, 2048, 24, 16, 16), intermediate_size=5632, max_position_embeddings=128000, **_QWEN3_VL
+    ),
+    "qwen3_vl_text": _sizes((151936, 4096, 32, 32, 32), intermediate_size=22016, max_position_embeddings=128000),
 }
 # Numbers of layers that predict several tokens ahead.
 _AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from groupax.models import attention
-from groupax.models.attention import LayerCache, attend_past
+from groupax.models.attention import LayerCache, Prompts, attend_past
 from groupax.models.config import AttentionConfig, Chunks, ModelConfig
 from groupax.models.execution import FusedAttention
 from groupax.parallel.runtime import cuda_capability
@@ -96,37 +96,35 @@ def attend(
 
     No kernel has a mask in which images see themselves: with `blocks` it is plain.
     """
-    if blocks is not None:
+    if fused is None or blocks is not None or not _is_faster(fused, q.shape[1], 0):
         return attention.attend(q, k, v, starts, attn, blocks, sinks)
-    if fused is None or not _is_faster(fused, q.shape[1], 0):
-        return attention.attend(q, k, v, starts, attn, sinks=sinks)
-    if fused.kernel == "splash":
-        from groupax.models.kernels import splash
-
-        return splash.attend(q, k, v, starts, attn, fused.emulated, sinks)
-    return cudnn_attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
+    return _attend_fused(q, k, v, starts, attn, fused, sinks)
 
 
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B C K H"],
     v: Float[Array, "B C K H"],
-    prompt_k: Float[Array, "B S K H"],
-    prompt_v: Float[Array, "B S K H"],
-    prompt_starts: Int[Array, "B"],
+    prompts: Prompts,
     attn: AttentionConfig,
     fused: FusedAttention | None,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes `attention.attend_with_prompt`, fused where that is faster."""
-    arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
-    if fused is None or not _is_faster(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
-        return attention.attend_with_prompt(*arrays, attn, sinks)
+    if fused is None or not _is_faster(fused, q.shape[1], prompts.k.shape[1] + k.shape[1] - q.shape[1]):
+        return attention.attend_with_prompt(q, k, v, prompts, attn, sinks)
+    keys, values = jnp.concatenate([prompts.k, k], axis=1), jnp.concatenate([prompts.v, v], axis=1)
+    return _attend_fused(q, keys, values, prompts.starts, attn, fused, sinks)
+
+
+def _attend_fused(
+    q: Array, k: Array, v: Array, starts: Array, attn: AttentionConfig, fused: FusedAttention, sinks: Array | None
+) -> Array:
     if fused.kernel == "splash":
         from groupax.models.kernels import splash
 
-        return splash.attend_with_prompt(*arrays, attn, fused.emulated, sinks)
-    return cudnn_attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")
+        return splash.attend(q, k, v, starts, attn, sinks, fused.emulated)
+    return cudnn_attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
 
 
 def _is_faster(fused: FusedAttention, queries: int, before: int) -> bool:
@@ -173,41 +171,30 @@ Implementation = Literal["cudnn", "xla"]
 
 def cudnn_attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
     starts: Int[Array, "B"],
     attn: AttentionConfig,
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """Computes `attention.attend` without a softcap; queries before their row's start get undefined results."""
+    """Computes `attention.attend` for the last T of C columns with cuDNN, without a softcap.
+
+    Queries before their row's start get undefined results. In cuDNN's causal mask query i sees columns up to i, however
+    many columns there are, and windows need that mask. So there are padding queries for the columns before, whose
+    results are dropped, and a row's padding is moved to its end, where no real query sees it.
+    """
     assert attn.softcap is None, "cuDNN has no softcap"
     assert not isinstance(attn.window, Chunks), "cuDNN has no chunks"
-    window = None if attn.window is None else (attn.window - 1, 0)
+    before = k.shape[1] - q.shape[1]
+    queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0))) if before else q
     out = jax.nn.dot_product_attention(
-        *(_roll_left(x, starts) for x in (q, k, v)),
+        *(_roll_left(x, starts) for x in (queries, k, v)),
         scale=attn.scale,
         is_causal=True,
-        local_window_size=window,
+        local_window_size=None if attn.window is None else (attn.window - 1, 0),
         implementation=implementation,
     )
-    return _roll_left(out, -starts)
-
-
-def cudnn_attend_with_prompt(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B C K H"],
-    v: Float[Array, "B C K H"],
-    prompt_k: Float[Array, "B S K H"],
-    prompt_v: Float[Array, "B S K H"],
-    prompt_starts: Int[Array, "B"],
-    attn: AttentionConfig,
-    implementation: Implementation = "cudnn",
-) -> Float[Array, "B T N H"]:
-    """Computes `attention.attend_with_prompt`."""
-    before = prompt_k.shape[1] + k.shape[1] - q.shape[1]
-    queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
-    keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
-    return cudnn_attend(queries, keys, values, prompt_starts, attn, implementation)[:, before:]
+    return _roll_left(out, -starts)[:, before:]
 
 
 @jax.custom_vjp

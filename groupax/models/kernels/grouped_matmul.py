@@ -109,19 +109,9 @@ def _multiply_rows(
     )(*tiles, rows, weights)
 
 
-def _multiply_tile(
-    groups: Any,
-    starts: Any,
-    ends: Any,
-    rows: Any,
-    weights: Any,
-    out: Any,
-    *,
-    num_rows: int,
-    num_columns: int,
-    transposed: bool,
-) -> None:
+def _multiply_tile(*refs: Any, num_rows: int, num_columns: int, transposed: bool) -> None:
     """Computes one tile of the product."""
+    groups, starts, ends, rows, weights, out = refs
     tile = pl.program_id(1)
     group, start, end = groups[tile], starts[tile], ends[tile]
     own_rows, is_row = _indices(start, num_rows, end)

@@ -62,18 +62,9 @@ def nf4_matmul_nt(x: Float[Array, "M I"], weight: Nf4, interpret: bool = False) 
     )
 
 
-def _multiply_tile(
-    halves: Any,
-    codes: Any,
-    scales: Any,
-    scale_numbers: Any,
-    scale_scales: Any,
-    offset: Any,
-    out: Any,
-    *,
-    num_rows: int,
-) -> None:
+def _multiply_tile(*refs: Any, num_rows: int) -> None:
     """Computes one tile of the product."""
+    halves, codes, scales, scale_numbers, scale_scales, offset, out = refs
     outputs, own_outputs, is_output = _indices(pl.program_id(0), _NUM_OUTPUTS, out.shape[1])
     _, own_rows, is_row = _indices(pl.program_id(1), num_rows, out.shape[0])
     num_blocks = scales.shape[1]

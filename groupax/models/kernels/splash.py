@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from groupax.models.config import AttentionConfig, Chunks
 from groupax.models.layers import scaled
@@ -24,54 +24,19 @@ MAX_BLOCK = 512
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
     starts: Int[Array, "B"],
     attn: AttentionConfig,
-    interpret: bool = False,
     sinks: Float[Array, "N"] | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Computes `attention.attend`; queries before their row's start get undefined results.
+    """Computes `attention.attend` for the last T of C columns; queries before their row's start are undefined.
 
-    Args:
-        q, k, v, starts, attn, sinks: Arguments of `attention.attend`.
-        interpret: Whether to emulate the kernels with operations that every device has.
+    With `interpret` the kernels are emulated by operations that every device has.
     """
-    is_own = jnp.arange(q.shape[1])[None, :] >= starts[:, None]
-    return _call_kernel(q, k, v, (is_own, is_own), 0, attn, interpret, sinks)
-
-
-def attend_with_prompt(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B C K H"],
-    v: Float[Array, "B C K H"],
-    prompt_k: Float[Array, "B S K H"],
-    prompt_v: Float[Array, "B S K H"],
-    prompt_starts: Int[Array, "B"],
-    attn: AttentionConfig,
-    interpret: bool = False,
-    sinks: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Computes `attention.attend_with_prompt`; `interpret` as in `attend`."""
-    B, T = q.shape[:2]
-    columns = prompt_k.shape[1] + k.shape[1]
-    keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
-    is_own = jnp.arange(columns)[None, :] >= prompt_starts[:, None]
-    return _call_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), columns - T, attn, interpret, sinks)
-
-
-def _call_kernel(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B C K H"],
-    v: Float[Array, "B C K H"],
-    is_own: tuple[Bool[Array, "B T"], Bool[Array, "B C"]],
-    offset: int,
-    attn: AttentionConfig,
-    interpret: bool,
-    sinks: Float[Array, "N"] | None,
-) -> Float[Array, "B T N H"]:
-    """Attends from query t, which is at column `offset` + t, to the columns up to there that are not padding."""
     T, N, C = *q.shape[1:3], k.shape[1]
+    offset, is_own = C - T, jnp.arange(C)[None, :] >= starts[:, None]
     block_q = block_size(T)
     num_queries = _round_up(T, block_q)
     # a column for each query, so that padding queries see at least their own
@@ -88,7 +53,10 @@ def _call_kernel(
     if attn.window is not None:
         seen = masks.LocalMask((num_queries, num_columns), (attn.window - 1, 0), offset)
     kernel = _make_kernel(masks.MultiHeadMask([seen] * N), block_q, block_kv, attn.softcap, interpret)
-    segments = (pad(x, size).astype(jnp.int32) for x, size in zip(is_own, (num_queries, num_columns), strict=True))
+    segments = (
+        pad(x, size).astype(jnp.int32)
+        for x, size in zip((is_own[:, offset:], is_own), (num_queries, num_columns), strict=True)
+    )
     sides = (scaled(q, attn.scale), num_queries), (k, num_columns), (v, num_columns)
     heads = (pad(x, size).swapaxes(1, 2) for x, size in sides)
     sinks = None if sinks is None else sinks.astype(jnp.float32)

@@ -233,17 +233,8 @@ def _attend_parts(
     return tuple(results)
 
 
-def _attend_prompt(
-    attn: AttentionConfig,
-    sizes: Sizes,
-    heads: Any,
-    starts: Any,
-    lengths: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    lse: Any,
-) -> None:
+def _attend_prompt(attn: AttentionConfig, sizes: Sizes, *refs: Any) -> None:
+    heads, starts, lengths, keys, values, out, lse = refs
     prompt, head, tile = pl.program_id(0), pl.program_id(1), lax.div(pl.program_id(2), sizes.num_parts)
     part = lax.rem(pl.program_id(2), sizes.num_parts)
     H, S = keys.shape
@@ -277,22 +268,14 @@ def _attend_prompt(
     pl.when(is_needed)(partial(write_part, softmax, out, lse, part, query, is_query))
 
 
-def _attend_own(
-    attn: AttentionConfig,
-    sizes: Sizes,
-    heads: Any,
-    lengths: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    lse: Any,
-) -> None:
+def _attend_own(attn: AttentionConfig, sizes: Sizes, *refs: Any) -> None:
+    heads, lengths, keys, values, out, lse = refs
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     own = _own_columns(attn, sizes, lengths[row])
     per_part = blocks_per_part(own.num_blocks, sizes.num_own_parts)
     begin, end = part * per_part, jnp.minimum((part + 1) * per_part, own.num_blocks)
     queries = _own_queries(sizes, heads, keys, row, head)
-    softmax = _add_own(attn, sizes, own, no_columns(*queries.shape), queries, keys, values, begin, end)
+    softmax = _add_own(attn, sizes, own, no_columns(*queries.shape), queries, (keys, values), (begin, end))
     query = jnp.arange(sizes.own_tile)
     pl.when(begin < end)(partial(write_part, softmax, out, lse, part, query, query < sizes.group))
 
@@ -333,20 +316,8 @@ def _attend_rows(
     return out, cache._replace(k=keys, v=values)
 
 
-def _attend_row(
-    attn: AttentionConfig,
-    sizes: Sizes,
-    num_prompt_columns: int,
-    keys: Any,
-    values: Any,
-    heads: Any,
-    starts: Any,
-    lengths: Any,
-    prompt_out: Any,
-    prompt_lse: Any,
-    *own_parts_and_results: Any,
-) -> None:
-    *own_parts, out, new_keys, new_values = own_parts_and_results
+def _attend_row(attn: AttentionConfig, sizes: Sizes, num_prompt_columns: int, *refs: Any) -> None:
+    keys, values, heads, starts, lengths, prompt_out, prompt_lse, *own_parts, out, new_keys, new_values = refs
     row, head = pl.program_id(0), pl.program_id(1)
     length = lengths[row]
     queries = _own_queries(sizes, heads, keys, row, head)
@@ -360,7 +331,7 @@ def _attend_row(
         num_parts = num_nonempty_parts(own.num_blocks, sizes.num_own_parts)
         softmax = add_parts(softmax, own_out, own_lse, query, is_query, num_parts)
     else:
-        softmax = _add_own(attn, sizes, own, softmax, queries, keys, values, jnp.int32(0), own.num_blocks)
+        softmax = _add_own(attn, sizes, own, softmax, queries, (keys, values), (jnp.int32(0), own.num_blocks))
     start = jnp.where(length > 0, starts[lax.div(row, sizes.rows)], num_prompt_columns)
     _, num_blocks = _prompt_blocks(sizes, num_prompt_columns, start)
     of_prompt = lax.rem(row, sizes.rows) * sizes.group + query
@@ -423,21 +394,19 @@ def _add_own(
     own: _OwnColumns,
     softmax: Softmax,
     queries: Array,
-    keys: Any,
-    values: Any,
-    begin: Array,
-    end: Array,
+    cached: tuple[Any, Any],
+    blocks: tuple[Array, Array],
 ) -> Softmax:
-    """Adds the blocks of a row's own columns from `begin` to before `end`."""
+    """Adds the cached keys and values of a row's own columns, from the first of two blocks to before the second."""
     dim, first_block = jnp.arange(sizes.dims), lax.div(own.first, sizes.block)
 
     def add_block(index: Array, softmax: Softmax) -> Softmax:
         column = (first_block + index) * sizes.block + jnp.arange(sizes.block)
-        block_keys, block_values = load_columns(keys, values, dim, column, own.first, own.newest)
+        block_keys, block_values = load_columns(*cached, dim, column, own.first, own.newest)
         visible = ((column >= own.first) & (column < own.newest))[None, :]
         return add_columns(attn, softmax, queries, block_keys, block_values, visible)
 
-    return lax.fori_loop(begin, end, add_block, softmax)
+    return lax.fori_loop(*blocks, add_block, softmax)
 
 
 def _per_head_spec(x: Array, rows: int) -> pl.BlockSpec:

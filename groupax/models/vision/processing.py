@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def load_image_processor(folder: Path, config: VisionConfig, tokenizer: Any) -> 
             f"{folder} has do_pan_and_scan, by which an image is also shown in crops; groupax shows it whole: set "
             "do_pan_and_scan to false"
         )
+    module = import_module(f"transformers.models.{family.name}.image_processing_pil_{family.name}")
     try:
-        processor = family.processor_class().from_dict(settings)
+        processor = getattr(module, family.processor_class).from_dict(settings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the image processor of {folder} cannot be loaded: {error}") from error
     token = tokenizer.convert_ids_to_tokens(config.image_token_id)
@@ -187,37 +189,20 @@ def _process_patches(processor: ImageProcessor, image: Any) -> tuple[Image, str]
     return own, processor.token * num_features(processor.config, own)
 
 
-def _idefics3() -> Any:
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    return Idefics3ImageProcessorPil
-
-
-def _gemma3() -> Any:
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    return Gemma3ImageProcessorPil
-
-
-def _qwen2_vl() -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil
-
-
 @dataclass(frozen=True)
 class _Family:
     """The processing of a family's images; without a placeholder it is the image token."""
 
-    processor_class: Callable[[], Any]
+    name: str
+    processor_class: str
     process: Callable[[ImageProcessor, Any], tuple[Image, str]]
     placeholder: str | None = None
 
 
 _FAMILIES: Mapping[type, _Family] = {
-    PixelShuffle: _Family(_idefics3, _process_tiles),
-    AveragePool: _Family(_gemma3, _process_whole, "<start_of_image>"),
-    PatchMerger: _Family(_qwen2_vl, _process_patches),
+    PixelShuffle: _Family("idefics3", "Idefics3ImageProcessorPil", _process_tiles),
+    AveragePool: _Family("gemma3", "Gemma3ImageProcessorPil", _process_whole, "<start_of_image>"),
+    PatchMerger: _Family("qwen2_vl", "Qwen2VLImageProcessorPil", _process_patches),
 }
 
 

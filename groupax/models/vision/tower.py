@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -369,11 +369,12 @@ class FeatureCache:
         return self._sets[-1]
 
 
-class _Weights:
+class _Weights(NamedTuple):
     """A set of weights: its number, its arrays, which identify it, and a copy on one device of this process."""
 
-    def __init__(self, number: int, leaves: list[Any], local: dict[str, Any]) -> None:
-        self.number, self.leaves, self.local = number, leaves, local
+    number: int
+    leaves: list[Any]
+    local: dict[str, Any]
 
 
 def _local(weight: Any) -> Any:
