@@ -28,8 +28,8 @@ from groupax.data.supervised import (
 from groupax.evaluation.sets import ONLY_SET, named_sets
 from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.checkpoint import Model
+from groupax.objective.losses import find_supervised_loss
 from groupax.objective.objective import zero_metrics
-from groupax.objective.supervised import find_supervised_loss
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import lora_for, model_for, tokenizer_for

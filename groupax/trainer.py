@@ -32,8 +32,7 @@ from groupax.rewards.resolve import check_columns, resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector, Episodes, Scoring
 from groupax.rollouts.pipeline import Pipeline, Policy
-from groupax.rollouts.schedule import UpdateSchedule, update_schedule
-from groupax.rollouts.state import Cursor, Experience
+from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (
     check_adapters,
     check_objective,

@@ -12,12 +12,10 @@ import pytest
 from groupax.config import GRPOConfig
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
-from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
-from groupax.objective.kl import ESTIMATORS
+from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.objective.losses import LOSSES, ppo_clip_loss
-from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
-from groupax.objective.ratios import RATIOS
+from groupax.objective.ratios import ESTIMATORS, RATIOS
 from groupax.settings.objective import (
     CLIPPED,
     WEIGHTED_BY_LENGTH,

@@ -12,9 +12,9 @@ import pytest
 from groupax import GRPOConfig
 from groupax.cli.train import train_defaults
 from groupax.objective.aggregation import seq_mean_token_mean
-from groupax.objective.kl import k3
 from groupax.objective.losses import LOSSES, Loss, find_loss, ppo_clip_loss, ppo_clip_metrics
 from groupax.objective.objective import zero_metrics
+from groupax.objective.ratios import k3
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import reference_to
 
@@ -24,7 +24,7 @@ from .test_trainer import a_trainer, lines_of
 MODULE = """
 import jax.numpy as jnp
 from groupax.objective.aggregation import seq_mean_token_mean, token_mean
-from groupax.objective.kl import k3
+from groupax.objective.ratios import k3
 from groupax.objective.losses import Loss, ppo_clip_loss, ppo_clip_metrics
 
 

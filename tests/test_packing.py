@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from groupax.training.batch import pack
-from groupax.training.buckets import PLAIN, AttentionCost, Shape, tile_ranges
-from groupax.training.packing import plan_micro_batches, round_up
+from groupax.training.packing import PLAIN, AttentionCost, Shape, plan_micro_batches, round_up, tile_ranges
 from groupax.types import Row
 
 RNG = np.random.default_rng(0)

@@ -17,8 +17,7 @@ from groupax.data.supervised import encode_training_set, rows_of
 from groupax.errors import DivergedError
 from groupax.events import Evaluated, StepEnded
 from groupax.metrics.completions import is_measured
-from groupax.objective.losses import TokenTerms
-from groupax.objective.supervised import SUPERVISED_LOSSES
+from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
 from groupax.runs.report.contents import contents_of
 from groupax.runs.report.record import read_run
 from groupax.settings.objective import ObjectiveSettings

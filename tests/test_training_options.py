@@ -34,7 +34,7 @@ from groupax.models.specs import num_params
 from groupax.rewards.scoring import Scored
 from groupax.runs.diagnostics import setup_diagnostics
 from groupax.storage.buckets import RemoteFolder
-from groupax.training.buckets import Shape
+from groupax.training.packing import Shape
 
 from .conftest import TINY, rest_heavy, steps_started
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of

@@ -10,12 +10,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from groupax.metrics.completions import completion_metrics, reward_metrics
-from groupax.metrics.episodes import episode_metrics
-from groupax.objective.advantages import group_advantages
+from groupax.metrics.completions import completion_metrics, episode_metrics, reward_metrics
+from groupax.objective.advantages import group_advantages, return_advantages
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
-from groupax.objective.returns import return_advantages
 from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_matrices
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner

@@ -14,8 +14,7 @@ from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
 from groupax.events import Emit, counted, ignore
-from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
-from groupax.metrics.episodes import episode_metrics
+from groupax.metrics.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner

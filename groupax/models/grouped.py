@@ -1,7 +1,7 @@
 """Log-probs of completions packed after shared prompts; each prompt is computed once for all rows that continue it.
 
 All tokens are concatenated without padding, and everything except attention works on that flat list. Attention needs
-rectangles: those of the prompts and the query tiles of the rows (`training.buckets`). Queries, keys and values
+rectangles: those of the prompts and the query tiles of the rows (`training.packing`). Queries, keys and values
 are gathered into them, and the outputs are gathered back.
 """
 

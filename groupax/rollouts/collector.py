@@ -20,6 +20,7 @@ from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.events import Emit, PhaseStarted, counted, ignore
 from groupax.metrics.completions import (
     completion_metrics,
+    episode_metrics,
     logged_metrics,
     reward_metrics,
     scoring_metrics,
@@ -27,15 +28,13 @@ from groupax.metrics.completions import (
     trl_zero_std_frac,
     with_logged,
 )
-from groupax.metrics.episodes import episode_metrics
 from groupax.objective.advantages import Advantages
 from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.rows import advantages_of, minibatches_of, with_advantages
-from groupax.rollouts.schedule import UpdateSchedule
-from groupax.rollouts.state import Cursor, Experience, Group
+from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
 from groupax.types import Metrics, Row, TrainerState

@@ -11,9 +11,9 @@ from groupax.objective.advantages import (
     clipped_sum,
     find_advantage_estimator,
     group_advantages,
+    return_advantages,
     with_penalty,
 )
-from groupax.objective.returns import return_advantages
 from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rollouts.state import Group
 from groupax.settings.objective import AdvantageSettings, MaskSettings

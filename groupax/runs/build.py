@@ -26,8 +26,8 @@ from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
 from groupax.models.vision.prompts import prompt_encoder
 from groupax.objective.advantages import find_advantage_estimator
-from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
+from groupax.objective.ratios import find_estimator
 from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes

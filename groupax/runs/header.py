@@ -13,7 +13,7 @@ from groupax.models.lora import count_params
 from groupax.parallel.accelerators import chip_of
 from groupax.parallel.memory import is_on_host
 from groupax.rewards.contract import Reward
-from groupax.rollouts.schedule import UpdateSchedule
+from groupax.rollouts.state import UpdateSchedule
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import short_number
 from groupax.runs.step_time import seconds_at_peak

@@ -20,8 +20,7 @@ from groupax.models.quantize import cast_unquantized
 from groupax.models.specs import Params
 from groupax.models.vision.features import FeatureCache
 from groupax.objective.aggregation import Denominators
-from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
-from groupax.objective.masks import top_entropy_threshold
+from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.objective.metrics import MetricSums
 from groupax.parallel.digest import weights_digest
 from groupax.parallel.memory import on_devices, on_host
@@ -34,30 +33,43 @@ from groupax.settings.images import VisionSettings
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
-from groupax.training.batch import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
-from groupax.training.buckets import Shape
-from groupax.training.frozen import check_dropout, frozen_base, untrained_weights
-from groupax.training.images import with_features
+from groupax.training.batch import (
+    MicroBatch,
+    Packed,
+    attention_cost_with,
+    denominators,
+    pack,
+    pack_parts,
+    unpack,
+    with_features,
+)
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
-from groupax.training.offload import offload_state
 from groupax.training.optimizer import make_optimizer, make_schedule
+from groupax.training.packing import Shape
 from groupax.training.state import (
     TrainState,
     apply_update,
     cast_params,
+    check_dropout,
     ema_update,
+    frozen_base,
     init_state,
     norms_and_update_ratios,
+    offload_state,
+    untrained_weights,
 )
 from groupax.training.step import (
     GradAccumulator,
     all_reduce,
+    distribution_metrics,
+    efficiency_metrics,
+    mean_metrics,
     micro_step,
+    policy_loss,
     score,
     shard_batch,
     zero_grads,
 )
-from groupax.training.update_metrics import distribution_metrics, efficiency_metrics, mean_metrics, policy_loss
 from groupax.types import Metrics, Row
 
 

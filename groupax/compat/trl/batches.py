@@ -18,8 +18,7 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.runner import RewardRunner
-from groupax.rollouts.schedule import UpdateSchedule
-from groupax.rollouts.state import Cursor, Experience
+from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.settings.sampling import SamplingParams
