@@ -44,7 +44,7 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
 def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_first):
     def described(**settings):
         trainer, told = a_trainer(tmp_path, count_a, eval_dataset=PROMPTS[:1], **settings), []
-        trainer.events.sinks.append(told.append)
+        trainer.run.events.sinks.append(told.append)
         if is_evaluated_first:
             trainer.evaluate()
         trainer.train()
@@ -69,7 +69,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_said_to_be_complete(tmp_p
     damaged = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes() + b"x")
     trainer, told = a_trainer(tmp_path, count_a, max_steps=2, save_steps=1), []
-    trainer.events.sinks.append(told.append)
+    trainer.run.events.sinks.append(told.append)
     trainer.train()
     assert not [each for each in told if "is complete, with" in getattr(each, "text", "")]
     [facts] = [each.facts for each in told if isinstance(each, RunDescribed)]

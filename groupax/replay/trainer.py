@@ -20,8 +20,9 @@ from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
 from groupax.runs.checkpoints.record import read_policies
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
-from groupax.runs.run import Description, Run, RunHooks
+from groupax.runs.run import Run, RunHooks
 from groupax.runs.step_record import Stage, StepRecord
+from groupax.runs.trainer import Description
 from groupax.settings.steps import QUIET
 from groupax.trainer import GRPOTrainer, TrainResult
 from groupax.training.adapters import AdapterLearners

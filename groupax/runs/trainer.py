@@ -1,55 +1,127 @@
-"""The results of a run: the policy under training as a model, in folders and on the hub."""
+"""What all trainers have: answers to the run that they own, and the policy as a model, in folders and on the hub."""
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from groupax.events import Emit
+from groupax.events import Emit, Listener
 from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params, trainable_params_line
 from groupax.models.saving import save_adapter, save_model
 from groupax.models.specs import Params
 from groupax.parallel import processes
+from groupax.parallel.preemption import PreemptionHandler
 from groupax.parallel.transfer import to_host_on_primary
-from groupax.rollouts.state import Cursor
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints.choose import Saved
+from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.record import stored_dtype
+from groupax.runs.diagnostics import Diagnose
 from groupax.runs.folder import RunFolder
+from groupax.runs.log import Evaluation, RunLog
 from groupax.runs.model_card import shown_name
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import replace_card
 from groupax.training.adapters import AdapterLearners, PolicyLearner
+from groupax.training.learner import Learner, LearnerSettings
+from groupax.types import Metrics
 
 
-class PolicyResults:
-    """What a trainer offers of the policy that it trains.
+@dataclass(frozen=True)
+class Description:
+    """What a user should know of a run before its first step.
 
     Attributes:
+        facts: Facts by label, which its record has too.
+        plans: The memory that it plans to use, by label; likewise.
+        expectations: What to expect of it, by label, which is only shown.
+        warnings: Texts of warnings.
+        findings: What is wrong with its settings, by the name of the finding (see `diagnostics`).
+    """
+
+    facts: Mapping[str, str]
+    plans: Mapping[str, str]
+    expectations: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+    findings: Mapping[str, str] = field(default_factory=dict)
+
+
+class Trainer(ABC):
+    """What every trainer has: the state of its loop, answers to its run, and the policy as its result.
+
+    Attributes:
+        args: Settings.
+        listeners: Called with every event of the run; one that returns True ends the run.
+        emit: Emits an event of the run.
+        run_folder: Folder of the run.
         start_model: The model that the run starts from; weights that the learner has copied are dropped.
         learner: The policy under training.
         tokenizer: Tokenizer of the model.
-        run_folder: Folder of the run.
-        emit: Emits an event of the run.
-        cursor: Progress of the run.
         num_steps: Number of optimizer steps of the run.
+        cursor: Progress of the run.
+        experience: The rollout that is not used up, if there are rollouts.
+        last_metrics: Metrics of the last logged step.
     """
 
+    listeners: Sequence[Listener]
+    emit: Emit
+    run_folder: RunFolder
     start_model: Model
     learner: PolicyLearner
     tokenizer: Any
-    run_folder: RunFolder
-    emit: Emit
-    cursor: Cursor
     num_steps: int
+    cursor = Cursor()
+    experience: Experience | None = None
+    last_metrics: Metrics = {}  # noqa: RUF012 - replaced, never changed
+
+    args: Any
+
+    @abstractmethod
+    def describe(self) -> Description:
+        """Returns what a user should know of the run before its first step."""
+
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Returns everything that a resumed run must have in common with this one."""
+
+    @abstractmethod
+    def diagnose(self) -> Diagnose:
+        """Returns what finds faults of the run in its metrics."""
+
+    @abstractmethod
+    def restore(self, saved: Saved, log: RunLog) -> None:
+        """Continues from a checkpoint, after the learner did."""
+
+    @abstractmethod
+    def evaluate(self) -> Evaluation:
+        """Evaluates the present policy on held-out data."""
 
     @abstractmethod
     def card(self) -> str:
         """Returns the card of the model."""
+
+    def working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
+        """Starts what only runs during training, and stops it at the end."""
+        del stop
+        return nullcontext()
+
+    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        """Returns earlier policies that a checkpoint has to keep."""
+        del cursor
+        return {}
+
+    def settle(self) -> None:  # noqa: B027
+        """Is called before the state is saved at another time than between two steps."""
+
+    # -- the policy ------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         """Returns the model, the progress and the folder in one line; fields that are not created yet are left out."""
@@ -133,6 +205,20 @@ class PolicyResults:
     def _adapter(self, trained: Params) -> Model:
         assert self.start_model.adapter is not None, "the model has an adapter"
         return self._model_with(trained, apply_adapter(self.start_model.adapter.frozen, trained))
+
+
+def make_learner(trainer: Trainer, settings: LearnerSettings, longest: tuple[int, int]) -> PolicyLearner:
+    """Returns the learner of a trainer's model, or that of the several adapters that its settings name."""
+    model, adapters = trainer.start_model, getattr(trainer.args, "adapters", ())
+    learner = (
+        AdapterLearners(model, adapters, settings, trainer.num_steps, longest)
+        if adapters
+        else Learner(model, settings, trainer.num_steps, longest)
+    )
+    if model.adapter is not None and learner.frozen is not None:
+        adapter = replace(model.adapter, frozen=learner.frozen)  # frees those loaded in another dtype
+        trainer.start_model = replace(model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
+    return learner
 
 
 def adapter_names(learner: PolicyLearner) -> Sequence[str]:
