@@ -47,11 +47,6 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
     """Returns the mean and spread of each reward and of their weighted sum.
 
     `reward_std` is the standard deviation (ddof 1) over all completions, `reward_group_std` the mean of the groups'.
-
-    Args:
-        names: Names of the K reward functions.
-        rewards: [B, K] rewards, NaN where a function does not apply.
-        advantages: Advantages of the same rows.
     """
     metrics: Metrics = {}
     for name, column in zip(names, rewards.T, strict=True):
@@ -89,11 +84,7 @@ def trl_zero_std_frac(
 
 
 def solved_metrics(rewards: np.ndarray) -> Metrics:
-    """Computes pass@k for k = 1, 2, 4, ..., G, and the fractions of groups that are solved always or never.
-
-    Args:
-        rewards: [P, G] rewards, 1 for solved; groups with a NaN are left out.
-    """
+    """Computes pass@k for k = 1, 2, 4, ..., G, and the fractions of groups that are solved always or never."""
     G = rewards.shape[1]
     right = [int(count) for count in (rewards[~np.isnan(rewards).any(axis=1)] == 1.0).sum(axis=1)]
 

@@ -71,11 +71,7 @@ def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Esti
 
 
 def mean_value(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Estimates the mean of any number per item, with Student's interval, mean +- t s / sqrt(N).
-
-    Args:
-        values: [N] numbers, one per item.
-    """
+    """Estimates the mean of any number per item, with Student's interval, mean +- t s / sqrt(N)."""
     given = np.asarray(values, np.float64)
     N = given.size
     mean = float(given.mean()) if N else math.nan

@@ -46,10 +46,6 @@ def top_entropy_threshold(entropies: Sequence[Float[np.ndarray, "_"]], quantile:
     It is taken on the host over the whole optimizer step, so that neither the number of tokens nor their micro-batches
     matter.
 
-    Args:
-        entropies: entropies of the loss tokens of each row.
-        quantile: share of tokens to keep; 1 keeps all, 0 the highest.
-
     Returns:
         The threshold, linear between two tokens' entropies; minus infinity without tokens.
 

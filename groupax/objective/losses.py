@@ -205,13 +205,6 @@ def on_policy_tokens(
 
     What it drops are the bad turns of rows that have become unlikely.
 
-    Args:
-        logp: log-probs under the policy.
-        rollout_logp: log-probs under the policy that sampled the tokens.
-        advantage: advantage of each token.
-        mask: tokens that count.
-        threshold: largest mean drift, in nats.
-
     Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
     """
     lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(logp.dtype)

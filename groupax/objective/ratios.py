@@ -100,11 +100,6 @@ def bias_corrected(kl: Float[Array, "B T"], ratio: Float[Array, "B T"], estimato
 
     The gradient of k2 is itself an estimate of the KL's, so its ratio is a constant. Any other estimate is one of the
     KL's value, so that the gradient flows through its ratio too.
-
-    Args:
-        kl: estimates at each token.
-        ratio: importance ratio of the policy to the one that sampled; differentiable.
-        estimator: the function that computed them.
     """
     return kl * (lax.stop_gradient(ratio) if estimator is k2 else ratio)
 

@@ -91,11 +91,7 @@ class Pipeline:
         self.collector.learner.device_lock, self.collector.scoring.runner.device_lock = None, nullcontext()
 
     def begin(self, cursor: Cursor) -> None:
-        """Starts all rollouts that the current policy samples, and those that restored policies sample.
-
-        Args:
-            cursor: Progress of the run.
-        """
+        """Starts all rollouts that the current policy samples, and those that restored policies sample."""
         now: Policy | None = None
         steps = self.collector.schedule.updates_per_rollout
         number = cursor.num_rollouts + len(self._jobs)

@@ -107,14 +107,6 @@ def rewards_for(
 ) -> list[Reward]:
     """Returns the rewards of the run, those of its environments last.
 
-    Args:
-        args: Settings of the run.
-        functions: Reward functions and models.
-        tokenizers: Tokenizers of reward models.
-        examples: Rows of prompts, whose columns functions may take.
-        environments: Classes of environments, which may have rewards of their own.
-        rollout_func: A function that samples, whose columns functions may take too.
-
     Raises:
         ValueError: a function takes a column that there is not, or two rewards have the same name.
     """
@@ -154,10 +146,6 @@ def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | Non
 def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Returns the requested mesh, or None.
 
-    Args:
-        args: Settings of the run.
-        devices: None takes all devices.
-
     Raises:
         ValueError: it does not fit the devices.
     """
@@ -192,11 +180,6 @@ def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
 
 def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     """Checks that settings of an adapter's base fit the model.
-
-    Args:
-        args: Settings of the run.
-        model: Model with its adapter, if it has one.
-        was_loaded: Whether the model was loaded for this run.
 
     Raises:
         ValueError: they do not.
@@ -318,15 +301,6 @@ def prompts_for(
 ) -> PromptSet:
     """Encodes the prompts of examples, which must leave room for completions.
 
-    Args:
-        args: Settings of the run.
-        model: Model whose context prompts and completions share.
-        tokenizer: Its tokenizer.
-        examples: Rows with a column `prompt`.
-        rules: Tools that prompts describe.
-        max_completion_length: Limit of evaluations, if they have their own.
-        dataset: Name of the examples in errors.
-
     Raises:
         ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
     """
@@ -393,16 +367,6 @@ def engine_for(
 
     It receives the tokenizer if there may be stop strings, which it searches in the decoded text. Where episodes have
     several turns, chunks are short, since tools are called only after a chunk.
-
-    Args:
-        args: Settings of the run.
-        model: The model.
-        learner: Learner of its weights.
-        eos_ids: Tokens that end a completion.
-        tokenizer: Its tokenizer.
-        expected: What the largest rollout needs, so that all rollouts are decoded by the same programs; None if that
-            is unknown.
-        rules: Tools and environments.
 
     Raises:
         ValueError: a constraint of completions is damaged, or meets episodes of several turns.

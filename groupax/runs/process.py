@@ -34,12 +34,7 @@ def process_of(mesh: Mesh) -> Mapping[str, Any]:
 
 
 def begun_process(mesh: Mesh, saved: Saved | None) -> Mapping[str, Any]:
-    """Returns the record of this process at its start on a run.
-
-    Args:
-        mesh: The run's devices.
-        saved: The checkpoint that it continues; None if it starts from the beginning.
-    """
+    """Returns the record of this process at its start on a run."""
     commit = commit_of(program_folder()) if processes.is_primary() else None
     origin = {"step": 0} if saved is None else {"step": saved.step, "checkpoint": saved.location}
     return {**process_of(mesh), **({"commit": commit} if commit else {}), **origin}

@@ -114,17 +114,6 @@ def pack(
 ) -> tuple[list[Packed], list[Shape]]:
     """Packs rows into micro-batches of about `micro_batch_tokens` tokens per shard.
 
-    Args:
-        rows: rows in any order.
-        num_shards: number of devices that share each micro-batch.
-        micro_batch_tokens: tokens of a micro-batch on one shard, prompts included.
-        known: shapes that have compiled programs.
-        share_prefix: whether to compute a prompt once for the rows of its group that are on one shard; "auto" takes the
-            cheaper way.
-        longest: tokens of the longest prompt and completion to expect, which new shapes hold where that costs little.
-        attention_cost: cost of attention.
-        vision: part of the model that sees images; None for a model of text.
-
     Returns:
         The micro-batches, and the known shapes with the new ones.
     """
@@ -142,16 +131,7 @@ def pack_parts(
     attention_cost: AttentionCost = PLAIN,
     vision: VisionConfig | None = None,
 ) -> list[Packed]:
-    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards.
-
-    Args:
-        rows: rows of the step.
-        parts: indices of the rows of each part.
-        num_shards: number of devices that share each micro-batch.
-        share_prefix: as for `pack`; "auto" computes a prompt once.
-        attention_cost: cost of attention.
-        vision: part of the model that sees images; None for a model of text.
-    """
+    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards."""
     groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
     num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
     shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
@@ -370,15 +350,7 @@ def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
 def with_features(
     packed: Packed, vision: VisionConfig | None, cache: FeatureCache | None, params: Params, is_differentiated: bool
 ) -> MicroBatch:
-    """Returns a micro-batch with the features of its images, or with the images if their gradient is needed.
-
-    Args:
-        packed: The micro-batch and the images of each shard.
-        vision: The part of the model that sees images; None for a model of text.
-        cache: Features by image; None for a model of text.
-        params: Weights of the model.
-        is_differentiated: Whether the gradient of the features is needed.
-    """
+    """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
     if not packed.images:
         return packed.batch
     assert vision is not None, "the model sees images"
@@ -389,23 +361,12 @@ def with_features(
 
 
 def known_features(cache: FeatureCache, params: dict[str, Any], images: Sequence[Sequence[Image]]) -> Features:
-    """Returns the features of each shard's images, on the host.
-
-    Args:
-        cache: Features by image.
-        params: Weights of the part of the model that sees images.
-        images: Images of each shard, at least one in all.
-    """
+    """Returns the features of each shard's images, on the host."""
     return Features(known=joined_features([cache.features(params, own) for own in images]))
 
 
 def computed_features(config: VisionConfig, images: Sequence[Sequence[Image]]) -> Features:
-    """Returns what the features of each shard's images are computed from, on the host.
-
-    Args:
-        config: The part of the model that sees images.
-        images: Images of each shard, at least one in all.
-    """
+    """Returns what the features of each shard's images are computed from, on the host."""
     batches = [batch_images(config, own) if own else None for own in images]
     shapes = [batch.patches.shape for batch, _ in filter(None, batches)]
     num_tiles, num_patches = (max(shape[dim] for shape in shapes) for dim in (0, 1))

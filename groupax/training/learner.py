@@ -188,11 +188,7 @@ class Learner:
         return self.settings.micro_batch_tokens or self._memory().fitting_tokens(self.execution.checkpointing)
 
     def planned_update_bytes(self, num_rows: int) -> int:
-        """Returns about how much memory of a device an update takes for a time: gradients and activations.
-
-        Args:
-            num_rows: Rows of an optimizer step.
-        """
+        """Returns about how much memory of a device an update takes for a time: gradients and activations."""
         memory, checkpointing = self._memory(), self.execution.checkpointing
         tokens = self.settings.micro_batch_tokens or memory.fitting_tokens(checkpointing)
         most = -(-num_rows // num_data_shards(self.mesh)) * memory.longest_row
@@ -273,10 +269,6 @@ class Learner:
 
         The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
         mixture of experts, which is that of the part alone. What later updates compute does not change.
-
-        Args:
-            rows: Rows of the step.
-            parts: Indices of the rows of each part.
         """
         shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
         try:

@@ -164,14 +164,6 @@ def make_bucket(
 
     It is made wide enough for the longest rows, and for what known shapes with as many tokens hold, where that costs
     little.
-
-    Args:
-        shards: groups of each shard.
-        num_tokens: tokens of the shape.
-        all_groups: all groups of the step, by which those of later steps are estimated.
-        known: shapes that have compiled programs.
-        longest: tokens of the longest prompt and completion to expect.
-        attention_cost: cost of attention.
     """
     same_size = [shape for shape in known if shape.tokens == num_tokens]
     slack, share = _slack(all_groups), min(1.0, num_tokens / max(load(all_groups), 1))
@@ -313,16 +305,6 @@ def plan_micro_batches(
     """Divides rows into micro-batches of about at most `micro_batch_tokens` tokens per shard.
 
     Of a few ways to do this the cheapest is taken, where new shapes count extra.
-
-    Args:
-        rows: rows in any order.
-        num_shards: number of devices that share each micro-batch.
-        micro_batch_tokens: tokens of a micro-batch on one shard, prompts included.
-        known: shapes that have compiled programs.
-        share_prefix: whether rows of a group on the same shard share their computed prompt ("always") or each has its
-            own ("never"); "auto" takes the cheaper one.
-        longest: tokens of the longest prompt and completion to expect.
-        attention_cost: cost of attention.
     """
     plans = []
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:

@@ -47,15 +47,7 @@ def init_state(
     mesh: Mesh,
     offload_optimizer: bool = False,
 ) -> TrainState:
-    """Creates a state with its own float32 copy of the weights; optimizer state is sharded like its weight.
-
-    Args:
-        params: weights to train.
-        optimizer: static.
-        config: static.
-        mesh: static.
-        offload_optimizer: static; whether to keep the optimizer state of weights in host memory.
-    """
+    """Creates a state with its own float32 copy of the weights; optimizer state is sharded like its weight."""
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     state = _shard_state(TrainState(masters, optimizer.init(masters)), config, mesh)
     if offload_optimizer:  # device_put to host memory does not itself constrain how the arrays are sharded
@@ -87,14 +79,7 @@ def state_pspecs(config: ModelConfig, mesh: Mesh, state: TrainState) -> Any:
 
 
 def state_shardings(config: ModelConfig, mesh: Mesh, state: TrainState, offload_optimizer: bool) -> Any:
-    """Returns the shardings of a state.
-
-    Args:
-        config: model.
-        mesh: devices.
-        state: state of arrays or shapes.
-        offload_optimizer: whether the optimizer state of weights is in host memory.
-    """
+    """Returns the shardings of a state."""
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_pspecs(config, mesh, state))
     if not offload_optimizer:
         return shardings
@@ -113,15 +98,6 @@ def apply_update(
     offload_optimizer: bool = False,
 ) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
     """Updates the master weights, unless the loss or a gradient is not finite.
-
-    Args:
-        state: donated.
-        grads: gradients of the loss, summed over all rows.
-        loss: loss of the step.
-        optimizer: static.
-        config: static.
-        mesh: static.
-        offload_optimizer: static; whether the optimizer state is in host memory and is updated layer by layer.
 
     Returns:
         The new state (unchanged if the update is skipped), the gradient's global norm before clipping, and whether the
@@ -177,13 +153,7 @@ Path = tuple[str, ...]
 
 
 def host_shardings(params: Any, opt_state: Any, shardings: Any) -> Any:
-    """Returns shardings of an optimizer state with the state of weights in host memory.
-
-    Args:
-        params: weights.
-        opt_state: state of arrays or shapes.
-        shardings: sharding of each of its arrays on devices.
-    """
+    """Returns shardings of an optimizer state with the state of weights in host memory."""
     weights = _leaves(params)
 
     def sharding(path: Any, _: Any, on_devices: Any) -> Any:
@@ -209,17 +179,7 @@ def update_by_layer(
     is_finite: Bool[Array, ""],
     shardings: tuple[Any, Any],
 ) -> tuple[Any, Any]:
-    """Returns new weights and a new optimizer state, or the old ones if a number is not finite.
-
-    Args:
-        optimizer: optimizer whose update of a weight depends on that weight, `grad_norm` and the number of steps alone.
-        params: master weights.
-        opt_state: state in host memory.
-        grads: gradients of the weights.
-        grad_norm: norm of all gradients together.
-        is_finite: whether to update.
-        shardings: shardings of the weights, and of the state as from `host_shardings`.
-    """
+    """Returns new weights and a new optimizer state, or the old ones if a number is not finite."""
     weights, gradients, moments = map(_leaves, (params, grads, opt_state))
     weight_shardings, moment_shardings = map(_leaves, shardings)
     new: dict[Path, Any] = {}
@@ -310,11 +270,6 @@ def untrained_weights(model: Model, settings: VisionSettings) -> Params:
 
 def frozen_base(model: Model, untrained: Params, dtype: Any) -> FrozenBase | None:
     """Returns what trained weights are applied to, in compute dtype; None if all weights are trained.
-
-    Args:
-        model: Model that is trained, or whose adapter is.
-        untrained: Weights of a model without an adapter that are not trained.
-        dtype: Compute dtype.
 
     Raises:
         ValueError: The model is quantized and has no adapter.

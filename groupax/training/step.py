@@ -131,16 +131,6 @@ def micro_step(
 ) -> tuple[GradAccumulator, tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Adds a micro-batch's loss, gradients and metrics to each device's accumulator.
 
-    Args:
-        params: trained weights, in the compute dtype.
-        accumulator: donated.
-        batch: micro-batch on the devices (`shard_batch`).
-        counts: denominators of the whole optimizer step.
-        entropy_coef: weight of the entropy bonus, if the settings have one.
-        frozen: base weights, if an adapter is trained.
-        dropout_key: key of the optimizer step, if there is dropout.
-        config: static, as are all that follow.
-
     Returns:
         The new accumulator, and the log-probs of the batch's targets under `params` with the entropies of their
         distributions.
@@ -326,16 +316,7 @@ def distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
 def efficiency_metrics(
     packed: Sequence[Packed], rows: Sequence[Row], seconds: float, config: ModelConfig, mesh: Mesh, dtype: Any
 ) -> Metrics:
-    """Returns padding, throughput, model FLOPs utilization and peak memory of an update.
-
-    Args:
-        packed: micro-batches of the update.
-        rows: rows of the update.
-        seconds: wall-clock time of the update.
-        config: model.
-        mesh: devices.
-        dtype: dtype of the forward pass.
-    """
+    """Returns padding, throughput, model FLOPs utilization and peak memory of an update."""
     groups: dict[int, tuple[int, list[int]]] = {}
     for row in rows:
         groups.setdefault(row.group, (len(row.prompt), []))[1].append(len(row.completion))
