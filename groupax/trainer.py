@@ -390,10 +390,9 @@ class GRPOTrainer(Trainer):
             check_columns(self.rewards, columns, each[0], f"eval_dataset {name!r}")
 
     def _encode(self, sets: Mapping[str, Examples]) -> dict[str, PromptSet]:
-        length = self.args.eval_max_completion_length
-        given = self.args, self.start_model, self.tokenizer
+        args, model, length = self.args, self.start_model, self.args.eval_max_completion_length
         return {
-            name: prompts_for(*given, examples, self.rules, length, f"eval_dataset {name!r}")
+            name: prompts_for(args, model, self.tokenizer, examples, self.rules, length, f"eval_dataset {name!r}")
             for name, examples in sets.items()
         }
 

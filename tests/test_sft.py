@@ -122,14 +122,6 @@ def test_of_conversations_all_is_learned_or_what_the_assistant_wrote():
     assert learned_texts(encoded(pair, tokenizer), tokenizer)[0].strip() == "So<|im_end|>"
 
 
-def test_marks_of_a_template_change_nothing_in_its_texts():
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = MARKED
-    [text], [spans] = render_with_spans(tokenizer, [TALK], ["talk"], [{}], [()])
-    assert text == tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert [text[start:end] for start, end in spans] == ["Hello<|im_end|>", "So<|im_end|>"]
-
-
 def test_a_template_without_marks_is_asked_for_each_part_and_must_write_it_the_same_way():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
@@ -345,13 +337,6 @@ def _even_model():
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, **arguments)
-
-
-def test_names_of_trl_are_explained():
-    with pytest.raises(TypeError, match="here it is batch_size"):
-        SFTConfig(per_device_train_batch_size=8)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="SFTConfig has no field 'beta'"):
-        SFTConfig(beta=0.1)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.heavy

@@ -27,11 +27,10 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import logged_metrics, merge_rollouts, solved_metrics
+from groupax.metrics.completions import merge_rollouts, solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
-from groupax.rewards.scoring import Scored
 from groupax.runs.diagnostics import setup_diagnostics
 from groupax.storage.buckets import RemoteFolder
 from groupax.training.packing import Shape
@@ -135,16 +134,6 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.heavy
-def test_refilled_prompts_draw_other_numbers(tmp_path):
-    trainer = a_trainer(tmp_path, sometimes, [PROMPTS[0]], filter_zero_variance=True, filter_budget=3.0)
-    with trainer.reward_runner:
-        groups = trainer.collector.collect(trainer.cursor).groups
-    assert len(groups) == 12
-    assert [group[0].prompt_index for group in groups] == list(range(12))
-    assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
-
-
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
@@ -231,17 +220,6 @@ def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_step_without_tokens_says_nothing_of_the_entropy(tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=2, use_adaptive_entropy=True, entropy_coef_delta=0.1, entropy_target=10.0)
-    rows = fixed_rows(trainer)
-    before = trainer.learner.entropy
-    trainer.learner.update([replace(row, mask=np.zeros_like(row.mask)) for row in rows])
-    assert trainer.learner.entropy == before
-    trainer.learner.update(rows)
-    assert trainer.learner.entropy != before
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("settings", "metric"),
     [
@@ -282,12 +260,6 @@ def test_pass_at_k_is_the_unbiased_estimate():
     assert metrics["pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
     assert metrics["pass@4"] == pytest.approx(2 / 3)
     assert metrics["groups/all_right_frac"] == metrics["groups/all_wrong_frac"] == pytest.approx(1 / 3)
-
-
-def test_groups_that_cannot_be_judged_are_no_wrong_ones():
-    metrics = solved_metrics(np.array([[1.0, 1.0], [np.nan, 0.0]]))
-    assert metrics["pass@1"] == metrics["groups/all_right_frac"] == 1
-    assert all(np.isnan(value) for value in solved_metrics(np.array([[np.nan, 0.0]])).values())
 
 
 @pytest.mark.heavy
@@ -395,15 +367,6 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
 
 
 @pytest.mark.heavy
-def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
-    trainer = a_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
-    rows = fixed_rows(trainer)
-    bad = [replace(row, advantages=row.advantages + np.nan) for row in rows]
-    rates = [trainer.learner.update(given).metrics["learning_rate"] for given in (rows, bad, bad, rows)]
-    np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["old_logp", "ref_logp", "rollout_logp", "sampler_logp"]))
 @pytest.mark.parametrize("value", rest_heavy([float("-inf"), float("inf"), float("nan")], quick=2))
 def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
@@ -497,32 +460,6 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
 def test_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ValueError, match=message):
         GRPOConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    rest_heavy(
-        [
-            ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "'vespo' forms its own weight"),
-            ({"loss_type": "luspo"}, "'luspo' is meant for one ratio per completion"),
-        ]
-    ),
-    ids=str,
-)
-def test_odd_combinations_are_told(tmp_path, caplog, settings, message):
-    a_trainer(tmp_path, max_steps=1, **settings).train()
-    assert message in caplog.text
-
-
-@pytest.mark.heavy
-def test_a_filter_that_finds_nothing_is_told(tmp_path, caplog):
-    a_trainer(tmp_path, lambda completions: [1.0] * len(completions), filter_zero_variance=True, max_steps=5).train()
-    assert "more than half of the groups had no signal" in caplog.text
-
-
-def test_every_setting_survives_the_round_trip():
-    config = GRPOConfig(loss_type="cispo", epsilon_high=5.0, reward_weights=(1.0, 2.0), correctness_reward="x")
-    assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
 
 
 # -- what rollouts decode with
@@ -634,30 +571,6 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     assert made[2].metrics["rollout/logp_diff_max"] < 1e-5  # each beside the policy that sampled it
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_generations": 2, "kind": across(2, 2, 3, 2, 1)},
-        pytest.param(
-            {"num_generations": 8, "kind": across(8, 4, 9, 8, 1), "dataset": PROMPTS * 3, "max_steps": 4},
-            marks=pytest.mark.heavy,
-        ),
-    ],
-    ids=str,
-)
-def test_rows_of_two_rollouts_keep_their_own_prompts(tmp_path, settings):
-    trainer = a_trainer(tmp_path, **{"max_steps": 3, "share_prefix": "always", **settings})
-    updated, made, update = [], [], trainer.learner.update
-    trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
-    trainer.train()
-    for rows in updated:
-        prompts = {}
-        for row in rows:
-            np.testing.assert_array_equal(prompts.setdefault(row.group, row.prompt), row.prompt)
-    assert max(each.metrics["rollout/logp_diff_max"] for each in made) < 1e-5
-
-
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
@@ -717,17 +630,6 @@ def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
     other = a_trainer(tmp_path, kind=across(2, 1, 2, 4, 1), max_steps=1, resume=str(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"schedule\.minibatches_per_step|schedule\.prompts_per_rollout"):
         other.train()
-
-
-@pytest.mark.heavy
-def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
-    settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}
-    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], **settings)
-    sizes = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
-    trainer.train()
-    assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
 @pytest.mark.heavy
@@ -812,13 +714,6 @@ def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
     evaluated = trainer.evaluate().metrics
     assert evaluated["reward"] < 99
     assert evaluated["logged/reward"] == 99
-
-
-def test_logged_metrics_are_means_over_calls_of_all_rounds():
-    def scored(*values):
-        return Scored([], {}, {}, {"x": values}, 0.0, 0.0)
-
-    assert logged_metrics([scored(1.0, 1.0, 1.0), scored(5.0)]) == {"x": 2.0}
 
 
 @pytest.mark.heavy

@@ -38,7 +38,7 @@ from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
 from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
+from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
@@ -116,11 +116,11 @@ def rewards_for(
     if environments is not None and is_one_process:
         columns.append(ENVIRONMENTS)
     columns += () if rollout_func is None else rollout_func.columns
-    given = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
-    clashes = {reward.name for reward in given} & {reward.name for reward in own}
+    named = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+    clashes = {reward.name for reward in named} & {reward.name for reward in own}
     if clashes:
         raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
-    return [*given, *own]
+    return [*named, *own]
 
 
 def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None) -> Model:
@@ -189,14 +189,12 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
             f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
             "model as a folder or hub id, and set lora_r, e.g. to 16"
         )
-    reference = args.part(ReferenceSettings)
-    if model.adapter is not None and reference.sync_ref_model:
-        raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
-    if model.adapter is not None and reference.offload_reference:
-        raise ValueError(
-            "offload_reference keeps the reference off the devices, which of an adapter is its base and always needed; "
-            "set it to False"
-        )
+    if not isinstance(args, GRPOConfig) or model.adapter is None:
+        return
+    if args.sync_ref_model:
+        raise ValueError("sync_ref_model moves the reference, which is the base of an adapter; set it to False")
+    if args.offload_reference:
+        raise ValueError("offload_reference is set, but the reference is the adapter's base, which is always needed")
 
 
 def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig | None) -> None:
@@ -307,13 +305,21 @@ def prompts_for(
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    kwargs, schemas = args.chat_template_kwargs, rules.schemas_of(examples)
     if rules.adapters:
         for index in range(len(examples)):
             rules.adapter_of(examples[index])
-    given = examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas
     encoder = prompt_encoder(model.config.vision, model.source, tokenizer, int(args.image_cache_gb * 1e9))
-    prompts = encode_examples(*given, may_be_empty=rules.has_environments, encoder=encoder)
+    prompts = encode_examples(
+        examples,
+        tokenizer,
+        limit,
+        args.prompt_overflow,
+        args.chat_template_kwargs,
+        dataset,
+        rules.schemas_of(examples),
+        may_be_empty=rules.has_environments,
+        encoder=encoder,
+    )
     if prompts.images is not None:
         _check_images(args, rules, dataset or "the dataset")
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)

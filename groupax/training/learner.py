@@ -277,8 +277,8 @@ class Learner:
         finally:
             self.shapes = shapes
         counts = denominators(rows, self.settings.masked_rows_in_denominator)
-        given = self.settings.share_prefix, attention_cost_with(self.execution.attention), self.config.vision
-        for packed in pack_parts(rows, parts, num_data_shards(self.mesh), *given):
+        num_shards, cost = num_data_shards(self.mesh), attention_cost_with(self.execution.attention)
+        for packed in pack_parts(rows, parts, num_shards, self.settings.share_prefix, cost, self.config.vision):
             accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
             with self._exclusive():
                 yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads

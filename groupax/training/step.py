@@ -256,8 +256,16 @@ def _logprobs(
     batch: MicroBatch,
     layout: Layout,
 ) -> tuple[Array, Array, list[Routing]]:
-    given = settings.temperature, execution, settings.entropy_bonus, layout
-    logp, entropy, routings = grouped_logprobs(config, params, batch.ragged, *given, _features(config, params, batch))
+    logp, entropy, routings = grouped_logprobs(
+        config,
+        params,
+        batch.ragged,
+        settings.temperature,
+        execution,
+        settings.entropy_bonus,
+        layout,
+        _features(config, params, batch),
+    )
     return (
         gather_with_inverse(logp, batch.cells, batch.slots),
         gather_with_inverse(entropy, batch.cells, batch.slots),
