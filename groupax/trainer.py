@@ -16,16 +16,16 @@ from groupax.config import GRPOConfig
 from groupax.data.examples import Examples, describe_source
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
-from groupax.engine.plan import Demand
-from groupax.engine.sampler import Sampler
+from groupax.engine.scheduler import Demand
+from groupax.engine.sequence import Sampler
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.errors import RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
 from groupax.metrics.estimates import Estimate
-from groupax.models.checkpoint import Model
-from groupax.models.quantize import require_quantizer
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.resolve import check_columns, resolve_weights

@@ -11,26 +11,26 @@ from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig
 from groupax.data.examples import Examples, load_examples
+from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
-from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
+from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rewards import environment_rewards
 from groupax.episodes.rules import SINGLE_TURNS, Rules, make_rules
 from groupax.evaluation.sets import named_sets
-from groupax.models.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
-from groupax.models.vision.prompts import prompt_encoder
+from groupax.models.vision.processing import prompt_encoder
+from groupax.models.weights.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.objective import zero_metrics
 from groupax.objective.ratios import find_estimator
 from groupax.parallel import processes
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
-from groupax.parallel.peak import free_memory_bytes
 from groupax.rewards.contract import ENVIRONMENTS, Reward
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.collector import sampling_params

@@ -13,12 +13,11 @@ import jax
 from groupax.config import GRPOConfig, RunConfig, SFTConfig
 from groupax.errors import DivergedError, RewardError
 from groupax.events import Emit, EventStream, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
-from groupax.models.saving import source_folders
+from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
-from groupax.parallel.compilation import compilation
-from groupax.parallel.peak import memory_in_use
+from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
-from groupax.parallel.runtime import configure_jax
+from groupax.parallel.runtime import compilation, configure_jax
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from groupax.events import Emit, Listener
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params, trainable_params_line
-from groupax.models.saving import save_adapter, save_model
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_adapter, save_model
 from groupax.parallel import processes
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.preemption import PreemptionHandler
-from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import Saved

@@ -14,19 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from groupax.engine.images import joined_features
+from groupax.engine.prefill import joined_features
 from groupax.models.execution import FusedAttention
-from groupax.models.fused_attention import MIN_QUERIES
-from groupax.models.grouped import RaggedBatch, RaggedImages
+from groupax.models.kernels.fused_attention import MIN_QUERIES
+from groupax.models.logprobs import RaggedBatch, RaggedImages
 from groupax.models.specs import Params
-from groupax.models.vision.batch import ImageBatch, batch_images
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.placement import continued, image_blocks, num_features
+from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
+from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
 from groupax.training.packing import (
     MIN_TOKENS,

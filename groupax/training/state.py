@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.models.adapted import FrozenBase
-from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import cast_unquantized, is_quantized
-from groupax.models.specs import Params, weight_dtype
-from groupax.models.split import partition_specs
-from groupax.parallel.memory import DEVICE, HOST, on_host
+from groupax.models.params import partition_specs, weight_dtype
+from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import cast_unquantized, is_quantized
+from groupax.parallel.collectives import DEVICE, HOST, on_host
 from groupax.parallel.mesh import format_mesh, splits_model
 from groupax.parallel.pytree import pytree
 from groupax.settings.images import VisionSettings
