@@ -9,8 +9,7 @@ from groupax.events import RunDescribed, RunStarted
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.parallel.accelerators import CHIPS
-from groupax.runs.header import data_name
-from groupax.runs.step_time import seconds_at_peak
+from groupax.runs.header import data_name, seconds_at_peak
 from groupax.view.overview import overview
 from groupax.view.runs import Run
 
