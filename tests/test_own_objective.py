@@ -18,7 +18,7 @@ from groupax.objective.ratios import k3
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import reference_to
 
-from .test_objective import a_batch, advantages_of, counts_of, episodes, given_for, loss_of
+from .test_objective import a_batch, advantages_of, episodes, given_for, loss_of
 from .test_trainer import a_trainer, lines_of
 
 MODULE = """
@@ -94,16 +94,6 @@ def test_gmpo_as_an_own_loss_is_its_formula(own, epsilon, make):
     metrics = zero_metrics(settings)
     assert "gmpo/clipped_frac" in metrics.sums
     assert "clip_ratio/low_min" not in metrics.minima
-
-
-@pytest.mark.heavy
-def test_an_own_loss_split_over_micro_batches_is_the_same(own):
-    settings = ObjectiveSettings(loss_type="my_objective:GMPO")
-    batch = given_for(settings, a_batch())
-    counts = counts_of(batch["mask"])
-    parts = [{name: None if x is None else x[rows] for name, x in batch.items()} for rows in (slice(2), slice(2, 6))]
-    total = sum(loss_of(part, settings, counts) for part in parts)
-    np.testing.assert_allclose(total, loss_of(batch, settings, counts), rtol=1e-6)
 
 
 def trained(tmp_path, **settings):

@@ -13,7 +13,6 @@ import pytest
 from groupax import LoRAConfig, SFTConfig, SFTTrainer, init_model, load_model
 from groupax.cli.main import main
 from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
-from groupax.errors import DivergedError
 from groupax.events import Evaluated, StepEnded
 from groupax.metrics.completions import is_measured
 from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
@@ -336,14 +335,6 @@ def _even_model():
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, **arguments)
-
-
-@pytest.mark.heavy
-def test_a_diverging_run_is_stopped(tmp_path):
-    with pytest.raises(DivergedError, match="Lower learning_rate, or look at these batches"):
-        a_trainer(
-            tmp_path, learning_rate=1e3, adam_epsilon=0.0, weight_decay=1e3, max_steps=20, max_grad_norm=0.0
-        ).train()
 
 
 @pytest.mark.heavy

@@ -31,8 +31,6 @@ from groupax.metrics.completions import merge_rollouts, solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
-from groupax.runs.diagnostics import setup_diagnostics
-from groupax.storage.buckets import RemoteFolder
 from groupax.training.packing import Shape
 
 from .conftest import TINY, rest_heavy, steps_started
@@ -76,17 +74,6 @@ def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
     expected = trainer.learner.logprobs(policy_before, rows)[0]
     for row, logp in zip(rows, expected, strict=True):
         np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
-
-
-@pytest.mark.drawn(2, "learns")
-@pytest.mark.heavy
-def test_with_several_iterations_ratios_leave_one_and_it_still_learns(tmp_path):
-    trainer = a_trainer(tmp_path, num_iterations=4, max_steps=40, learning_rate=1e-2)
-    trainer.train()
-    lines = lines_of(tmp_path)
-    assert max(line["clip_ratio/region_mean"] for line in lines) > 0
-    assert max(line["clip_ratio/high_max"] for line in lines) > 0
-    assert np.mean([line["reward"] for line in lines[-8:]]) > 3 * np.mean([line["reward"] for line in lines[:8]])
 
 
 # -- dynamic sampling
@@ -241,15 +228,6 @@ def test_options_report_what_they_do(tmp_path, settings, metric):
         assert values[0] < 1  # the sampler was surer of its tokens than the policy
 
 
-@pytest.mark.heavy
-def test_two_rewards_normalized_first(tmp_path):
-    def big(completion_ids):
-        return [100.0 * len(ids) for ids in completion_ids]
-
-    a_trainer(tmp_path, [count_a, big], multi_objective_aggregation="normalize_then_sum", max_steps=1).train()
-    assert lines_of(tmp_path)[0]["grad_norm"] > 0
-
-
 # -- metrics
 
 
@@ -291,30 +269,6 @@ def test_flops_are_two_per_weight_and_token_and_some_attention():
 # -- precision
 
 
-@pytest.mark.optimized
-@pytest.mark.long
-def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
-    """At a rate of 1e-6 a bfloat16 weight cannot move; its float32 master moves as it would in float32."""
-    moved = {}
-    for dtype in ("float32", "bfloat16"):
-        trainer = a_trainer(tmp_path / dtype, dtype=dtype, learning_rate=1e-6)
-        rows = fixed_rows(trainer)
-        start = leaves(trainer)
-        for _ in range(100):
-            assert trainer.learner.update(rows).applied
-        moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
-    cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
-    assert cosine > 0.99
-    assert np.linalg.norm(moved["bfloat16"]) == pytest.approx(np.linalg.norm(moved["float32"]), rel=0.05)
-    without_masters = jnp.asarray(np.concatenate([x.ravel() for x in start]), jnp.bfloat16)
-    updated = without_masters
-    for _ in range(100):
-        updated = updated + jnp.asarray(moved["bfloat16"] / 100, jnp.bfloat16)
-    large = jnp.abs(without_masters) > 1e-3
-    assert large.mean() > 0.9
-    np.testing.assert_array_equal(updated[large], without_masters[large])
-
-
 def fixed_rows(trainer):
     with trainer.reward_runner:
         groups = trainer.collector.collect(trainer.cursor).groups
@@ -322,17 +276,6 @@ def fixed_rows(trainer):
 
 
 # -- bad steps
-
-
-@pytest.mark.heavy
-def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
-    place = f"memory://diverged/{tmp_path.name}"
-    trainer = a_trainer(tmp_path, output_dir=place, max_bad_steps=1, save_steps=0)
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: update([replace(row, advantages=row.advantages + np.inf) for row in rows])
-    with pytest.raises(DivergedError, match=rf"is in {place}/model, their batches are in {place}/bad_steps\. Lower"):
-        trainer.train()
-    assert {"model", "bad_steps"} <= set(RemoteFolder(place).folders(""))
 
 
 @pytest.mark.heavy
@@ -377,21 +320,6 @@ def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
     rows[3] = replace(rows[3], **{name: zeros[3] + value})
     trainer.learner.update(rows)
     trainer.learner.update(rows)
-    assert all(np.isfinite(x).all() for x in leaves(trainer))
-
-
-@pytest.mark.heavy
-def test_a_reward_that_is_not_a_number_is_no_reward(tmp_path, caplog):
-    def nan_in_the_second_step(completion_ids, trainer_state):
-        values = count_a(completion_ids)
-        return [float("nan"), *values[1:]] if trainer_state.step == 1 else values
-
-    trainer = a_trainer(tmp_path, nan_in_the_second_step)
-    trainer.train()
-    lines = lines_of(tmp_path)
-    assert [line["rewards/nan_in_the_second_step/failures"] for line in lines] == [0, 4, 0]
-    assert [line["rewards/unscorable_frac"] for line in lines] == [0, 0.25, 0]
-    assert "returned nan for completion 0" in caplog.text
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 
@@ -475,13 +403,6 @@ def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
     trainer.train()
     assert trainer.engine.params is not before, "quantized again for each rollout"
     assert all(0 < line["rollout/logp_diff_max"] < 0.1 for line in lines_of(tmp_path))
-
-
-def test_fewer_bits_without_a_correction_are_told():
-    assert "rollout_correction" in setup_diagnostics(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
-    assert not setup_diagnostics(GRPOConfig(), [1])
-    with pytest.raises(ValueError, match="kv_cache_gb must be between"):
-        GRPOConfig(kv_cache_gb=0)
 
 
 # -- how updates are computed

@@ -215,13 +215,10 @@ class Learner:
     def update(self, rows: Sequence[Row]) -> Update:
         """Takes one optimizer step: the gradient of the objective over the rows, in micro-batches."""
         started_s = time.perf_counter()
-        if self.settings.top_entropy_quantile < 1:
-            rows = self._with_policy_masks(rows)
         num_tokens = sum(int(row.mask.sum()) for row in rows)
-        coef = applied_coef(self.entropy, self.settings.entropy)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
+        rows, counts, coef = self._prepared(rows)
         packed = self._pack(rows)
-        counts = denominators(rows, self.settings.masked_rows_in_denominator)
         accumulator, scored = self._accumulate(packed, counts, coef, self.dropout_rate)
         loss, sums, grad_norm, applied, before = self._apply(accumulator)
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
@@ -246,11 +243,9 @@ class Learner:
 
         It takes the program of updates, whose gradient it discards; what later updates compute does not change.
         """
-        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        shapes = self.shapes
         try:
-            if self.settings.top_entropy_quantile < 1:
-                rows = self._with_policy_masks(rows)
-            counts = denominators(rows, self.settings.masked_rows_in_denominator)
+            rows, counts, coef = self._prepared(rows)
             accumulator, _ = self._accumulate(self._pack(rows), counts, coef, 0.0)
             with self._exclusive():
                 accumulator = replace(all_reduce(accumulator, config=self.config, mesh=self.mesh), grads={})
@@ -268,18 +263,23 @@ class Learner:
         The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
         mixture of experts, which is that of the part alone. What later updates compute does not change.
         """
-        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        shapes = self.shapes
         try:
-            if self.settings.top_entropy_quantile < 1:
-                rows = self._with_policy_masks(rows)
+            rows, counts, coef = self._prepared(rows)
         finally:
             self.shapes = shapes
-        counts = denominators(rows, self.settings.masked_rows_in_denominator)
         num_shards, cost = num_data_shards(self.mesh), attention_cost_with(self.execution.attention)
         for packed in pack_parts(rows, parts, num_shards, self.settings.share_prefix, cost, self.config.vision):
             accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
             with self._exclusive():
                 yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
+
+    def _prepared(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Denominators, float]:
+        """Returns rows with their policy masks, the step's denominators, and the weight of the entropy bonus."""
+        if self.settings.top_entropy_quantile < 1:
+            rows = self._with_policy_masks(rows)
+        counts = denominators(rows, self.settings.masked_rows_in_denominator)
+        return rows, counts, applied_coef(self.entropy, self.settings.entropy)
 
     def _accumulate(
         self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float, dropout_rate: float

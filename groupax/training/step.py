@@ -134,64 +134,50 @@ def micro_step(
         The new accumulator, and the log-probs of the batch's targets under `params` with the entropies of their
         distributions.
     """
-    local = partial(
-        _local_micro_step, config=config, settings=settings, layout=layout_of(config, mesh), execution=execution
-    )
+    layout = layout_of(config, mesh)
+
+    def local(
+        params: Params,
+        accumulator: GradAccumulator,
+        batch: MicroBatch,
+        counts: Denominators,
+        entropy_coef: Array,
+        frozen: FrozenBase | None,
+        dropout_key: Array | None,
+    ) -> tuple[GradAccumulator, tuple[Array, Array]]:
+        inputs, dropout, image_dropout = batch.loss_inputs, None, None
+        if dropout_key is not None:
+            dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
+            if batch.features is not None and batch.features.dropout_ids is not None:
+                image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
+
+        def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
+            weights = apply_adapter(frozen, params, dropout, image_dropout)
+            logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
+            loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
+            if config.experts:
+                balance = _balance(routings, batch, layout)
+                loss = loss + router_loss_coef(config, settings) * balance / counts.num_tokens
+                metrics = join(metrics, MetricSums({ROUTER_LOSS: balance}, {}, {}))
+            return loss, (metrics, logp, entropy)
+
+        (loss, (metrics, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        logp_diff = jnp.where(inputs.mask, jnp.abs(old_logprobs(logp, inputs) - inputs.rollout_logp), 0.0)
+        engine = MetricSums({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
+        before = jax.tree.map(lambda x: x[0], accumulator)
+        after = GradAccumulator(
+            grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
+            loss=before.loss + loss,
+            metrics=merge(before.metrics, join(metrics, engine)),
+        )
+        return jax.tree.map(lambda x: x[None], after), (logp, entropy)
+
     params_pspecs = partition_specs(config, mesh, params)
     pspecs = accumulator_pspecs(config, mesh, params, accumulator)
     frozen_pspecs = frozen and _frozen_pspecs(config, mesh, frozen)
     in_specs = (params_pspecs, pspecs, ROWS, REPLICATED, REPLICATED, frozen_pspecs, REPLICATED)
-    program = jax.shard_map(
-        partial(local, dropout_rate=dropout_rate),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=(pspecs, ROWS),
-        check_vma=False,
-    )
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(pspecs, ROWS), check_vma=False)
     return program(params, accumulator, batch, counts, entropy_coef, frozen, dropout_key)
-
-
-def _local_micro_step(
-    params: Params,
-    accumulator: GradAccumulator,
-    batch: MicroBatch,
-    counts: Denominators,
-    entropy_coef: Array,
-    frozen: FrozenBase | None,
-    dropout_key: Array | None,
-    *,
-    config: ModelConfig,
-    settings: ObjectiveSettings,
-    layout: Layout,
-    execution: Execution,
-    dropout_rate: float,
-) -> tuple[GradAccumulator, tuple[Array, Array]]:
-    inputs, dropout, image_dropout = batch.loss_inputs, None, None
-    if dropout_key is not None:
-        dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
-        if batch.features is not None and batch.features.dropout_ids is not None:
-            image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
-
-    def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
-        weights = apply_adapter(frozen, params, dropout, image_dropout)
-        logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
-        loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
-        if config.experts:
-            balance = _balance(routings, batch, layout)
-            loss = loss + router_loss_coef(config, settings) * balance / counts.num_tokens
-            metrics = join(metrics, MetricSums({ROUTER_LOSS: balance}, {}, {}))
-        return loss, (metrics, logp, entropy)
-
-    (loss, (metrics, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    logp_diff = jnp.where(inputs.mask, jnp.abs(old_logprobs(logp, inputs) - inputs.rollout_logp), 0.0)
-    engine = MetricSums({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
-    before = jax.tree.map(lambda x: x[0], accumulator)
-    after = GradAccumulator(
-        grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
-        loss=before.loss + loss,
-        metrics=merge(before.metrics, join(metrics, engine)),
-    )
-    return jax.tree.map(lambda x: x[None], after), (logp, entropy)
 
 
 def router_loss_coef(config: ModelConfig, settings: ObjectiveSettings) -> float:
