@@ -120,6 +120,8 @@ class SFTTrainer(Trainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    args: SFTConfig
+
     def __init__(
         self,
         model: str | Path | Model,

@@ -140,6 +140,8 @@ class GRPOTrainer(Trainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    args: GRPOConfig
+
     def __init__(
         self,
         model: str | Path | Model,

@@ -106,7 +106,7 @@ class Collector:
             num_wanted: Number of its minibatches that the next step takes.
         """
         self.engine.params = self.learner.policy
-        experience = self.rollout(self.engine, cursor, cursor.step)
+        experience = self.rollout(self.engine, cursor, cursor.step)  # sample, score, advantages
         self.engine.release()
         return self.with_logprobs(experience, cursor, num_wanted)
 

@@ -81,7 +81,6 @@ class Trainer(ABC):
     cursor = Cursor()
     experience: Experience | None = None
     last_metrics: Metrics = {}  # noqa: RUF012 - replaced, never changed
-
     args: Any
 
     @abstractmethod
