@@ -23,7 +23,7 @@ from groupax.data.supervised import (
     prompt_of,
     rows_of,
 )
-from groupax.evaluation.sets import ONLY_SET, named_sets
+from groupax.evaluation.items import ONLY_SET, named_sets
 from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.weights.checkpoint import Model
 from groupax.objective.losses import find_supervised_loss

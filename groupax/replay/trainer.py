@@ -23,7 +23,7 @@ from groupax.runs.log import RunLog
 from groupax.runs.run import Run, RunHooks
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.runs.trainer import Description
-from groupax.settings.steps import QUIET
+from groupax.settings.run import QUIET
 from groupax.trainer import GRPOTrainer, TrainResult
 from groupax.training.adapters import AdapterLearners
 

@@ -20,7 +20,7 @@ from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rewards import environment_rewards
 from groupax.episodes.rules import SINGLE_TURNS, Rules, make_rules
-from groupax.evaluation.sets import named_sets
+from groupax.evaluation.items import named_sets
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
 from groupax.models.vision.processing import prompt_encoder
@@ -37,9 +37,9 @@ from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
-from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
 from groupax.training.learner import LearnerSettings

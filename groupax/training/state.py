@@ -20,7 +20,7 @@ from groupax.models.weights.quantize import cast_unquantized, is_quantized
 from groupax.parallel.collectives import DEVICE, HOST, on_host
 from groupax.parallel.mesh import format_mesh, splits_model
 from groupax.parallel.pytree import pytree
-from groupax.settings.images import VisionSettings
+from groupax.settings.compute import VisionSettings
 
 REPLICATED = PartitionSpec()
 
