@@ -194,7 +194,10 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     if args.sync_ref_model:
         raise ValueError("sync_ref_model moves the reference, which is the base of an adapter; set it to False")
     if args.offload_reference:
-        raise ValueError("offload_reference is set, but the reference is the adapter's base, which is always needed")
+        raise ValueError(
+            "offload_reference keeps the reference off the devices, but that of an adapter is its base, which is always "
+            "needed; set it to False"
+        )
 
 
 def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig | None) -> None:
