@@ -195,8 +195,8 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
         raise ValueError("sync_ref_model moves the reference, which is the base of an adapter; set it to False")
     if args.offload_reference:
         raise ValueError(
-            "offload_reference keeps the reference off the devices, but that of an adapter is its base, which is always "
-            "needed; set it to False"
+            "offload_reference keeps the reference off the devices, but that of an adapter is its base, which is "
+            "always needed; set it to False"
         )
 
 
