@@ -245,7 +245,7 @@ class ReplayTrainer(GRPOTrainer):
         return lambda _: {}
 
     def describe(self) -> Description:
-        """Returns what is to be known of the run, without what it has warned of."""
+        """Returns the facts of the run, without the warnings that it has given."""
         return replace(super().describe(), warnings=(), findings={})
 
     def stop_if_nothing_is_scored(self) -> None:

@@ -42,7 +42,7 @@ from groupax.types import Metrics, Row, TrainerState
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """How prompts become completions.
+    """The parts that turn prompts into completions.
 
     Attributes:
         tokenizer: Tokenizer of the prompts.
@@ -57,7 +57,7 @@ class Episodes:
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How completions get rewards.
+    """The parts that give completions rewards.
 
     Attributes:
         runner: Runner of the reward functions, which must be entered during use.

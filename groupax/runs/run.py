@@ -1,4 +1,4 @@
-"""What surrounds the loop of a trainer: its start, events, evaluations, checkpoints and end."""
+"""The surroundings of a trainer's loop: its start, events, evaluations, checkpoints and end."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +66,7 @@ class RunHooks:
         """Is called when the run has started or resumed, before its first step."""
 
     def evaluation_is_due(self, run: "Run") -> bool:
-        """Returns whether the present policy is to be evaluated before the next step."""
+        """Returns whether an evaluation of the present policy is due before the next step."""
         step, every = run.trainer.cursor.step, run.trainer.args.eval_steps
         return every > 0 and step % every == 0 and run.trainer.cursor.evaluated_step < step
 
@@ -83,7 +83,7 @@ class RunHooks:
 
 
 class Run:
-    """What surrounds the loop of a trainer: its start, events, evaluations, checkpoints and end.
+    """The surroundings of a trainer's loop: its start, events, evaluations, checkpoints and end.
 
     Args:
         trainer: The trainer that owns it.

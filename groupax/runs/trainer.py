@@ -1,4 +1,4 @@
-"""What all trainers have: answers to the run that they own, and the policy as a model, in folders and on the hub."""
+"""The common base of trainers: answers to the run that they own, and the policy as a model, in folders and on the hub."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from groupax.types import Metrics
 
 @dataclass(frozen=True)
 class Description:
-    """What a user should know of a run before its first step.
+    """The facts of a run that a user should know before its first step.
 
     Attributes:
         facts: Facts by label, which its record has too.
@@ -55,7 +55,7 @@ class Description:
 
 
 class Trainer(ABC):
-    """What every trainer has: the state of its loop, answers to its run, and the policy as its result.
+    """The common base of trainers: the state of its loop, answers to its run, and the policy as its result.
 
     Attributes:
         args: Settings.
