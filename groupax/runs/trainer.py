@@ -1,4 +1,4 @@
-"""The common base of trainers: answers to the run that they own, and the policy as a model, in folders and on the hub."""
+"""The common base of trainers: what they answer to the run that they own, and the policy as a model to save."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
