@@ -1,13 +1,12 @@
 """One whole GRPO step, by phase: groupax beside TRL, one machine, one run.
 
-    python benchmarks/step.py [--json] [--steps 4] [--long_tailed] [--recording]
+    python benchmarks/step.py [--json] [--steps 4] [--long_tailed]
 
 A 7M-parameter Qwen2-shaped model with random weights: 4 prompts of 192 tokens, 8 completions each of 128 tokens, beta
 0.04. With --long_tailed completions have up to 512 tokens and end with each token at about the same small chance: 128
 in the mean if there were no limit. Both sides in float32 and in bfloat16, of which the faster one counts. Medians over
 the steps after the first two, which compile and warm up; with --long_tailed groupax meets new shapes in its first ten,
-which do not count either. Without TRL it is left out. With --recording only groupax runs, in float32, and records every
-second of its steps for replays, digests and a state when it is due: the steps with and without, and what it took.
+which do not count either. Without TRL it is left out.
 """
 
 import importlib
@@ -103,57 +102,6 @@ def groupax_steps(
     return {name: statistics.median(line[name] for line in lines) for name in ("step_time", *PHASES)}
 
 
-class RecordsSome(GRPOTrainer):
-    """A trainer that records every second step, and counts the seconds that its digests and its inputs take."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.seconds: dict[str, dict[int, float]] = {"digests": {}, "inputs": {}}
-
-    @property
-    def _is_recorded(self) -> bool:
-        return self.cursor.step % 2 == 0
-
-    def _record(self, *arguments: Any) -> None:
-        self._count("digests", super()._record, *arguments)
-
-    def _save_if_due(self, saver: Any) -> None:
-        self._count("inputs", super()._save_if_due, saver)
-
-    def _count(self, kind: str, function: Any, *arguments: Any) -> None:
-        if self._is_recorded:
-            begun_s = time.perf_counter()
-            function(*arguments)
-            self.seconds[kind][self.cursor.step] = time.perf_counter() - begun_s
-
-
-def recording(model_folder: Path, run_folder: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Median seconds of steps with and without recording, and the seconds that it took of those with."""
-    settings = {
-        "prompts_per_step": PROMPTS,
-        "num_generations": GROUP,
-        "max_completion_length": NEW_TOKENS,
-        "beta": 0.04,
-    }
-    args = GRPOConfig(
-        output_dir=str(run_folder), max_steps=WARM_UP + 2 * num_steps, progress_bar="none", dtype="float32", **settings
-    )
-    trainer = RecordsSome(model_folder, reward, args, prompts(), processing_class=tokenizer())
-    trainer.train()
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    kinds = {kind: [line for line in lines if line["step"] % 2 == rest] for kind, rest in (("with", 0), ("without", 1))}
-    rows = [
-        {"recording": kind, "step_s": statistics.median(each["step_time"] for each in own)}
-        for kind, own in kinds.items()
-    ]
-    taken = {}
-    for kind, by_step in trainer.seconds.items():
-        seconds = [by_step[int(line["step"])] for line in kinds["with"]]
-        taken[f"{kind}_s"] = statistics.median(seconds)
-        taken[f"{kind}_share"] = sum(seconds) / sum(line["step_time"] for line in kinds["with"])
-    return [{**rows[0], **taken}, {**rows[1], **dict.fromkeys(taken)}]
-
-
 PHASES = ("time/rollout_s", "time/train_s", "completions/mean_length")
 
 
@@ -203,7 +151,6 @@ def main() -> None:
     flags = parser(__doc__ or "")
     flags.add_argument("--steps", type=int, default=4)
     flags.add_argument("--long_tailed", action="store_true")
-    flags.add_argument("--recording", action="store_true")
     args = flags.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -211,9 +158,6 @@ def main() -> None:
         model, longest = (ending_model(), LONGEST_TOKENS) if args.long_tailed else (init_model(QWEN_7M), NEW_TOKENS)
         warm_up = WARM_UP_OF_SHAPES if args.long_tailed else WARM_UP
         save_model(model, folder / "model", tokenizer())
-        if args.recording:
-            show(recording(folder / "model", folder / "run", args.steps), args.json)
-            return
         for dtype in DTYPES:
             ours = groupax_steps(folder / "model", folder / f"groupax_{dtype}", args.steps, dtype, longest, warm_up)
             phases = {phase: ours[phase] for phase in PHASES}

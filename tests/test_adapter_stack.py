@@ -137,27 +137,6 @@ def test_prompts_have_the_log_probs_of_their_adapter():
             np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
 
 
-@pytest.mark.heavy
-def test_the_arrays_of_an_engine_without_adapters_have_no_trace_of_them():
-    engine = an_engine(a_base())
-    session = engine.session()
-    session.submit(engine.sequences(PROMPTS, PARAMS))
-    list(session.step())
-    assert session._batch.slots.adapter is None
-    with pytest.raises(ValueError, match="no adapter 'one'; the engine has none"):
-        engine.sequences(PROMPTS, PARAMS, adapter="one")
-
-
-@pytest.mark.heavy
-def test_what_a_batch_cannot_share_is_refused():
-    base = a_base(attention_bias=True)
-    full = add_adapter(base, LoRAConfig(r=2, bias="all"))
-    with pytest.raises(ValueError, match="low-rank changes alone"):
-        Engine.of(base, object(), {"full": full})
-    with pytest.raises(ValueError, match="another is not an adapter of the same model"):
-        Engine.of(base, object(), {"another": add_adapter(a_base(seed=1), LoRAConfig(r=2))})
-
-
 @pytest.mark.long
 def test_sharded_weights_and_fewer_bits():
     base = a_base(num_attention_heads=4, num_key_value_heads=4)

@@ -100,5 +100,5 @@ def test_a_run_is_the_same_and_goes_on_with_and_without(tmp_path, adapts):
 def test_what_cannot_be_offloaded_is_refused(tmp_path):
     with pytest.raises(ValueError, match="offload_reference needs a reference, and beta is 0; set beta above 0"):
         GRPOConfig(offload_reference=True)
-    with pytest.raises(ValueError, match="which of an adapter is its base and always needed; set it to False"):
+    with pytest.raises(ValueError, match="that of an adapter is its base, which is always needed; set it to False"):
         a_trainer(tmp_path, lora_r=4, beta=0.1, offload_reference=True)

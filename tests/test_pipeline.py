@@ -83,16 +83,6 @@ def test_how_long_things_take_changes_nothing(tmp_path, whole, settings):
 
 
 @pytest.mark.heavy
-def test_a_policy_that_stays_as_it_is_samples_what_it_samples_in_turn(tmp_path):
-    runs = []
-    for staleness in (0, 2):
-        ahead(tmp_path / str(staleness), learning_rate=0.0, max_steps=3, max_staleness=staleness).train()
-        rows = [row for rows in rollouts_of(tmp_path / str(staleness)).values() for row in rows]
-        runs.append([{name: value for name, value in row.items() if name != "policy_version"} for row in rows])
-    assert runs[0] == runs[1]
-
-
-@pytest.mark.heavy
 def test_several_updates_on_a_rollout(tmp_path):
     ahead(tmp_path, letters, **REUSE).train()
     staleness = [line["rollout/staleness"] for line in lines_of(tmp_path)]

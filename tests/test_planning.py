@@ -370,7 +370,7 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
 
     admits = recording(monkeypatch, groupax.engine.batch, "admit", last=False)
     chunks = recording(monkeypatch, groupax.engine.batch, "decode_chunk", last=quick)
-    engine = engine_for(args, model, learner.policy, (1,))
+    engine = engine_for(args, model, learner, (1,))
     prompts = [np.arange(2, 2 + longest[0]) + index for index in range(run.num_rows // args.num_generations)]
     try:
         engine.generate(prompts, SamplingParams(n=args.num_generations, max_tokens=longest[1], ignore_eos=True))

@@ -12,8 +12,7 @@ from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.evaluation.items import ACCURACY_REWARDS, ONLY_SET, Item, estimates, make_items
 from groupax.events import Emit, counted, ignore
-from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
-from groupax.metrics.episodes import episode_metrics
+from groupax.metrics.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner

@@ -6,7 +6,7 @@ the head's gradient is written once; it recomputes a block's logits from the hid
 saved log-sum-exp of each token.
 
 `grouped_logprobs` concatenates all tokens without padding, and everything except attention works on that flat list.
-Attention needs rectangles: those of the prompts and the query tiles of the rows (`training.buckets`). Queries, keys and
+Attention needs rectangles: those of the prompts and the query tiles of the rows (`training.packing`). Queries, keys and
 values are gathered into them, and the outputs are gathered back.
 """
 

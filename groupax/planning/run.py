@@ -40,7 +40,7 @@ from groupax.planning.abstract import (
 )
 from groupax.planning.counting import bytes_between_hosts
 from groupax.planning.kernels import ACTIVATIONS, LOGITS
-from groupax.rollouts.schedule import UpdateSchedule, update_schedule
+from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.compute import Checkpointing
 from groupax.settings.sampling import SamplingParams, sampling_kind
 from groupax.training.batch import attention_cost_with, pack

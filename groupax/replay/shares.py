@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupax.replay.influence import Influence, influence_of
 from groupax.replay.moments import Moment
 from groupax.replay.recorded import RecordedRun
 from groupax.replay.trainer import ReplayTrainer
 from groupax.runs.files import replace_text
 from groupax.runs.rollout_log import beginning, prompt_text
-from groupax.training.influence import Influence, influence_of
 from groupax.types import Rollout
 from groupax.view.texts import shown_prompt
 

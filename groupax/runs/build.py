@@ -10,33 +10,38 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig
-from groupax.data.examples import Examples
+from groupax.data.examples import Examples, load_examples
+from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
 from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
-from groupax.episodes.rules import Rules, make_rules
+from groupax.episodes.rewards import environment_rewards
+from groupax.episodes.rules import SINGLE_TURNS, Rules, make_rules
+from groupax.evaluation.items import named_sets
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
 from groupax.models.vision.processing import prompt_encoder
-from groupax.models.vision.tower import FeatureCache
-from groupax.models.weights.checkpoint import Model, load_model, reshard
+from groupax.models.weights.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.objective.advantages import find_advantage_estimator
-from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
+from groupax.objective.ratios import find_estimator
 from groupax.parallel import processes
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
+from groupax.rewards.contract import ENVIRONMENTS, Reward
+from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
-from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
+from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
+from groupax.training.adapters import PolicyLearner
 from groupax.training.learner import LearnerSettings
 
 # Fraction of the memory that is free before the first step, for the KV cache during updates, which take half of it.
@@ -65,24 +70,81 @@ def check_objective(args: GRPOConfig) -> None:
     find_advantage_estimator(args.advantage_estimator)
 
 
-def model_for(args: RunConfig, model: str | Path | Model) -> Model:
-    """Returns the model on the requested mesh, loaded if it is a name.
+def train_examples(dataset: Any) -> Examples:
+    """Returns the rows of prompts to train on.
 
     Raises:
-        ValueError: there is no such model, or a dim is not divisible by the mesh.
+        ValueError: there is no dataset, or it has none.
     """
-    mesh = mesh_of(args)
+    if dataset is None:
+        raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
+    return load_examples(dataset, may_have_images=True)
+
+
+def eval_sets(args: GRPOConfig, dataset: Any) -> dict[str, Examples]:
+    """Returns the rows of evaluation sets by name.
+
+    Raises:
+        ValueError: the settings ask for evaluations, and there is no dataset; or it has no prompts.
+    """
+    if dataset is None:
+        if args.eval_steps:
+            raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
+        return {}
+    return {
+        name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS, may_have_images=True)
+        for name, each in named_sets(dataset).items()
+    }
+
+
+def rewards_for(
+    args: GRPOConfig,
+    functions: Any,
+    tokenizers: Any,
+    examples: Examples,
+    environments: Any,
+    rollout_func: RolloutFunction | None,
+) -> list[Reward]:
+    """Returns the rewards of the run, those of its environments last.
+
+    Raises:
+        ValueError: a function takes a column that there is not, or two rewards have the same name.
+    """
+    own = environment_rewards(environments)
+    columns = [name for name in examples[0] if name != "prompt"]
+    is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
+    if environments is not None and is_one_process:
+        columns.append(ENVIRONMENTS)
+    columns += () if rollout_func is None else rollout_func.columns
+    named = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+    clashes = {reward.name for reward in named} & {reward.name for reward in own}
+    if clashes:
+        raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
+    return [*named, *own]
+
+
+def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None) -> Model:
+    """Returns the model to train on the requested mesh, loaded if it is a name, with a new adapter if one is given.
+
+    Raises:
+        ValueError: there is no such model, it cannot be trained as the settings ask, or a dim is not divisible by the
+            mesh.
+    """
+    mesh, was_loaded = mesh_of(args), not isinstance(model, Model)
     if not isinstance(model, Model):
-        return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
-    return model if mesh is None else reshard(model, mesh, args.mesh_replicate)
+        model = load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
+    elif mesh is not None:
+        model = reshard(model, mesh, args.mesh_replicate)
+    if lora is not None:
+        model = add_adapter(model, lora, args.seed)
+    _check_adapter(args, model, was_loaded)
+    if model.config.num_labels:
+        raise ValueError(f"{model.source or 'the model'} classifies sequences; a policy needs a causal model")
+    return model
 
 
 def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Returns the requested mesh, or None.
-
-    Args:
-        args: Settings of the run.
-        devices: None takes all devices.
 
     Raises:
         ValueError: it does not fit the devices.
@@ -116,13 +178,8 @@ def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
     )
 
 
-def check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
+def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     """Checks that settings of an adapter's base fit the model.
-
-    Args:
-        args: Settings of the run.
-        model: Model with its adapter, if it has one.
-        was_loaded: Whether the model was loaded for this run.
 
     Raises:
         ValueError: they do not.
@@ -132,13 +189,14 @@ def check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
             f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
             "model as a folder or hub id, and set lora_r, e.g. to 16"
         )
-    reference = args.part(ReferenceSettings)
-    if model.adapter is not None and reference.sync_ref_model:
-        raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
-    if model.adapter is not None and reference.offload_reference:
+    if not isinstance(args, GRPOConfig) or model.adapter is None:
+        return
+    if args.sync_ref_model:
+        raise ValueError("sync_ref_model moves the reference, which is the base of an adapter; set it to False")
+    if args.offload_reference:
         raise ValueError(
-            "offload_reference keeps the reference off the devices, which of an adapter is its base and always needed; "
-            "set it to False"
+            "offload_reference keeps the reference off the devices, but that of an adapter is its base, which is "
+            "always needed; set it to False"
         )
 
 
@@ -244,28 +302,27 @@ def prompts_for(
 ) -> PromptSet:
     """Encodes the prompts of examples, which must leave room for completions.
 
-    Args:
-        args: Settings of the run.
-        model: Model whose context prompts and completions share.
-        tokenizer: Its tokenizer.
-        examples: Rows with a column `prompt`.
-        rules: Tools that prompts describe.
-        max_completion_length: Limit of evaluations, if they have their own.
-        dataset: Name of the examples in errors.
-
     Raises:
         ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
     """
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    kwargs, schemas = args.chat_template_kwargs, rules.schemas_of(examples)
     if rules.adapters:
         for index in range(len(examples)):
             rules.adapter_of(examples[index])
-    given = examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas
     encoder = prompt_encoder(model.config.vision, model.source, tokenizer, int(args.image_cache_gb * 1e9))
-    prompts = encode_examples(*given, may_be_empty=rules.has_environments, encoder=encoder)
+    prompts = encode_examples(
+        examples,
+        tokenizer,
+        limit,
+        args.prompt_overflow,
+        args.chat_template_kwargs,
+        dataset,
+        rules.schemas_of(examples),
+        may_be_empty=rules.has_environments,
+        encoder=encoder,
+    )
     if prompts.images is not None:
         _check_images(args, rules, dataset or "the dataset")
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
@@ -309,33 +366,33 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
 def engine_for(
     args: GRPOConfig,
     model: Model,
-    params: Params,
+    learner: PolicyLearner,
     eos_ids: tuple[int, ...],
     tokenizer: Any = None,
     expected: Demand | None = None,
-    has_turns: bool = False,
-    may_stop: bool = False,
-    features: FeatureCache | None = None,
+    rules: Rules = SINGLE_TURNS,
 ) -> Engine:
-    """Returns the engine of this process with the weights `params`.
+    """Returns the engine of this process with the learner's policy.
 
-    It receives the tokenizer if there are stop strings, which it searches in the decoded text, or if there may be some
-    (`may_stop`), since programs have their own, and what the largest
-    rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
-    turns, chunks are short, since tools are called only after a chunk.
+    It receives the tokenizer if there may be stop strings, which it searches in the decoded text. Where episodes have
+    several turns, chunks are short, since tools are called only after a chunk.
+
+    Raises:
+        ValueError: a constraint of completions is damaged, or meets episodes of several turns.
     """
-    constraint = sampling_params(args).constraint
+    constraint, has_turns = sampling_params(args).constraint, rules.has_turns
     if constraint is not None and has_turns:
         raise ValueError(
             f"{constraint[0]} constrains completions of one turn, and these episodes have several; leave it out, or "
             "train without tools and environments"
         )
+    decodes = args.stop or args.eval_stop or constraint or rules.templates is not None  # programs have their own stops
     engine = Engine(
         model.config,
-        params,
+        learner.policy,
         model.mesh,
         eos_ids,
-        tokenizer=tokenizer if args.stop or args.eval_stop or constraint or may_stop else None,
+        tokenizer=tokenizer if decodes else None,
         max_slots=args.max_concurrent_rows,
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
@@ -345,7 +402,7 @@ def engine_for(
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
         adapters=args.adapters,
-        features=features,
+        features=learner.features,
         record_experts=args.routing_replay,
     )
     if constraint is not None:  # an error is found before the first rollout

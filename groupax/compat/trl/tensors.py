@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.objective.masks import on_policy_tokens, top_entropy_threshold
+from groupax.objective.entropy import top_entropy_threshold
+from groupax.objective.losses import on_policy_tokens
 
 PADDING = -1e9  # an entropy that no token has
 

@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from groupax.models.config import ModelConfig
+from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
 from groupax.models.vision.config import VisionConfig
 from groupax.storage.model_json import validate_config
 from groupax.terminal.printable import short_repr

@@ -40,8 +40,8 @@ from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
 from groupax.training.adapters import AdapterLearners, PolicyLearner
-from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
+from groupax.training.packing import Shape
 from groupax.training.state import TrainState
 from groupax.types import PromptImages, Rollout, Row
 

@@ -43,11 +43,6 @@ def influence_of(learner: PolicyLearner, rows: Sequence[Row], parts: Sequence[Se
     """Returns the influence of parts of a step's rows on its gradient, before the update.
 
     With several adapters, each of which has a gradient of its own, the shares are those in all of them together.
-
-    Args:
-        learner: The policy before the step; it stays as it is.
-        rows: Rows of the step.
-        parts: Indices of the rows of each part, each row in one of them.
     """
     norms, dots = np.zeros(len(parts)), np.zeros(len(parts))
     for own in learner.each.items() if isinstance(learner, AdapterLearners) else [(None, learner)]:
