@@ -178,12 +178,6 @@ def encode_examples(
     over `template_kwargs`. A column `tools` has schemas for it, if the run has no tools.
 
     Args:
-        examples: Rows with a column `prompt`.
-        tokenizer: Tokenizer of the model.
-        max_length: Longest prompt allowed, in tokens.
-        overflow: Policy for longer prompts.
-        template_kwargs: Arguments for the chat template.
-        name: Name of the dataset in an error.
         tools: The run's tools for each row, as schemas in OpenAI's format.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
         encoder: Encodes prompts with images; None for a model of text.
@@ -381,12 +375,6 @@ def row_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_length: int | None, name: str) -> int:
     """Returns the longest prompt allowed, in tokens: the positions that the completion leaves, or fewer.
-
-    Args:
-        max_positions: Number of positions of the model.
-        max_completion_length: Longest completion, in tokens.
-        max_prompt_length: A lower limit; None for the model's only.
-        name: Name of the completion's limit in an error.
 
     Raises:
         ValueError: The completion leaves no position.

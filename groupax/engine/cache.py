@@ -79,9 +79,6 @@ def cache_dtype(requested: Any, weights: str, dtype: Any, device: Any) -> Any:
     Args:
         requested: A dtype, or "float8" for float8_e4m3fn; None for the dtype of the decoding weights, on CPU float32:
             to write one column of an array of fewer bits, XLA's CPU backend goes through all of it.
-        weights: Format of the decoding weights (see `Engine`).
-        dtype: Dtype of the weights that they are created from.
-        device: One of the devices.
 
     Raises:
         ValueError: The dtype has no fractions, or the device cannot convert it.
@@ -129,16 +126,7 @@ def num_recurrent(config: ModelConfig) -> int:
 
 
 def plan_for(config: ModelConfig, num_bytes: int, dtype: Any, tp: int, max_slots: int, adapts: bool = False) -> Plan:
-    """Returns the limits of a cache.
-
-    Args:
-        config: Architecture of the model.
-        num_bytes: Size of the cache on a device, with temporary copies.
-        dtype: Dtype of keys and values.
-        tp: Number of devices that share the heads.
-        max_slots: Maximum number of completions decoded at once.
-        adapts: Whether the numbers of slots and columns follow the running sequences (see `Plan`).
-    """
+    """Returns the limits of a cache."""
     size = token_bytes(config, dtype, tp)
     state_tokens = -(-state_bytes(config) // size)
     layers = len(config.attention_layers), num_recurrent(config)
@@ -218,14 +206,7 @@ class Slots:
 
 
 def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
-    """Returns idle slots on the host, a structured array with a field per field of `Slots` and per array of `Options`.
-
-    Args:
-        num_slots: Number of slots.
-        num_stop_ids: Number of stop tokens that a slot has room for.
-        num_biased: Likewise of biased tokens.
-        has_adapters: Whether each slot chooses one of several adapters.
-    """
+    """Returns idle slots on the host, a structured array with a field per field of `Slots` and per array of `Options`."""
     columns = [
         ("token", "i4"),
         ("position", "i4"),
@@ -281,12 +262,8 @@ def resize(
     """Returns the cache with other slots, prompt slots and numbers of columns; only one array exists twice at a time.
 
     Args:
-        cache: The old cache; it must not be used again.
         rows: Old index on its device of each new slot, -1 for an idle one; None if neither slots nor columns change.
         prompt_slots: Likewise for the prompt slots; None if neither they nor their columns change.
-        num_columns: Number of columns of a slot, at least as many as its sequence has.
-        num_prompt_columns: Number of columns of a prompt slot, at least as many as before.
-        mesh: Devices of the cache.
     """
     columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
     arrays, structure = jax.tree.flatten(cache)
@@ -387,14 +364,7 @@ def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
 
 @partial(jax.jit, static_argnames="mesh")
 def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
-    """Returns the keys and values of a slot of each shard, and of their prompts, per layer.
-
-    Args:
-        cache: The cache.
-        rows: Index on its device of the slot of each shard.
-        prompt_slots: Likewise of the prompts.
-        mesh: Devices of the cache.
-    """
+    """Returns the keys and values of a slot of each shard, and of their prompts, per layer."""
     given = {"k": (cache.k, rows), "v": (cache.v, rows)}
     given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
 

@@ -80,11 +80,7 @@ def next_masks(compiler: ConstraintCompiler, slots: Row[Sequence | None]) -> tup
 
 
 def consume(sequences: Row[tuple[Sequence, int]]) -> None:
-    """Tells the matchers of running sequences their new tokens.
-
-    Args:
-        sequences: Sequences with their numbers of tokens before.
-    """
+    """Tells the matchers of running sequences their new tokens."""
     for sequence, num_before in sequences:
         if sequence.matcher is not None and sequence.finish_reason is None:
             sequence.matcher.consume_tokens(sequence.tokens[num_before:])
@@ -145,15 +141,12 @@ def decode_chunk(
     """Samples up to `num_steps` tokens in every busy slot.
 
     Args:
-        params: The weights.
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         masks: Tokens that the slots may sample; None without constraints.
         limit: A smaller number of steps, which needs no other program; on GPUs it is rounded up to `GPU_STEPS`. None
             for `num_steps`.
-        config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
         by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
-        records_experts: Static: whether the chunk has the experts of each token.
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
     attend_past = select_attend_past(mesh.devices.flat[0], config, by_block)

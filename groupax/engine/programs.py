@@ -395,8 +395,6 @@ class Serving:
         It is this one, or one with more slots, or one with fewer, in which some wait for a slot.
 
         Args:
-            shape: The shape that suits them.
-            sequences: The sequences.
             before: Shape of the batch that would change; None for a new batch.
         """
         least = 1 if before is None else before.num_slots
@@ -432,10 +430,6 @@ class Serving:
         """Returns the programs of batches of usual sizes that are not compiled.
 
         With most clients they include one that can take any request.
-
-        Args:
-            clients: Numbers of simultaneous requests.
-            num_tokens: Maximum number of tokens of their prompts, and of their completions.
         """
         columns = (in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP), in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP))
         demands = [Demand((1,) * number, *columns) for number in sorted(set(clients))]

@@ -78,11 +78,7 @@ def score(
     """Returns the log-probs of prompts. No other program of the engine may run meanwhile.
 
     Args:
-        engine: Has the weights.
-        prompts: Token ids of prompts, at most `prompts_per_call` of them.
         temperature: Divisor of the logits; 0 counts as 1.
-        num_alternatives: Number of alternatives to return, at most `MAX_LOGPROBS`.
-        adapter: Name of the engine's adapter; None for the base.
     """
     S = num_columns(max(map(len, prompts)))
     tokens = np.zeros((prompts_per_call(engine, S), S), np.int32)
