@@ -206,15 +206,9 @@ class Slots:
 
 
 def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
-    """Returns idle slots on the host, a structured array with a field per field of `Slots` and per array of `Options`."""
-    columns = [
-        ("token", "i4"),
-        ("position", "i4"),
-        ("length", "i4"),
-        ("key", "u4", 2),
-        ("remaining", "i4"),
-        ("stop_ids", "i4", num_stop_ids),
-    ]
+    """Returns idle slots on the host, a structured array with a field per array of `Slots` and of `Options`."""
+    columns: list[Any] = [(name, "i4") for name in ("token", "position", "length", "remaining")]
+    columns += [("key", "u4", 2), ("stop_ids", "i4", num_stop_ids)]
     of_tokens = [name for name, default in SAMPLER.items() if isinstance(default, Mapping)]
     idle = {name: default for name, default in SAMPLER.items() if name not in of_tokens}
     columns += [(name, _DTYPES[type(default)]) for name, default in idle.items()]
@@ -277,66 +271,45 @@ def resize(
 def moves(
     cache: Cache, rows: Any, prompt_slots: Any, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
 ) -> list[partial[Array] | None]:
-    """Returns the call of a jitted function that changes each array of the cache as `resize` does, None for none."""
-    tokens = k = v = state = prompt_tokens = starts = prompt_k = prompt_v = None
-    if rows is not None:
-        in_slots = partial(move, rows=rows, num_columns=num_columns, mesh=mesh)
-        tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
-        state = partial(move_state, rows=rows, mesh=mesh)
-    if prompt_slots is not None:
-        added = num_prompt_columns - cache.num_prompt_columns
-        starts = partial(move_starts, rows=prompt_slots, added=added, mesh=mesh)
-        widened = partial(widen, rows=prompt_slots, added=added, mesh=mesh)
-        prompt_tokens, prompt_k, prompt_v = (partial(widened, axis=axis) for axis in (1, 3, 2))
-    layers = range(len(cache.k))
-    prompts = [prompt_tokens, starts, *(prompt_k for _ in layers), *(prompt_v for _ in layers)]
-    slots = [tokens, *(k for _ in layers), *(v for _ in layers), *(state for _ in jax.tree.leaves(cache.states))]
-    return [*prompts, *slots]
+    """Returns the call of `move` that changes each array of the cache as `resize` does, None for none."""
+    added, layers = num_prompt_columns - cache.num_prompt_columns, range(len(cache.k))
+
+    def call(rows: Any, axis: int | None, **more: Any) -> partial[Array] | None:
+        return None if rows is None else partial(move, rows=rows, axis=axis, **more, mesh=mesh)
+
+    of_slots, of_prompts = {"num_columns": num_columns}, {"num_columns": num_prompt_columns, "at_start": True}
+    prompts = [call(prompt_slots, 1, **of_prompts), call(prompt_slots, None, added=added)]
+    prompts += [call(prompt_slots, axis, **of_prompts) for axis in (3, 2) for _ in layers]
+    slots = [call(rows, 1, **of_slots), *(call(rows, axis, **of_slots) for axis in (3, 2) for _ in layers)]
+    return [*prompts, *slots, *(call(rows, None) for _ in jax.tree.leaves(cache.states))]
 
 
-@partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
-def move(x: Array, rows: Int[Array, "B"], *, axis: int, num_columns: int, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the slots, with columns, at `axis`, cut or added at their end."""
+@partial(jax.jit, static_argnames=("axis", "num_columns", "at_start", "added", "mesh"))
+def move(
+    x: Array,
+    rows: Int[Array, "B"],
+    *,
+    axis: int | None,
+    num_columns: int = 0,
+    at_start: bool = False,
+    added: int = 0,
+    mesh: Mesh,
+) -> Array:
+    """Returns these rows of an array, with columns, at `axis`, cut or added at their end, or added at their start.
+
+    Without an axis `added` is added to the numbers.
+    """
 
     def local(x: Array, rows: Array) -> Array:
+        if axis is None:
+            return x[rows] + added if added else x[rows]
         kept = lax.slice_in_dim(x, 0, min(num_columns, x.shape[axis]), axis=axis)[rows]
-        added = num_columns - kept.shape[axis]
-        return jnp.pad(kept, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
+        padding = num_columns - kept.shape[axis]
+        at_axis = (padding, 0) if at_start else (0, padding)
+        return jnp.pad(kept, [at_axis if dim == axis else (0, 0) for dim in range(x.ndim)])
 
     in_specs = (pspec_of(x), ROWS)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames="mesh")
-def move_state(x: Array, rows: Int[Array, "B"], *, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the slots' states."""
-
-    def local(x: Array, rows: Array) -> Array:
-        return x[rows]
-
-    in_specs = (pspec_of(x), ROWS)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames=("axis", "added", "mesh"))
-def widen(x: Array, rows: Int[Array, "Q"], *, axis: int, added: int, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the prompts with columns, at `axis`, added before the others."""
-
-    def local(x: Array, rows: Array) -> Array:
-        return jnp.pad(x[rows], [(added if dim == axis else 0, 0) for dim in range(x.ndim)])
-
-    in_specs = (pspec_of(x), ROWS)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames=("added", "mesh"))
-def move_starts(starts: Int[Array, "P"], rows: Int[Array, "Q"], *, added: int, mesh: Mesh) -> Array:
-    """Returns the first columns of these prompts, before which columns are added."""
-
-    def local(starts: Array, rows: Array) -> Array:
-        return starts[rows] + added
-
-    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(starts, rows)
 
 
 @partial(jax.jit, static_argnames="mesh")

@@ -28,15 +28,12 @@ from groupax.engine.cache import (
     cache_maker,
     move,
     move_slots,
-    move_starts,
-    move_state,
     moves,
     pspec_of,
     read_slots,
     release,
     slot_table,
     to_slots,
-    widen,
     widen_slots,
 )
 from groupax.engine.core import EngineCore
@@ -52,9 +49,7 @@ from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sam
 logger = logging.getLogger(__name__)
 
 # All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (
-    *(admit, decode_chunk, move, move_slots, move_starts, move_state, read_slots, release, widen, widen_slots),
-)
+PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, read_slots, release, widen_slots)
 NUM_THREADS = 2
 PROMPT_COLUMNS, PROMPT_STEP, COLUMNS_STEP = 256, 4, 2
 NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
@@ -182,11 +177,12 @@ class Tracer:
         columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
         cache = self.cache(before)
         calls = moves(cache, rows, prompt_slots, **columns, mesh=self.mesh)
-        pairs = zip(calls, jax.tree.leaves(cache), strict=True)
-        for call, x in {(call, x.shape): (call, x) for call, x in pairs}.values():  # once for all layers
-            if call is not None:
-                program: Any = call.func
-                yield program.trace(x, *call.args, **call.keywords)
+        seen = set()  # layers share programs
+        for call, x in zip(calls, jax.tree.leaves(cache), strict=True):
+            static = {} if call is None else {name: each for name, each in call.keywords.items() if name != "rows"}
+            if call is not None and (key := (x.shape, x.dtype, *static.items())) not in seen:
+                seen.add(key)
+                yield move.trace(x, call.keywords["rows"], **static)
         if has_rows:
             yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
 
