@@ -197,7 +197,10 @@ def test_datasets_of_every_kind(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     hub = datasets.Dataset.from_list(ROWS)
-    for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub):
+    made = datasets.Dataset.from_list([{"n": i} for i in range(5)]).with_transform(
+        lambda batch: {"prompt": [f"p{n}" for n in batch["n"]], "answer": [*map(str, batch["n"])]}
+    )
+    for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub, made):
         examples = load_examples(source)
         assert [dict(examples[i]) for i in range(len(examples))] == ROWS
 

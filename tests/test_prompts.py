@@ -206,6 +206,13 @@ def test_arguments_of_a_run_and_of_a_row(qwen):
     assert encode_examples(rows[1:2], qwen, 64, "error").token_ids[0].tolist() == prompts.token_ids[1].tolist()
 
 
+def test_a_warning_names_prompts_that_end_with_the_assistant(qwen, caplog):
+    begun = [*user("a"), {"role": "assistant", "content": "Sure, the"}]
+    prompts = encode_examples([{"prompt": user("a")}, {"prompt": begun}], qwen, 64, "error", name="data")
+    assert "data: prompt 1 and 0 others end with a message of the assistant" in caplog.text
+    assert qwen.decode(prompts.token_ids[1]).endswith("Sure, the<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_arguments_that_change_nothing_are_refused(qwen):
     with pytest.raises(ValueError, match=r"reads no 'enable_thinkin'; it reads .*did you mean enable_thinking\?"):
         encode_examples([{"prompt": user("a")}], qwen, 64, "error", {"enable_thinkin": False})

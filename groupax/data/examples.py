@@ -78,6 +78,8 @@ def load_examples(
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
     _check_type(dataset, name)
     given = getattr(dataset, "column_names", None)
+    if given is not None and not {*columns} & {*given} and getattr(dataset, "format", {}).get("type") == "custom":
+        given = None  # `with_transform` makes the columns, row by row
     rows = dataset if given is not None else _rows_by_index(dataset, name)
     if len(rows) == 0:
         raise ValueError(f"{name} is empty")

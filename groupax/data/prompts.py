@@ -1,5 +1,6 @@
 """Prompts as token ids and images, and the policies for those that are too long. Imports no jax."""
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversation
 from groupax.settings.prompts import PromptOverflow
 from groupax.settings.template_kwargs import check_template_kwargs
 from groupax.types import PromptImages
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -322,6 +325,15 @@ def _encode(
     label = f"{name}: prompt" if name else "prompt"
     is_table = hasattr(examples, "column_names")
     prompts = list(examples["prompt"]) if is_table else [examples[index]["prompt"] for index in range(len(examples))]
+    begun = [i for i, each in enumerate(prompts) if isinstance(each, list) and each and _is_of_assistant(each[-1])]
+    if begun:
+        logger.warning(
+            "%s %d and %d others end with a message of the assistant. It is not continued: the chat template closes it "
+            "and begins another one; end prompts with a message of the user",
+            label,
+            begun[0],
+            len(begun) - 1,
+        )
     if "prompt_ids" not in examples[0]:
         arguments = _template_kwargs(examples, prompts, template_kwargs, label)
         return encode_prompts(tokenizer, prompts, arguments, max_length, label, tools, may_be_empty)
@@ -331,6 +343,10 @@ def _encode(
             "them out"
         )
     return [_check_ids(examples[index]["prompt_ids"], f"{label} {index}") for index in range(len(examples))]
+
+
+def _is_of_assistant(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _check_ids(given: Any, name: str) -> np.ndarray:
