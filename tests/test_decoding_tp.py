@@ -16,7 +16,7 @@ from groupax import Engine, GRPOConfig, SamplingParams, init_model, load_model, 
 from groupax.cli.main import main
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
-from groupax.engine.decode import decode_chunk
+from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.engine.session import Session
 from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import add_adapter, reshard
@@ -181,8 +181,8 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     engine = Engine(model.config, model.params, model.mesh, (1,), kv_bytes=1 << 26, tp=tp)
     assert dict(engine.mesh.shape) == {"dp": 4 // tp, "fsdp": 1, "ep": 1, "tp": tp, "sp": 1}
     batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
-    static = {"config": engine.config, "mesh": engine.mesh, "num_steps": 8, "sampling": "plain"}
-    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, **static)
+    settings = DecodeSettings(engine.config, engine.mesh, 8, "plain")
+    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, settings=settings)
     num_rows = batch.shape.num_slots
     rows, one_of_all, logits = ("psum", (num_rows, 32)), ("pmax", ()), ("all_gather", (num_rows, 48))
     embedding = 1

@@ -32,7 +32,7 @@ from groupax.engine.cache import (
     widen_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, TokenMasks, consume, decode_chunk, next_masks
+from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, consume, decode_chunk, next_masks
 from groupax.engine.prefill import Admitted, Known, admit, admitted_images, lookup_tokens
 from groupax.engine.prefix_cache import Place, prefix_of
 from groupax.engine.programs import Serving
@@ -176,12 +176,14 @@ class Batch:
             self.slots,
             masks,
             limit,
-            config=self.core.config,
-            mesh=self.mesh,
-            num_steps=self.chunk_steps,
-            sampling=sampling,
-            by_block=self.plan.by_block,
-            records_experts=self.core.records_experts,
+            settings=DecodeSettings(
+                self.core.config,
+                self.mesh,
+                self.chunk_steps,
+                sampling,
+                by_block=self.plan.by_block,
+                records_experts=self.core.records_experts,
+            ),
         )
         if not any(sequence.params.logprobs for sequence in running):
             chunk = replace(chunk, alternatives=None, alternative_logps=None)
@@ -204,8 +206,8 @@ class Batch:
         firsts = np.arange(scheduler.num_shards) * scheduler.slots_per_shard
         for slots in zip_longest(*finished):  # one of each shard at a time
             rows = [0 if slot is None else slot - first for slot, first in zip(slots, firsts, strict=True)]
-            given = self._on_rows(np.array(rows, np.int32)), self._on_rows(np.array(rows, np.int32) // scheduler.share)
-            read = to_host(read_slots(self.cache, *given, mesh=self.mesh))
+            in_rows, in_prompts = np.array(rows, np.int32), np.array(rows, np.int32) // scheduler.share
+            read = to_host(read_slots(self.cache, self._on_rows(in_rows), self._on_rows(in_prompts), mesh=self.mesh))
             for shard, slot in enumerate(slots):
                 sequence = None if slot is None else scheduler.slots[slot]
                 if sequence is None:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import permutations
 from typing import Any
 
@@ -37,7 +36,7 @@ from groupax.engine.cache import (
     widen_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import TokenMasks, decode_chunk
+from groupax.engine.decode import DecodeSettings, TokenMasks, decode_chunk
 from groupax.engine.prefill import Admitted, Known, admit
 from groupax.engine.scheduler import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
 from groupax.engine.sequence import Sequence
@@ -112,10 +111,6 @@ class Tracer:
     has_adapters: bool = False
     records_experts: bool = False
 
-    @cached_property
-    def _static(self) -> dict[str, Any]:
-        return {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
-
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""
         match program:
@@ -143,10 +138,11 @@ class Tracer:
             words = np.zeros((num_slots, -(-self.config.vocab_size // 32)), np.int32)
             masks = self._sharded(jax.eval_shape(lambda: TokenMasks(jnp.asarray(words), jnp.zeros(num_slots, bool))))
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
-        static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
-        static["records_experts"] = self.records_experts
-        given = self.params, self.cache(shape), self._slots(shape), masks
-        return decode_chunk.trace(*given, limit if self.is_served else None, **static)
+        settings = DecodeSettings(
+            self.config, self.mesh, self.chunk_steps, sampling, records_experts=self.records_experts
+        )
+        cache, slots, limit = self.cache(shape), self._slots(shape), limit if self.is_served else None
+        return decode_chunk.trace(self.params, cache, slots, masks, limit, settings=settings)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
@@ -165,8 +161,9 @@ class Tracer:
             known=known,
             adapters=self._rows(num_prompts) if self.has_adapters else None,
         )
-        static = {**self._static, "short_pieces": self.is_served}
-        return admit.trace(self.params, self.cache(shape), self._slots(shape), admitted, **static)
+        static = {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
+        given = self.cache(shape), self._slots(shape), admitted
+        return admit.trace(self.params, *given, **static, short_pieces=self.is_served)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
         changes_slots = before.num_slots != after.num_slots or before.share != after.share
