@@ -26,11 +26,9 @@ from groupax.models.peft_format import adapter_config_dict
 from groupax.models.saving import save_adapter
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
-from groupax.runs.build import learner_settings
 from groupax.serve.loop import EngineLoop
 from groupax.serve.protocol import manifest_of, pieces_of
 from groupax.serve.weights import Weights
-from groupax.training.learner import Learner
 
 from .conftest import TINY, one_device_mesh, rest_heavy
 from .test_config_and_data import a_tokenizer
@@ -224,12 +222,6 @@ def test_settings_that_exclude_each_other():
         GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
     with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
         GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")
-
-
-def test_dropout_of_an_adapter_matters_to_updates_alone():
-    model = add_adapter(init_model(ONE_LAYER, mesh=make_mesh((2, 1, 1, 2, 1))), LoRAConfig(r=2, lora_dropout=0.1))
-    with pytest.raises(ValueError, match=r"lora_dropout 0.1 is not built for inputs that are split over tp"):
-        Learner(model, learner_settings(GRPOConfig()), 1)
 
 
 # -- commands and servers

@@ -14,7 +14,6 @@ import yaml
 from tokenizers.processors import TemplateProcessing
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
-from groupax.cli.main import main
 from groupax.cli.train import train_defaults
 from groupax.compat import trl
 from groupax.compat.fields import CompatWarning
@@ -26,7 +25,6 @@ from groupax.episodes.play import play_episodes
 from groupax.runs.build import eval_params
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
-from groupax.settings.json_flags import read_mapping
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import SHARED, TINY
@@ -80,11 +78,6 @@ def test_content_goes_to_the_template_as_it_reads_it(template, from_text, from_p
     tokenizer = with_template(template)
     assert render(tokenizer, user("What is 2+2?"), "p") == from_text
     assert render(tokenizer, user(PARTS), "p") == from_parts
-
-
-def test_parts_become_the_prompt_of_a_text_template(qwen):
-    [ids] = encode_prompts(qwen, [user(PARTS)])
-    assert qwen.decode(ids) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("kind", ["image", "image_url", "video", "audio", "input_audio", "file"])
@@ -295,41 +288,6 @@ def test_generation_kwargs_of_trl():
         trl.GRPOConfig("x", generation_kwargs={"stop": "a", "stop_strings": "a"}, report_to=[]).to_native()
 
 
-def test_mappings_on_the_command_line_are_json(capsys):
-    assert read_mapping('{"enable_thinking": false}') == {"enable_thinking": False}
-    for wrong in ("enable_thinking=false", "[1]", "{"):
-        with pytest.raises(ValueError, match=r"write .*, e\.g\. "):
-            read_mapping(wrong)
-    with pytest.raises(SystemExit):
-        main(["train", "--chat_template_kwargs", "enable_thinking=false"])
-    assert "is no JSON" in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-@pytest.mark.heavy
-def test_the_command_line_takes_them(stories, tmp_path, capsys):
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages[0].content }}{% if shout %}, he said{% endif %}")
-    flags = [
-        "--model",
-        str(stories),
-        "--chat_template",
-        str(template),
-        "--prompt",
-        "Once",
-        "--max_tokens",
-        "4",
-    ]
-    assert main(["generate", *flags, "--chat_template_kwargs", '{"shout": true}', "--stop", "q"]) == 0
-    assert main(["generate", *flags, "--chat_template_kwargs", '{"loud": true}']) == 2
-    assert "prompt 0: chat_template_kwargs: the chat template reads no 'loud'" in capsys.readouterr().err
-    (tmp_path / "p.jsonl").write_text('{"prompt": [{"role": "user", "content": "Once"}]}\n')
-    where = ["--dataset", str(tmp_path / "p.jsonl"), "--output_dir", str(tmp_path / "run")]
-    settings = ["--chat_template_kwargs", '{"loud": true}', "--stop", "a", "--eval_stop", "b"]
-    command = ["--model", str(stories), "--chat_template", str(template), "--reward_funcs", "think_format", *settings]
-    assert main(["train", *command, *where]) == 2
-    assert "reads no 'loud'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["hi", "<|bos|>hi", "<|bos|><|bos|>hi", ""])
 def test_a_text_that_a_template_has_rendered_has_its_first_token_once(
     qwen,
@@ -436,24 +394,6 @@ def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 
-@pytest.mark.drawn(2, "learns")
-@pytest.mark.heavy
-def test_it_learns_to_stop(tmp_path):
-    rows = [{"prompt": text} for text in ("bc", "de", "fg", "hi")]
-    trainer = a_trainer(
-        tmp_path,
-        lambda completions: [float(text.endswith("a")) for text in completions],
-        rows,
-        stop="a",
-        max_steps=25,
-        max_completion_length=6,
-    )
-    trainer.train()
-    lines = lines_of(tmp_path)
-    assert np.mean([line["reward"] for line in lines[-5:]]) > 0.95
-    assert lines[-1]["completions/clipped_ratio"] < lines[0]["completions/clipped_ratio"]
-
-
 @pytest.mark.heavy
 def test_a_run_with_other_stop_texts_is_another_run(tmp_path):
     rows = [{"prompt": "bc"}, {"prompt": "de"}]
@@ -478,12 +418,6 @@ def test_arguments_of_the_template_reach_the_prompts_of_a_run(tmp_path):
     trainer = GRPOTrainer(model, lambda completions: [0.0] * len(completions), args, rows, rows, a_tokenizer())
     for prompts in (trainer.prompts, *trainer.eval_prompts.values()):
         assert [ids.tolist() for ids in prompts.token_ids] == [[3, 4, 5, 12], [3, 4, 5]]
-
-
-def test_tokenizers_are_left_as_they_were_given(qwen):
-    given = copy.copy(qwen)
-    render(given, user("a"), "p", template_kwargs={"enable_thinking": False})
-    assert given.chat_template == qwen.chat_template
 
 
 def test_a_column_of_tools_is_described_to_the_model():
