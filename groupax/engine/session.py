@@ -103,10 +103,7 @@ class Session:
     def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
         """Begins conversations; to be called while nothing waits or runs.
 
-        Args:
-            number: Number of conversations.
-            max_prompt_tokens: Number of tokens that the prompt of a turn has at most, with all turns before it.
-            max_tokens: Number of tokens that a turn has at most.
+        A prompt of a turn has at most `max_prompt_tokens`, with all turns before it, and a turn has `max_tokens`.
 
         Returns:
             The place of each for its keys and values; `prefix_bytes` are divided among them.
