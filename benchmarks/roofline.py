@@ -31,7 +31,7 @@ from models import QWEN_05B, QWEN_7M, parser, show
 from groupax import Engine, Model, SamplingParams, init_model
 from groupax.engine.batch import Batch
 from groupax.engine.cache import REPLICATED, ROWS, Cache
-from groupax.models.decode_attention import LayerCache, Past, attend_cached
+from groupax.models.attention import LayerCache, Past, attend_cached
 from groupax.models.decoder import forward, head_weights
 from groupax.models.flops import forward_flops
 from groupax.models.layers import vocabulary_logits

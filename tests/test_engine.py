@@ -28,7 +28,7 @@ from groupax.engine.sampling import (
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.episodes.play import play_episodes
 from groupax.models.decoder import logits
-from groupax.models.quantize import decoding_params
+from groupax.models.weights.quantize import decoding_params
 from groupax.parallel.mesh import AXES
 from groupax.settings.sampling import SAMPLER, sampling_kind
 

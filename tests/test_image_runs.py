@@ -27,11 +27,11 @@ from groupax.data.prompts import encode_examples
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.specs import init_params
+from groupax.models.params import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
+from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.replay.from_python import bundle_step, replay_bundle, replay_step
 from groupax.runs.build import learner_settings

@@ -25,6 +25,7 @@ from groupax.episodes.play import play_episodes
 from groupax.runs.build import eval_params
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
+from groupax.settings.fields import read_mapping
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import SHARED, TINY
@@ -286,6 +287,15 @@ def test_generation_kwargs_of_trl():
         trl.GRPOConfig("x", generation_kwargs={"do_sample": False}, report_to=[]).to_native()
     with pytest.raises(ValueError, match="stop and stop_strings, which mean the same"):
         trl.GRPOConfig("x", generation_kwargs={"stop": "a", "stop_strings": "a"}, report_to=[]).to_native()
+
+
+def test_mappings_on_the_command_line_are_json(capsys):
+    assert read_mapping('{"enable_thinking": false}') == {"enable_thinking": False}
+    for wrong in ("enable_thinking=false", "[1]", "{"):
+        with pytest.raises(ValueError, match=r"write .*, e\.g\. "):
+            read_mapping(wrong)
+    assert main(["train", "--chat_template_kwargs", "enable_thinking=false"]) == 2
+    assert "is no JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["hi", "<|bos|>hi", "<|bos|><|bos|>hi", ""])

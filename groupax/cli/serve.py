@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from groupax.errors import require
 from groupax.parallel.processes import is_loopback, listen
 from groupax.settings import environment as env
-from groupax.settings.brief_help import Topics
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Topics, parsed
 from groupax.settings.compute import DecodingWeights
 
 OTHER_FILES = 256  # open files of the server in addition to its connections
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from groupax.engine.engine import Engine
-    from groupax.models.checkpoint import Model
+    from groupax.models.weights.checkpoint import Model
     from groupax.serve.loop import EngineLoop
 
 
@@ -189,8 +188,8 @@ def models_of(command: Serve) -> "dict[str, Model]":
         ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
     """
     from groupax.engine.core import load_sharded
-    from groupax.models.checkpoint import load_adapter
-    from groupax.models.quantize import require_quantizer
+    from groupax.models.weights.checkpoint import load_adapter
+    from groupax.models.weights.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
 
     require_quantizer(command.weights)
@@ -213,7 +212,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
     from groupax.engine.scheduler import FREE_FRAC
-    from groupax.models.adapter_stack import has_only_changes
+    from groupax.models.adapted import has_only_changes
     from groupax.parallel.memory import free_memory_bytes
 
     (base_name, base), *others = models.items()

@@ -23,7 +23,7 @@ from groupax.engine.sampling import Options
 from groupax.engine.scheduler import CacheShape, Plan
 from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
-from groupax.models.recurrence import State, empty_state
+from groupax.models.recurrent import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import cuda_capability

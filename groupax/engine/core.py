@@ -15,15 +15,15 @@ from groupax.engine.cache import cache_dtype, plan_for, token_bytes
 from groupax.engine.prefix_cache import PrefixCache
 from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, Demand, Plan, demand_of
 from groupax.engine.sequence import Sequence
-from groupax.models.bitsandbytes_format import is_nf4
-from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.quantize import check_decoding_weights, decoding_params, is_quantized
-from groupax.models.specs import Params, split_dims
-from groupax.models.split import shard_params
-from groupax.models.summary import find_config
-from groupax.models.vision.features import FeatureCache
+from groupax.models.flops import find_config
+from groupax.models.params import shard_params, split_dims
+from groupax.models.specs import Params
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model, load_model
+from groupax.models.weights.nf4 import is_nf4
+from groupax.models.weights.quantize import check_decoding_weights, decoding_params, is_quantized
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
 from groupax.storage.folders import resolve_folder

@@ -23,16 +23,16 @@ from groupax.constraints import ConstraintCompiler, fault_of
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
 from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.sequence import Sequence
-from groupax.models.adapter_stack import select_adapters
+from groupax.models.adapted import select_adapters
+from groupax.models.attention import LayerCache, Past
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import forward, head_weights
 from groupax.models.experts import Routing
-from groupax.models.fused_decode_attention import AttendPast, select_attend_past
+from groupax.models.kernels.fused_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
-from groupax.models.recurrence import Recurrence, State
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import gather_weight, partition_specs
+from groupax.models.params import gather_weight, layout_of, partition_specs
+from groupax.models.recurrent import Recurrence, State
+from groupax.models.specs import Params
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree

@@ -17,11 +17,11 @@ from groupax.engine.programs import PROGRAMS
 from groupax.engine.sampling import row_keys
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.models.adapter_stack import changes_of, check_finite, stack_adapters
-from groupax.models.checkpoint import Model, load_adapter
-from groupax.models.quantize import require_quantizer
+from groupax.models.adapted import changes_of, check_finite_changes, stack_adapters
 from groupax.models.specs import Params
-from groupax.models.vision.prompts import prompt_encoder
+from groupax.models.vision.processing import prompt_encoder
+from groupax.models.weights.checkpoint import Model, load_adapter
+from groupax.models.weights.quantize import require_quantizer
 from groupax.settings.sampling import SamplingParams
 from groupax.types import PromptImages
 
@@ -287,8 +287,8 @@ def _with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
             raise ValueError(
                 f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
             )
-        changes.append(changes_of(each.adapter, model.params["embed"].dtype))
-        check_finite(changes[-1].trained)
+        changes.append(changes_of(each.adapter.trained, each.adapter.config.scale, model.params["embed"].dtype))
+        check_finite_changes(changes[-1].trained)
     return stack_adapters(model.params, changes)
 
 

@@ -20,18 +20,16 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, num_recurrent, pspec_of
 from groupax.engine.scheduler import PIECE_COLUMNS, Admission, piece_size
 from groupax.engine.sequence import Sequence
-from groupax.models.adapter_stack import select_adapters
-from groupax.models.attention import attend_masked, same_image, within_window
-from groupax.models.column_blocks import BLOCK
+from groupax.models.adapted import select_adapters
+from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decode_attention import to_cache
 from groupax.models.decoder import ImageInputs, forward
-from groupax.models.recurrence import Recurrence, State, empty_state
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import partition_specs
+from groupax.models.params import layout_of, partition_specs
+from groupax.models.recurrent import Recurrence, State, empty_state
+from groupax.models.specs import Params
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.parallel.runtime import traced_platform
@@ -283,7 +281,7 @@ def _piece_size(
     """Returns the numbers of prompts and of their columns that are computed at once, of prompts [P, S]."""
     (num_prompts, num_columns), platform = shape, traced_platform()
     if by_block:
-        return 1, min(num_columns, BLOCK)
+        return 1, min(num_columns, COLUMN_BLOCK)
     if short_pieces and platform == "cpu":
         return 1, math.gcd(num_columns, PIECE_COLUMNS)
     num_heads = config.num_heads // config.num_kv_heads * num_kv_heads

@@ -9,7 +9,7 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.events import Message, StepStarted
-from groupax.models.saving import save_model
+from groupax.models.weights.saving import save_model
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.moments import Moment, moment_of
@@ -23,7 +23,7 @@ from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
 from groupax.runs.step_record import Stage, StepRecord
-from groupax.settings.steps import QUIET
+from groupax.settings.run import QUIET
 from groupax.trainer import GRPOTrainer
 from groupax.training.adapters import AdapterLearners
 

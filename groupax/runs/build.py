@@ -18,11 +18,11 @@ from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rules import Rules, make_rules
-from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
-from groupax.models.vision.features import FeatureCache
-from groupax.models.vision.prompts import prompt_encoder
+from groupax.models.vision.processing import prompt_encoder
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model, load_model, reshard
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
@@ -33,9 +33,9 @@ from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
-from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
 

@@ -8,8 +8,8 @@ import jax
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet
-from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel.accelerators import chip_of
 from groupax.parallel.collectives import is_on_host
 from groupax.rewards.contract import Reward

@@ -17,11 +17,11 @@ from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
-from groupax.evaluation.sets import named_sets
+from groupax.evaluation.items import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
 from groupax.metrics.estimates import Estimate
-from groupax.models.checkpoint import Model
-from groupax.models.quantize import require_quantizer
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import ENVIRONMENTS, Reward

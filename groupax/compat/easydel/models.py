@@ -11,7 +11,7 @@ from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, nam
 from groupax.compat.fields import native_attention, warn
 from groupax.compat.meshes import warn_replicated
 from groupax.engine.core import indivisible_dims
-from groupax.models.checkpoint import Model, load_model
+from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
 from groupax.settings.compute import mesh_sizes
 from groupax.settings.fields import nearest

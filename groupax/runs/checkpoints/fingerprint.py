@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel.collectives import weights_digest
 
 # How each setting may change when a run is resumed (see `settings.fields.Resume`).

@@ -29,7 +29,7 @@ from groupax.episodes.as_json import (
     turns_as_json,
     turns_from_json,
 )
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.processes import num_processes
