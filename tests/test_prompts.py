@@ -14,6 +14,7 @@ import yaml
 from tokenizers.processors import TemplateProcessing
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
+from groupax.cli.main import main
 from groupax.cli.train import train_defaults
 from groupax.compat import trl
 from groupax.compat.fields import CompatWarning
