@@ -49,8 +49,7 @@ def request(engine: Engine, number: int) -> list[Sequence]:
 
 def load(engine: Engine, programs: Programs, pace: Pace, num_clients: int, seconds: float) -> dict[str, Any]:
     """Measurements of clients that each have one request at a time."""
-    session, number = Session(engine, 32, programs), 0
-    session.pace = pace
+    session, number = Session(engine, 32, programs, pace), 0
     last_s: dict[int, float] = {}
     first_s: list[float] = []
     pauses_s: list[float] = []

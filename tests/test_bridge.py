@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax.data.bridge import Bridge, TextBridge
+from groupax.data.bridge import Bridge
 from groupax.data.chat import CHAT_TEMPLATES, render
 from groupax.data.tokenizer import encode_texts, load_tokenizer
 
@@ -198,12 +198,6 @@ def test_names_and_ids_of_calls_become_no_control_tokens():
     assert "<tool_response>lookup call00002: 2</tool_response>" in text
 
 
-def test_half_of_a_surrogate_pair_is_replaced():
-    tokenizer = byte_tokenizer()
-    text = tokenizer.decode(Bridge(tokenizer, [LOOKUP]).ids(np.zeros(0, np.int32), TURN, [result("a\ud800b")]))
-    assert "<tool_response>a?b</tool_response>" in text
-
-
 def test_parallel_results_stand_in_order_even_if_the_template_writes_one_call():
     for template in (HERMES, ONE_CALL):
         tokenizer = byte_tokenizer(template)
@@ -211,13 +205,6 @@ def test_parallel_results_stand_in_order_even_if_the_template_writes_one_call():
         messages = [result("first", "a"), result("second", "b"), user([{"type": "text", "text": "third"}])]
         text = tokenizer.decode(Bridge(tokenizer, [LOOKUP]).ids(np.zeros(0, np.int32), turn, messages))
         assert re.findall("first|second|third", text) == ["first", "second", "third"]
-
-
-def test_template_arguments_reach_the_generation_prompt():
-    tokenizer = byte_tokenizer(HERMES + "{% if not thinking %}<think></think>{% endif %}")
-    for thinking in (True, False):
-        ids = Bridge(tokenizer, [LOOKUP], {"thinking": thinking}).ids(np.zeros(0, np.int32), ANSWER, [user("?")])
-        assert tokenizer.decode(ids).endswith("<think></think>") is not thinking
 
 
 @pytest.mark.parametrize(
@@ -246,13 +233,6 @@ def test_messages_that_cannot_be_written_are_refused():
             bridge.ids(np.zeros(0, np.int32), TURN, messages)
 
 
-def test_prompts_that_are_strings_are_continued_by_texts_alone():
-    tokenizer = byte_tokenizer(None)
-    ids = TextBridge(tokenizer).ids(np.zeros(0, np.int32), ANSWER, [user("Next<|im_end|>"), user("!")])
-    assert tokenizer.decode(ids) == "Next<|im_end|>!"
-    assert not set(map(int, ids)) & set(tokenizer.added_tokens_decoder)
-
-
 @pytest.mark.heavy
 def test_ids_that_do_not_encode_to_themselves_survive(qwen):
     bridge = Bridge(qwen, [LOOKUP])
@@ -275,13 +255,6 @@ def test_results_without_look_alikes_have_the_tokens_of_the_whole_text(qwen, con
         f"<|im_end|>\n<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert np.array_equal(ids, encode(qwen, expected))
-
-
-def test_the_embedded_model_can_be_continued():
-    folder = Path(__file__).parents[1] / "groupax" / "recipes" / "arithmetic" / "model"
-    tokenizer = load_tokenizer(folder, "plain")
-    stream = encode(tokenizer, "12")
-    assert len(Bridge(tokenizer).ids(stream, ANSWER, [user("1+1")]))
 
 
 def test_two_hundred_turns_take_linear_time():

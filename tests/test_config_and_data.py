@@ -22,7 +22,7 @@ from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.fields import Range
 
-from .conftest import SHARED, TINY
+from .conftest import TINY
 
 # -- settings
 
@@ -171,11 +171,6 @@ def test_a_config_is_shown_as_what_creates_it(config):
     assert eval(repr(config)) == config
 
 
-def test_a_config_is_shown_without_its_defaults():
-    assert repr(GRPOConfig(max_steps=3)) == "GRPOConfig(max_steps=3)"
-    assert repr(SFTConfig()) == "SFTConfig()"
-
-
 def test_settings_are_frozen_and_round_trip():
     config = GRPOConfig(reward_weights=(1.0, 0.5))
     with pytest.raises(AttributeError):
@@ -197,7 +192,10 @@ def test_datasets_of_every_kind(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     hub = datasets.Dataset.from_list(ROWS)
-    for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub):
+    made = datasets.Dataset.from_list([{"n": i} for i in range(5)]).with_transform(
+        lambda batch: {"prompt": [f"p{n}" for n in batch["n"]], "answer": [*map(str, batch["n"])]}
+    )
+    for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub, made):
         examples = load_examples(source)
         assert [dict(examples[i]) for i in range(len(examples))] == ROWS
 
@@ -217,48 +215,6 @@ def test_messages_without_content_are_refused():
             render(tokenizer, [{"role": "system", "content": "x"}, message], "prompt 0")
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert render(tokenizer, [calls, {"role": "user", "content": "abc"}], "prompt 0") == "abc"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"seed": -1}, "seed must be between 0 and 9,223,372,036,854,775,807, got -1"),
-        ({"epsilon_high": -0.9}, "epsilon_high must be between 0 and"),
-        ({"rollout_correction_max": 0.0}, "rollout_correction_max must be between 1e-06 and"),
-        ({"adam_epsilon": -1e-3}, "adam_epsilon must be between 0 and 1, got -0.001"),
-        ({"adam_beta2": 1.5}, "adam_beta2 must be at least 0 and below 1, got 1.5"),
-        ({"adam_beta1": 1.0}, "adam_beta1 must be at least 0 and below 1, got 1.0"),
-        ({"reward_weights": (1.0, float("nan"))}, "reward_weights must each be between -1e.06 and 1e.06 or None, got"),
-    ],
-)
-def test_numbers_that_cannot_work(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        ([], "train_dataset is empty"),
-        ([{"question": "?"}], r"no column 'prompt' \(row 0 has question\)"),
-        ({"train": ROWS}, "with the splits train; pick one"),
-        (3, "must be a Dataset"),
-        ("nowhere.jsonl", "there is no file nowhere.jsonl"),
-        ("nobody/nothing", "it cannot be downloaded from the hub"),
-    ],
-)
-def test_bad_datasets(dataset, message):
-    with pytest.raises(ValueError, match=message):
-        load_examples(dataset)
-
-
-def test_broken_lines_and_unknown_files(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
-    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
-        load_examples(tmp_path / "a.jsonl")
-    (tmp_path / "a.txt").write_text("prompt\nx\n")
-    with pytest.raises(ValueError, match=r"not a \.jsonl, \.json, \.csv, \.tsv or \.parquet file"):
-        load_examples(tmp_path / "a.txt")
 
 
 def test_every_epoch_visits_every_prompt_once_in_another_order():
@@ -409,15 +365,3 @@ def test_a_tokenizer_of_words_and_merges(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
     (tmp_path / "merges.txt").write_text("a b\n")
     assert load_tokenizer(tmp_path)("abba")["input_ids"] == [2, 1, 0]
-
-
-@pytest.mark.heavy
-def test_real_chat_tokenizer():
-    folder = SHARED / "tokenizers" / "qwen"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    tokenizer = load_tokenizer(folder)
-    [ids] = encode_prompts(tokenizer, [[{"role": "user", "content": "What is 2+2?"}]])
-    assert tokenizer.decode(ids) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert eos_token_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
-    assert np.array_equal(encode_prompts(tokenizer, ["2+2"])[0], tokenizer("2+2")["input_ids"])

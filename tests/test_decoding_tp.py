@@ -16,7 +16,7 @@ from groupax import Engine, GRPOConfig, SamplingParams, init_model, load_model, 
 from groupax.cli.main import main
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
-from groupax.engine.decode import decode_chunk
+from groupax.engine.decode import DecodeSettings, decode_chunk
 from groupax.engine.session import Session
 from groupax.models.adapted import apply_adapter
 from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
@@ -24,11 +24,9 @@ from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
-from groupax.runs.build import learner_settings
 from groupax.serve.loop import EngineLoop
 from groupax.serve.protocol import manifest_of, pieces_of
 from groupax.serve.weights import Weights
-from groupax.training.learner import Learner
 
 from .conftest import TINY, one_device_mesh, rest_heavy
 from .test_config_and_data import a_tokenizer
@@ -179,8 +177,8 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     engine = Engine(model.config, model.params, model.mesh, (1,), kv_bytes=1 << 26, tp=tp)
     assert dict(engine.mesh.shape) == {"dp": 4 // tp, "fsdp": 1, "ep": 1, "tp": tp, "sp": 1}
     batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
-    static = {"config": engine.config, "mesh": engine.mesh, "num_steps": 8, "sampling": "plain"}
-    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, **static)
+    settings = DecodeSettings(engine.config, engine.mesh, 8, "plain")
+    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, settings=settings)
     num_rows = batch.shape.num_slots
     rows, one_of_all, logits = ("psum", (num_rows, 32)), ("pmax", ()), ("all_gather", (num_rows, 48))
     embedding = 1
@@ -222,12 +220,6 @@ def test_settings_that_exclude_each_other():
         GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
     with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
         GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")
-
-
-def test_dropout_of_an_adapter_matters_to_updates_alone():
-    model = add_adapter(init_model(ONE_LAYER, mesh=make_mesh((2, 1, 1, 2, 1))), LoRAConfig(r=2, lora_dropout=0.1))
-    with pytest.raises(ValueError, match=r"lora_dropout 0.1 is not built for inputs that are split over tp"):
-        Learner(model, learner_settings(GRPOConfig()), 1)
 
 
 # -- commands and servers

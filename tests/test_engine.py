@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, init_model, load_model
+from groupax.engine import prefill, scheduler
 from groupax.engine.batch import Batch
 from groupax.engine.engine import new_sequences
 from groupax.engine.prefix_cache import Prefix, PrefixCache
@@ -66,32 +67,33 @@ def test_real_model_greedy_story(stories):
     np.testing.assert_allclose(story.policy_logps, reference["target_logprobs"], atol=2e-5)
 
 
-def test_a_model_made_in_memory_needs_a_tokenizer(tiny_model):
-    with pytest.raises(ValueError, match=r"no tokenizer; give one, as Engine.of\(model, tokenizer\)"):
-        Engine.of(tiny_model)
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.optimized
-@pytest.mark.parametrize("num_devices", rest_heavy([2, 1]))
-def test_number_of_devices_does_not_show(tiny_model, expected, num_devices):
-    assert tokens_of(engine_for(tiny_model, num_devices).generate(PROMPTS, PARAMS)) == expected
-
-
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3)
 @pytest.mark.heavy
 @pytest.mark.optimized
-@pytest.mark.parametrize("max_slots", rest_heavy([5, 1, 12]))
-def test_number_of_slots_and_refill_do_not_show(tiny_model, expected, max_slots):
-    assert tokens_of(engine_for(tiny_model, max_slots=max_slots).generate(PROMPTS, PARAMS)) == expected
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.optimized
-@pytest.mark.parametrize("chunk_steps", [16, 32])
-def test_chunk_length_does_not_show(tiny_model, expected, chunk_steps):
-    assert tokens_of(engine_for(tiny_model, chunk_steps=chunk_steps).generate(PROMPTS, PARAMS)) == expected
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_devices": 1},
+        {"num_devices": 2, "kv_tokens": 600},  # some wait
+        {"max_slots": 1},
+        {"max_slots": 5},
+        {"max_slots": 12},
+        {"chunk_steps": 16},
+        {"chunk_steps": 32},
+        {"num_devices": 1, "prefill_tokens": 64},  # in several admissions
+    ],
+    ids=str,
+)
+def test_neither_devices_nor_slots_chunks_memory_or_admissions_show(tiny_model, expected, settings, monkeypatch):
+    kv_tokens, prefill_tokens = settings.get("kv_tokens"), settings.get("prefill_tokens", 16_384)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", prefill_tokens)
+    engine = engine_for(tiny_model, **{n: x for n, x in settings.items() if n not in ("kv_tokens", "prefill_tokens")})
+    if kv_tokens:
+        engine.kv_bytes = 1
+        with pytest.raises(ValueError, match="there is room for those of 0; lower max_tokens"):
+            engine.generate(PROMPTS, PARAMS)
+        engine.kv_bytes = kv_tokens * engine.bytes_per_token
+    assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
 
 
 @pytest.mark.heavy
@@ -103,15 +105,13 @@ def test_row_order_does_not_show(tiny_model, expected):
     assert [[done[p, s] for s in range(PARAMS.n)] for p in range(len(PROMPTS))] == expected
 
 
-def test_batch_size_does_not_show(tiny_model, expected):
-    # a prompt's place in the request is part of its randomness, so the first prompts keep theirs
-    assert tokens_of(engine_for(tiny_model).generate(PROMPTS[:3], PARAMS)) == expected[:3]
-
-
-def test_seed_and_step_do_show(tiny_model, expected):
+def test_seed_step_and_sample_do_show_and_the_number_of_prompts_does_not(tiny_model, expected):
     engine = engine_for(tiny_model)
-    assert tokens_of(engine.generate(PROMPTS, SamplingParams(n=3, max_tokens=24, seed=8))) != expected
+    assert tokens_of(engine.generate(PROMPTS, replace(PARAMS, seed=8))) != expected
     assert tokens_of(engine.generate(PROMPTS, PARAMS, step=1)) != expected
+    assert len({tuple(tokens) for group in expected for tokens in group}) == len(PROMPTS) * PARAMS.n
+    assert tokens_of(engine.generate(PROMPTS[:3], PARAMS)) == expected[:3]
+    assert engine.generate([], PARAMS) == []
 
 
 def test_every_bit_of_a_seed_counts_and_small_ones_are_those_of_jax():
@@ -122,17 +122,6 @@ def test_every_bit_of_a_seed_counts_and_small_ones_are_those_of_jax():
     for seed in (0, 5, 2**32 - 1):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 3), 1), 0)
         np.testing.assert_array_equal(keys[seeds.index(seed)][1], jax.random.key_data(key))
-
-
-def test_samples_of_a_prompt_differ(expected):
-    assert len({tuple(tokens) for group in expected for tokens in group}) == len(PROMPTS) * PARAMS.n
-
-
-def test_groups_come_as_they_finish(tiny_model):
-    engine = engine_for(tiny_model, max_slots=4)
-    order = [s.prompt_index for s in engine.stream(engine.sequences(PROMPTS, PARAMS))]
-    assert order.index(7) > order.index(0)
-    assert sorted(order) == sorted([p for p in range(len(PROMPTS)) for _ in range(PARAMS.n)])
 
 
 def test_greedy_is_the_argmax_of_the_forward_pass(tiny_model):
@@ -153,9 +142,9 @@ def test_stop_token_ends_a_completion_and_belongs_to_it(tiny_model, expected):
             assert sequence.finish_reason == ("stop" if ends else "length")
 
 
-@pytest.mark.parametrize("max_tokens", [1, 8, 9])
+@pytest.mark.parametrize("max_tokens", [1, 9])
 def test_token_limit(tiny_model, expected, max_tokens):
-    groups = engine_for(tiny_model).generate(PROMPTS, SamplingParams(n=3, max_tokens=max_tokens, seed=7))
+    groups = engine_for(tiny_model).generate(PROMPTS, replace(PARAMS, max_tokens=max_tokens))
     assert tokens_of(groups) == [[tokens[:max_tokens] for tokens in group] for group in expected]
 
 
@@ -212,10 +201,6 @@ def test_a_stop_by_itself_is_one_stop():
     assert replace(params, n=2) == SamplingParams(n=2, stop=["END"], stop_token_ids=(7,))
 
 
-def test_no_prompts_no_completions(tiny_model):
-    assert engine_for(tiny_model).generate([], PARAMS) == []
-
-
 # -- the sampler alone
 
 V = 300
@@ -270,27 +255,6 @@ def first_uniforms(keys):
     return uniforms(keys, jnp.zeros((len(keys), 1), jnp.int32))[:, 0]
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.heavy
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_draws_follow_the_truncated_distribution(settings):
-    num_draws = 50_000
-    row = np.random.default_rng(1).normal(scale=2.0, size=V)
-    expected = truncated(row, **settings)
-    keys = jnp.stack([jnp.zeros(num_draws, jnp.uint32), jnp.arange(num_draws, dtype=jnp.uint32)], axis=1)
-    tiled = jnp.broadcast_to(jnp.asarray(row, jnp.float32), (num_draws, V))
-    drawn = jax.jit(sample)(tiled, first_uniforms(keys), settings_array(num_draws, **settings), history_of(num_draws))
-    counts = np.bincount(np.asarray(drawn.token), minlength=V)
-    assert counts[expected == 0].sum() == 0
-    seen = expected * num_draws >= 5
-    chi2 = ((counts - expected * num_draws)[seen] ** 2 / (expected * num_draws)[seen]).sum()
-    degrees = seen.sum() - 1
-    assert abs(chi2 - degrees) < 4 * np.sqrt(2 * degrees)  # four standard deviations
-    np.testing.assert_allclose(drawn.sampler_logp, np.log(expected[drawn.token]), atol=1e-5)
-    untruncated = truncated(row, temperature=settings.get("temperature", 1.0))
-    np.testing.assert_allclose(drawn.policy_logp, np.log(untruncated[drawn.token]), atol=1e-5)
-
-
 @pytest.mark.heavy
 def test_tokens_of_weight_zero_are_never_drawn():
     weightless = jnp.where(jnp.arange(V) % 7 == 3, 0.0, -jnp.inf)
@@ -336,50 +300,33 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("settings", rest_heavy(CHANGES, quick=3), ids=str)
-def test_changed_logits_are_the_definitions(settings):
-    row = np.random.default_rng(5).normal(scale=2.0, size=V).astype(np.float32)
-    seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
-    given = settings_array(1, **settings)
-    options = {name: given[name] for name in inspect.signature(changed_logits).parameters if name in given}
-    out = changed_logits(jnp.asarray(row)[None], history_of(1, **seen), **options)[0]
-    np.testing.assert_allclose(out, changed_by_numpy(row, **seen, **settings), rtol=1e-6)
-
-
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(4)
 @pytest.mark.heavy
-@pytest.mark.parametrize("settings", rest_heavy(CHANGES, quick=3), ids=str)
-def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(settings):
-    num_draws = 20_000
+@pytest.mark.parametrize("settings", [*SETTINGS, *CHANGES, {**CHANGES[-1], **SETTINGS[-1]}], ids=str)
+def test_draws_follow_the_definitions_and_the_policy_is_the_temperatures_alone(settings):
+    num_draws = 50_000
     row = np.random.default_rng(6).normal(scale=2.0, size=V).astype(np.float32)
     seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
-    expected = truncated(changed_by_numpy(row, **seen, **settings))
+    cuts = {name: each for name, each in settings.items() if name in inspect.signature(truncated).parameters}
+    changes = {name: each for name, each in settings.items() if name not in cuts}
+    given = settings_array(1, **settings)
+    options = {name: given[name] for name in inspect.signature(changed_logits).parameters if name in given}
+    changed = changed_by_numpy(row, **seen, **changes)
+    out = changed_logits(jnp.asarray(row)[None], history_of(1, **seen), **options)[0]
+    np.testing.assert_allclose(out, changed, rtol=1e-6)
+
+    expected = truncated(changed, **cuts)
     keys = jnp.stack([jnp.ones(num_draws, jnp.uint32), jnp.arange(num_draws, dtype=jnp.uint32)], axis=1)
-    drawn = jax.jit(sample)(
-        jnp.broadcast_to(jnp.asarray(row), (num_draws, V)),
-        first_uniforms(keys),
-        settings_array(num_draws, **settings),
-        history_of(num_draws, **seen),
-    )
+    tiled, histories = jnp.broadcast_to(jnp.asarray(row), (num_draws, V)), history_of(num_draws, **seen)
+    drawn = jax.jit(sample)(tiled, first_uniforms(keys), settings_array(num_draws, **settings), histories)
     counts = np.bincount(np.asarray(drawn.token), minlength=V)
+    assert counts[expected == 0].sum() == 0
     likely = expected * num_draws >= 5
     chi2 = ((counts - expected * num_draws)[likely] ** 2 / (expected * num_draws)[likely]).sum()
-    assert abs(chi2 - likely.sum() + 1) < 4 * np.sqrt(2 * likely.sum())
-    assert counts[expected == 0].sum() == 0
+    assert abs(chi2 - likely.sum() + 1) < 4 * np.sqrt(2 * likely.sum())  # four standard deviations
     np.testing.assert_allclose(drawn.sampler_logp, np.log(expected[drawn.token]), atol=1e-4)
-    np.testing.assert_allclose(drawn.policy_logp, np.log(truncated(row)[drawn.token]), atol=1e-4)
-
-
-@pytest.mark.heavy
-def test_alternatives_are_the_likeliest_of_the_policy():
-    rows = jnp.asarray(np.random.default_rng(7).normal(size=(3, V)), jnp.float32)
-    settings = settings_array(3, temperature=0.5, logprobs=4)
-    drawn = sample(rows, jnp.zeros((3, 2)), settings, history_of(3))
-    for row, ids, values in zip(np.asarray(rows), drawn.alternatives, drawn.alternative_logps, strict=True):
-        expected = np.log(truncated(row, temperature=0.5))
-        assert np.asarray(ids)[:4].tolist() == np.argsort(-expected)[:4].tolist()
-        np.testing.assert_allclose(values[:4], np.sort(expected)[::-1][:4], atol=1e-5)
-    assert not np.any(sample(rows, jnp.zeros((3, 2)), settings_array(3), history_of(3)).alternative_logps)
+    policy = truncated(row, temperature=settings.get("temperature", 1.0))
+    np.testing.assert_allclose(drawn.policy_logp, np.log(policy[drawn.token]), atol=1e-4)
 
 
 # -- in the engine
@@ -581,23 +528,22 @@ def test_a_stop_text_that_is_a_special_token_is_that_token(tmp_path):
         assert (sequence.tokens, sequence.finish_reason, sequence.text) == ([5, 5, 5, 2], "stop", " c c c")
 
 
-def test_finding_stop_texts():
-    def spell(tokens):
-        return "".join("abc"[token] for token in tokens)
-
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["bc"], 0) == 3
-    assert find_stop(spell, [0, 1, 2, 0, 1], 2, ["bc"], 0) == 3
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ca", "ab"], 0) == 2
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 4) == 5
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 2) == 5
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 1) == 2
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 5) is None
-    assert find_stop(spell, [0, 1], 0, ["c"], 0) is None
-    assert find_stop(spell, [], 0, ["c"], 0) is None
-    assert text_before_stop("abcabc", ["c", "bc"]) == "a"
-    assert text_before_stop("ab", ["c"]) == "ab"
-    assert text_before_stop("abcab", ["ab"], 2) == "abc"
-    assert text_before_stop("abcab", ["ab"], 1) == ""
+@pytest.mark.parametrize(
+    ("tokens", "num_checked", "stop", "min_tokens", "found"),
+    [
+        ("abcab", 0, ["bc"], 0, 3),
+        ("abcab", 2, ["bc"], 0, 3),
+        ("abcab", 0, ["ca", "ab"], 0, 2),
+        ("abcab", 0, ["ab"], 4, 5),
+        ("abcab", 0, ["ab"], 2, 5),
+        ("abcab", 0, ["ab"], 1, 2),
+        ("abcab", 0, ["ab"], 5, None),
+        ("ab", 0, ["c"], 0, None),
+        ("", 0, ["c"], 0, None),
+    ],
+)
+def test_finding_stop_texts(tokens, num_checked, stop, min_tokens, found):
+    assert find_stop("".join, list(tokens), num_checked, stop, min_tokens) == found
 
 
 def test_looking_for_stop_texts_decodes_the_end_of_a_long_completion_only():
@@ -738,15 +684,6 @@ def test_a_varied_workload_compiles_few_programs(tiny_model):
 # -- memory
 
 
-@pytest.mark.heavy
-def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expected):
-    engine = engine_for(tiny_model, num_devices=2, kv_bytes=1)
-    with pytest.raises(ValueError, match="there is room for those of 0; lower max_tokens"):
-        engine.generate(PROMPTS, PARAMS)
-    engine.kv_bytes = 600 * engine.bytes_per_token
-    assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
-
-
 @pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -774,27 +711,7 @@ def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_d
     assert max(slots * columns for slots, columns in shapes) <= plan.max_tokens
 
 
-@pytest.mark.heavy
-def test_columns_become_fewer_when_long_completions_have_ended(tiny_model, monkeypatch):
-    engine = engine_for(tiny_model, num_devices=1, max_slots=2)
-    sequences = engine.sequences([PROMPTS[0]], SamplingParams(n=12, max_tokens=40, seed=3, ignore_eos=True))
-    sequences[0].params = replace(sequences[0].params, max_tokens=200)
-    widths = []
-    decode = Batch.decode
-
-    def watched(batch, params):
-        widths.append(batch.cache.num_columns)
-        return decode(batch, params)
-
-    monkeypatch.setattr(Batch, "decode", watched)
-    assert [len(sequence.tokens) for sequence in engine.stream(sequences)].count(40) == 11
-    assert max(widths) >= 192
-    assert widths[-1] == 128
-
-
 def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
-    from groupax.engine import prefill, scheduler
-
     prompts = [RNG.integers(2, 96, length) for length in (120, 61, 3)]
     params = SamplingParams(n=2, max_tokens=5, temperature=0.0)
     whole = engine_for(tiny_model, 1).generate(prompts, params)
@@ -807,15 +724,6 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
     assert tokens_of(pieces) == tokens_of(whole)
     for a, b in zip(pieces, whole, strict=True):
         np.testing.assert_allclose(a[0].policy_logps, b[0].policy_logps, atol=1e-5)
-
-
-@pytest.mark.heavy
-def test_many_prompts_enter_in_several_admissions(tiny_model, expected, monkeypatch):
-    from groupax.engine import scheduler
-
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 64)
-    assert scheduler.admission_prompts(scheduler.CacheShape(8, 1, 32, 128), has_prefixes=False) == 2
-    assert tokens_of(engine_for(tiny_model, 1).generate(PROMPTS, PARAMS)) == expected
 
 
 # -- prompts that go on from what was said
@@ -950,17 +858,23 @@ def test_quantized_weights_are_the_nearest_numbers(tiny_model, dtype):
     assert quantized["layers"][0]["mlp_norm"].dtype == jnp.float32
 
 
-def test_weights_in_no_bits_that_exist(tiny_model):
-    with pytest.raises(ValueError, match="must be one of same, bfloat16, int8, float8, got 'int3'"):
-        engine_for(tiny_model, 1, weights="int3")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": "int3"}, "must be one of same, bfloat16, int8, float8, got 'int3'"),
+        ({"chunk_steps": 0}, "chunk_steps must be at least 1, got 0"),
+        ({"chunk_steps": -8}, "chunk_steps must be at least 1, got -8"),
+        ({"record_experts": True}, "has no experts to record"),
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_be(tiny_model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        engine_for(tiny_model, 1, **settings)
 
 
-@pytest.mark.parametrize("chunk_steps", [0, -8])
-def test_chunks_have_at_least_one_step(tiny_model, chunk_steps):
-    with pytest.raises(ValueError, match=f"chunk_steps must be at least 1, got {chunk_steps}"):
-        engine_for(tiny_model, 1, chunk_steps=chunk_steps)
-
-
-def test_a_classifier_generates_nothing(tiny_model):
+def test_models_that_cannot_generate(tiny_model):
     with pytest.raises(ValueError, match=r"the model classifies sequences, with 2 labels, .* give a causal model"):
         Engine(replace(tiny_model.config, num_labels=2), tiny_model.params, tiny_model.mesh, eos_ids=(1,))
+    with pytest.raises(ValueError, match=r"no tokenizer; give one, as Engine.of\(model, tokenizer\)"):
+        Engine.of(tiny_model)

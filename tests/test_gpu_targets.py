@@ -1,6 +1,5 @@
 """NVIDIA GPUs to compile for, which may be absent: their names, figures and targets."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,8 +12,6 @@ import pytest
 from groupax.parallel.accelerators import GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
 from groupax.planning.devices import prepare
-
-from .conftest import TINY
 
 CUDA = Path(__file__).parents[1] / "build" / "cuda"
 needs_cuda = pytest.mark.skipif(
@@ -97,34 +94,3 @@ def test_absent_gpus_come_up_on_a_machine_without_any(kind):
     assert device_kind.startswith(GPUS[kind].kinds)
     assert int(last_host) == int(number) // 8 - 1
     assert done.stderr == "", "the plugin has nothing to complain about"
-
-
-@needs_cuda
-@pytest.mark.long
-def test_a_run_is_planned_for_a_gpu(tmp_path):
-    # widths that cuDNN takes
-    model = {**TINY, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 7}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    out = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "groupax", "plan", "--model", str(tmp_path), "--devices", "h100-16"]
-    flags = "--mesh 1,-1,1,1,1 --max_prompt_length 128 --max_completion_length 128 --prompts_per_step 32"
-    folders = ["--cuda", str(CUDA), "--json", str(out)]
-    done = subprocess.run([*command, *flags.split(), *folders], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    estimate, _, plan = done.stdout.partition("probably fits: the peak is about ")
-    assert "by arithmetic, before anything is compiled" in estimate
-    assert plan.splitlines()[-1].startswith("fits: the peak is ")
-    assert all(line.endswith(" ...") or "compiled in" in line for line in done.stderr.splitlines()), done.stderr
-    [record] = json.loads(out.read_text())
-    programs = {program["name"]: program for program in record["programs"]}
-    decode, step, update = (programs[name] for name in ("decode_chunk", "micro_step", "apply_update"))
-    assert (decode["layers_compiled"], step["layers_compiled"]) == ([2, 4], [7])
-    assert decode["kernels"] > 32 * 7, "some for each token and layer"
-    assert step["kernels"] > 7
-    assert step["memory"]["activations"] > 0.5 * (step["total"] - sum(update["memory"].values()))
-    assert {"activations", "logits"} <= decode["memory"].keys()
-    assert update["kernels"] > 7
-    # every device takes part in each exchange, and 8 of them share what goes from host to host
-    sent = sum(step["exchanged"].values())
-    assert step["between_hosts"] == pytest.approx(sent / 8)
-    assert decode["seconds"]["kernels"] == pytest.approx(2e-6 * decode["kernels"] + 15e-6 * decode["host_visits"])

@@ -78,6 +78,7 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
 
 
 CASES = {
+    "fsdp-tp": ({}, (1, 2, 1, 2, 1), {}),
     "fsdp": ({}, (1, 4, 1, 1, 1), {"gradient_checkpointing": "full"}),
     "tp-beyond-kv-heads": ({"model_type": "qwen2"}, (1, 1, 1, 4, 1), {"replicated": ["kv_heads"]}),
     "tp-sp": ({"model_type": "qwen3", "head_dim": 16}, (1, 1, 1, 2, 2), {}),
@@ -92,7 +93,7 @@ CASES = {
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }
-HEAVY = ("tp-sp", "experts", "latent-vectors")
+HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors")
 
 
 @pytest.mark.drawn(1)
@@ -111,21 +112,15 @@ def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, set
 
 @pytest.mark.drawn(2, "meshes")
 @pytest.mark.parametrize(
-    "shape",
-    [pytest.param((1, 2, 1, 2, 1), marks=pytest.mark.heavy), pytest.param((1, 1, 1, 2, 2), marks=pytest.mark.long)],
-    ids=str,
+    ("hf_config", "shape"),
+    [
+        pytest.param(TINY, (1, 2, 1, 2, 1), marks=pytest.mark.heavy),
+        pytest.param(TINY | DEEPSEEK, (1, 2, 1, 2, 1), marks=pytest.mark.heavy),
+        pytest.param(TINY, (1, 1, 1, 2, 2), marks=pytest.mark.long),
+    ],
+    ids=["fsdp-tp", "latent-vectors", "tp-sp"],
 )
-def test_adapters_too(shape):
-    check_adapter(TINY, shape)
-
-
-@pytest.mark.drawn(2, "meshes")
-@pytest.mark.heavy
-def test_adapters_of_latent_vectors():
-    check_adapter(TINY | DEEPSEEK, (1, 2, 1, 2, 1))
-
-
-def check_adapter(hf_config, shape):
+def test_adapters_too(hf_config, shape):
     lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
     model = add_adapter(init_model(hf_config, mesh=one_device_mesh()), lora)
     rng = np.random.default_rng(0)  # equal factors would cancel in gradients, up to float32's rounding
@@ -149,15 +144,6 @@ def test_gradients_may_be_added_up_in_bfloat16_which_sends_half_as_much():
     for start, exact, rounded in zip(*map(jax.tree.leaves, (model.params, *params)), strict=True):
         differences.append(np.linalg.norm(rounded - exact) / np.linalg.norm(exact - start))
     assert 0 < max(differences) < 0.01
-
-
-@pytest.mark.drawn(2, "meshes")
-@pytest.mark.heavy
-def test_each_axis_gives_the_gradients_of_one_device():
-    model = init_model({**TINY, "num_hidden_layers": 1}, mesh=one_device_mesh())
-    learner = assert_same_update(model, (1, 2, 1, 2, 1))
-    moved = learner.state.params["layers"][0]["gate"]
-    assert {shard.data.shape for shard in moved.addressable_shards} == {(32, 16)}
 
 
 @pytest.mark.drawn(4, "resume")
@@ -229,17 +215,18 @@ def test_what_does_not_divide_is_told(change, shape, replicated, message):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "message"),
+    ("settings", "message"),
     [
-        ("2,2", "five numbers"),
-        ("1,x,1,1,1", "five numbers"),
-        ("-1,-1,1,1,1", "one may be -1 for the rest"),
-        ("0,1,1,1,1", "at least 1"),
+        ({"mesh": "2,2"}, "five numbers"),
+        ({"mesh": "1,x,1,1,1"}, "five numbers"),
+        ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
+        ({"mesh": "0,1,1,1,1"}, "at least 1"),
+        ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
     ],
 )
-def test_mesh_settings_are_checked(mesh, message):
+def test_mesh_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
-        GRPOConfig(mesh=mesh)
+        GRPOConfig(**settings)
 
 
 def test_a_mesh_has_all_devices():
@@ -291,8 +278,3 @@ def test_by_default_slices_lie_along_the_first_axis():
     assert slices_along((1, 8, 1, 1, 1), 1) == [1, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) is not divisible by 2 slices"):
         slices_along((1, 16, 1, 1, 1), 2)
-
-
-def test_numbers_of_slices_are_checked():
-    with pytest.raises(ValueError, match=r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"):
-        GRPOConfig(mesh_dcn="2,-1,1,1,1")

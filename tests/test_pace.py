@@ -20,10 +20,12 @@ def lengths(pace, step_s, host_s, number=30, admission_s=0.0):
     return chosen
 
 
-def test_the_first_chunk_of_each_shape_has_one_step():
+def test_the_first_chunk_of_each_shape_has_one_step_and_one_without_tokens_changes_nothing():
     pace = Pace(32)
     assert lengths(pace, 1e-4, 0.0, 3) == [1, 32, 32]
     assert pace.num_steps(CacheShape(16, 1, 256, 128)) == 1
+    pace.add_chunk(SHAPE, 0, 1.0)
+    assert pace.num_steps(SHAPE) == 32
 
 
 @pytest.mark.parametrize(("step_s", "num_steps"), [(0.2, 1), (0.002, 12), (1e-5, 32)])
@@ -62,10 +64,3 @@ def test_one_slow_step_of_the_host_changes_little():
     lengths(pace, 0.002, 0.001)
     pace.add_host(60.0)
     assert pace.target_s < 0.3
-
-
-def test_a_chunk_without_tokens_changes_nothing():
-    pace = Pace(32)
-    lengths(pace, 0.002, 0.0)
-    pace.add_chunk(SHAPE, 0, 1.0)
-    assert pace.num_steps(SHAPE) == 12

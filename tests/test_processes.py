@@ -392,13 +392,6 @@ def test_a_killed_process_stops_the_other_and_all_go_on(place, one_process, kill
 
 
 @pytest.mark.long
-def test_a_failure_is_told_with_its_reason(place):
-    statuses, errors = run(place / "raised", 2, 2, {}, "raise")
-    assert all(statuses)
-    assert "process 1 failed: KeyError: 'the disk of this host'" in errors[0]
-
-
-@pytest.mark.long
 def test_a_signal_to_one_stops_all_and_all_go_on(place, one_process):
     folder = place / "stopped"
     statuses, errors = run(folder, 2, 2, {}, "SIGTERM")
@@ -453,17 +446,3 @@ def test_several_processes_that_sample_on_a_server_are_one_run(place, monkeypatc
             statuses, errors = run(folder, number, 4 // number, {"rollout_servers": address, **settings})
             assert statuses == [0] * number, errors
     assert assert_same_run(*folders) == {0, 1}
-
-
-@pytest.mark.long
-def test_two_processes_that_play_on_a_server_are_one_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("GROUPAX_API_KEY", KEY)
-    with serving(save_start(tmp_path / "model")) as (address, _):
-        for name, number in (("one", 1), ("two", 2)):
-            settings = {"rollout_servers": address}
-            statuses, errors = run(tmp_path / name, number, 2 // number, settings, program=EPISODES)
-            assert statuses == [0] * number, errors
-    (rows, _, final), (rows_too, _, final_too) = (told(tmp_path / name) for name in ("one", "two"))
-    assert [row["messages"] for row in rows] == [row["messages"] for row in rows_too]
-    for name, array in final.items():
-        np.testing.assert_allclose(final_too[name], array, atol=1e-6, rtol=0, err_msg=name)

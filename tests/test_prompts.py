@@ -82,11 +82,6 @@ def test_content_goes_to_the_template_as_it_reads_it(template, from_text, from_p
     assert render(tokenizer, user(PARTS), "p") == from_parts
 
 
-def test_parts_become_the_prompt_of_a_text_template(qwen):
-    [ids] = encode_prompts(qwen, [user(PARTS)])
-    assert qwen.decode(ids) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
-
-
 @pytest.mark.parametrize("kind", ["image", "image_url", "video", "audio", "input_audio", "file"])
 def test_parts_that_are_no_text_are_refused_here_and_by_the_server(kind):
     part = {"type": kind, kind: "x"}
@@ -206,6 +201,13 @@ def test_arguments_of_a_run_and_of_a_row(qwen):
     assert encode_examples(rows[1:2], qwen, 64, "error").token_ids[0].tolist() == prompts.token_ids[1].tolist()
 
 
+def test_a_warning_names_prompts_that_end_with_the_assistant(qwen, caplog):
+    begun = [*user("a"), {"role": "assistant", "content": "Sure, the"}]
+    prompts = encode_examples([{"prompt": user("a")}, {"prompt": begun}], qwen, 64, "error", name="data")
+    assert "data: prompt 1 and 0 others end with a message of the assistant" in caplog.text
+    assert qwen.decode(prompts.token_ids[1]).endswith("Sure, the<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_arguments_that_change_nothing_are_refused(qwen):
     with pytest.raises(ValueError, match=r"reads no 'enable_thinkin'; it reads .*did you mean enable_thinking\?"):
         encode_examples([{"prompt": user("a")}], qwen, 64, "error", {"enable_thinkin": False})
@@ -295,31 +297,6 @@ def test_mappings_on_the_command_line_are_json(capsys):
             read_mapping(wrong)
     assert main(["train", "--chat_template_kwargs", "enable_thinking=false"]) == 2
     assert "is no JSON" in capsys.readouterr().err
-
-
-@pytest.mark.heavy
-def test_the_command_line_takes_them(stories, tmp_path, capsys):
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages[0].content }}{% if shout %}, he said{% endif %}")
-    flags = [
-        "--model",
-        str(stories),
-        "--chat_template",
-        str(template),
-        "--prompt",
-        "Once",
-        "--max_tokens",
-        "4",
-    ]
-    assert main(["generate", *flags, "--chat_template_kwargs", '{"shout": true}', "--stop", "q"]) == 0
-    assert main(["generate", *flags, "--chat_template_kwargs", '{"loud": true}']) == 2
-    assert "prompt 0: chat_template_kwargs: the chat template reads no 'loud'" in capsys.readouterr().err
-    (tmp_path / "p.jsonl").write_text('{"prompt": [{"role": "user", "content": "Once"}]}\n')
-    where = ["--dataset", str(tmp_path / "p.jsonl"), "--output_dir", str(tmp_path / "run")]
-    settings = ["--chat_template_kwargs", '{"loud": true}', "--stop", "a", "--eval_stop", "b"]
-    command = ["--model", str(stories), "--chat_template", str(template), "--reward_funcs", "think_format", *settings]
-    assert main(["train", *command, *where]) == 2
-    assert "reads no 'loud'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["hi", "<|bos|>hi", "<|bos|><|bos|>hi", ""])
@@ -428,24 +405,6 @@ def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():
     assert sampler.params == replace(params, stop_token_ids=(7, 0))
 
 
-@pytest.mark.drawn(2, "learns")
-@pytest.mark.heavy
-def test_it_learns_to_stop(tmp_path):
-    rows = [{"prompt": text} for text in ("bc", "de", "fg", "hi")]
-    trainer = a_trainer(
-        tmp_path,
-        lambda completions: [float(text.endswith("a")) for text in completions],
-        rows,
-        stop="a",
-        max_steps=25,
-        max_completion_length=6,
-    )
-    trainer.train()
-    lines = lines_of(tmp_path)
-    assert np.mean([line["reward"] for line in lines[-5:]]) > 0.95
-    assert lines[-1]["completions/clipped_ratio"] < lines[0]["completions/clipped_ratio"]
-
-
 @pytest.mark.heavy
 def test_a_run_with_other_stop_texts_is_another_run(tmp_path):
     rows = [{"prompt": "bc"}, {"prompt": "de"}]
@@ -470,12 +429,6 @@ def test_arguments_of_the_template_reach_the_prompts_of_a_run(tmp_path):
     trainer = GRPOTrainer(model, lambda completions: [0.0] * len(completions), args, rows, rows, a_tokenizer())
     for prompts in (trainer.prompts, *trainer.eval_prompts.values()):
         assert [ids.tolist() for ids in prompts.token_ids] == [[3, 4, 5, 12], [3, 4, 5]]
-
-
-def test_tokenizers_are_left_as_they_were_given(qwen):
-    given = copy.copy(qwen)
-    render(given, user("a"), "p", template_kwargs={"enable_thinking": False})
-    assert given.chat_template == qwen.chat_template
 
 
 def test_a_column_of_tools_is_described_to_the_model():

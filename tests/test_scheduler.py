@@ -50,13 +50,6 @@ def test_a_place_is_filled_again_when_its_last_sequence_ends():
     assert names(scheduler.slots) == [(2, 0), (2, 1), (1, 0), (1, 1)]
 
 
-def test_a_group_that_does_not_divide_leaves_a_slot_empty():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 0, 0))
-    scheduler.admit(8)
-    assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), None]
-
-
 def test_shrinking_keeps_every_running_sequence_on_its_shard():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))

@@ -14,7 +14,7 @@ from groupax.launch.program import free_port
 from groupax.launch.slurm import silent_servers
 
 from .conftest import SHARED
-from .seed_documents import TABLE, WITH_SERVER, Not, Run, blocks_of, code_of, replaced
+from .seed_documents import TABLE, WITH_SERVER, Run, blocks_of, code_of, replaced
 from .slurm_stand_ins import cancel_step, follow, job
 from .test_export import hub as hub  # a fixture
 from .test_remote_rollouts import serving
@@ -255,16 +255,3 @@ def test_rows_and_variables(folders, tmp_path):
     row = the_block("001", 4, folders)
     assert {"prompt", "answer"} <= set(json.loads(re.sub(r"\s+#.*", "", row)))
     finished(["bash", "-euc", the_block("002", 1, folders)], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("document", "number", "reason"),
-    [
-        (document, number, how.reason)
-        for document, table in TABLE.items()
-        for number, how in table.items()
-        if isinstance(how, Not)
-    ],
-)
-def test_blocks_that_do_not_run_here(document, number, reason):
-    pytest.skip(f"{document}, block {number}: {reason}")

@@ -85,6 +85,11 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
     for sequence in sequences:
         sequence.images = images
     [expected] = engine.stream(sequences)
+    shown = [{"role": "user", "content": [{"type": "image", "image": draw(SCENE)}, text()]}]
+    [[generated]] = engine.generate(shown, SamplingParams(max_tokens=12, temperature=0.0))
+    assert generated.tokens == expected.tokens
+    with pytest.raises(ValueError, match="give the prompt to generate"):
+        engine.encode(shown)
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
     answer = client.chat.completions.create(**chat(picture(url_of(content)), text(), temperature=0))

@@ -23,29 +23,6 @@ ONE_LAYER = {
     "tie_word_embeddings": True,
     "eos_token_id": 151_645,
 }
-# The micro-batch alone, of so many tokens, as it attends.
-MICRO_BATCH = """
-import sys
-from pathlib import Path
-from groupax.planning.devices import prepare
-prepare("v5e-4", Path(sys.argv[2]))
-import json
-from groupax import GRPOConfig
-from groupax.models.families import read_config
-from groupax.parallel.mesh import make_mesh
-from groupax.planning.devices import find_target
-from groupax.planning.measured import Compiler, whole_program
-from groupax.planning.run import trace_run
-config = read_config(json.loads(Path(sys.argv[1]).read_text()))
-tokens, attends = int(sys.argv[3]), sys.argv[4]
-lengths = {"max_completion_length": 1024, "max_prompt_length": 512}
-args = GRPOConfig(prompts_per_step=256, **lengths, micro_batch_tokens=tokens, attn_implementation=attends)
-target = find_target("v5e-4")
-run = trace_run(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
-[program] = [program for program in run.programs if program.name == "micro_step"]
-measured = whole_program(config, program).measured(run, [Compiler().compiled(program, "tpu")])
-print(json.dumps({**measured.memory, "flops": measured.counts.flops, "product_bytes": measured.counts.product_bytes}))
-"""
 # A program that decodes, and what its attention kernel needs: its calls, and copies of a layer's keys or values.
 DECODE = """
 import json, math, sys
@@ -144,25 +121,3 @@ def test_a_step_of_decoding_moves_little_more_than_weights_and_cache():
     assert numbers["needed_bytes"] > 1.8e9
     assert numbers["counted_without_placement_bytes"] < 1.5 * numbers["needed_bytes"]
     assert numbers["temporary_bytes"] < 0.05e9
-
-
-def micro_batch(model, tokens, attends):
-    command = [sys.executable, "-c", MICRO_BATCH, model, str(LIBTPU), str(tokens), attends]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_what_the_compiler_gives_up_has_its_size(model):
-    memory = micro_batch(model, 524_288, "plain")
-    assert memory["masters"] > 0
-    assert memory["temporary"] > 15.75 * 2**30 - sum(memory[kind] for kind in ("masters", "optimizer", "policy"))
-
-
-@pytest.mark.long
-def test_a_kernels_scores_stay_on_the_chip(model):
-    plain, fused = (micro_batch(model, 8192, attends) for attends in ("plain", "fused"))
-    scores = 4 * 14 * (7 * 1024 * 1536 + 512**2)  # of 7 rows and their prompt, in float32
-    assert plain["temporary"] - fused["temporary"] > scores
-    assert plain["product_bytes"] - fused["product_bytes"] > 6 * scores
-    assert fused["flops"] < 1.1 * plain["flops"]

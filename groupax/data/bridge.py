@@ -44,7 +44,6 @@ class PlainText:
 
         Args:
             parts: Texts of the template, one more than `contents`.
-            contents: Untrusted texts.
             control: Control tokens of the template's texts, in order.
         """
         pieces = [piece for pair in zip(parts, contents, strict=False) for piece in pair] + [parts[-1]]
@@ -173,7 +172,6 @@ class Bridge:
             stream: Token ids of the prompt and everything since, up to the last sampled token.
             turn: The assistant's message that the sampled turn was parsed to. Only the names and ids of its tool calls
                 are read.
-            messages: New messages: tools' results in the order of their calls, or a user's message.
 
         Raises:
             ValueError: There are no messages, one is not a message of text, or the template cannot write them.

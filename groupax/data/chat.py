@@ -29,12 +29,6 @@ def check_messages(
 
     Arguments of tool calls that are given as the text of a JSON object are returned as that object.
 
-    Args:
-        messages: Messages with a role and content, or with tool calls.
-        name: Name of the conversation in an error.
-        may_be_empty: Whether no message needs to have any text.
-        with_images: Whether parts may be {"type": "image"}, without the image itself.
-
     Raises:
         ValueError: These are not messages of text, or of text and images.
     """
@@ -116,10 +110,6 @@ def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
 def join_text_parts(parts: Sequence[Any], where: str) -> str:
     """Returns the concatenated text of a message's content that is given as a list of parts.
 
-    Args:
-        parts: Parts in OpenAI's format, each {"type": "text", "text": "..."}.
-        where: Name of the content in an error.
-
     Raises:
         ValueError: A part is not a text.
     """
@@ -144,11 +134,6 @@ def message_texts(message: Mapping[str, Any]) -> list[str]:
 def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:
     """Returns the message with its content in a form that a template reads.
 
-    Args:
-        message: A checked message.
-        takes_text: Whether the template reads content that is a text.
-        takes_parts: Whether the template reads content that is a list of text parts.
-
     Raises:
         ValueError: The message has images, and the template reads no parts.
     """
@@ -172,15 +157,7 @@ def encode_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tools(tools: Any, name: str) -> list[dict[str, Any]]:
-    """Checks that tools are schemas in OpenAI's format.
-
-    Args:
-        tools: Schemas of the tools.
-        name: Name of the conversation in an error.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Checks that tools are schemas in OpenAI's format."""
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -226,9 +203,7 @@ class TemplateProcess:
         """Returns the values that answer a request.
 
         Args:
-            request: Action and arguments.
             count: Number of values that the action yields.
-            deadline_s: Time limit, if it is not that of other requests.
 
         Raises:
             TemplateError: The template fails, or exceeds its time or memory limit.
@@ -336,12 +311,7 @@ def render(
     objects or JSON texts, whichever the template reads.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: Messages with a role and content.
-        name: Name of the conversation in an error.
         add_generation_prompt: Whether to end with the start of the assistant's answer.
-        template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
-        tools: Tools that the assistant may call, as schemas in OpenAI's format.
         may_be_empty: Whether the conversation needs no text.
         with_images: Whether messages may have parts {"type": "image"}, for which the template writes placeholders.
 
@@ -509,10 +479,6 @@ def _content_forms(template: str, special: str) -> tuple[bool, bool]:
     """Returns whether a template reads content that is a text, and content that is a list of text parts.
 
     It does if it writes the text of a probe, but not the representation of the list that contains it.
-
-    Args:
-        template: Template in Jinja.
-        special: Special tokens by name, as JSON.
     """
 
     def reads(content: Any) -> bool:

@@ -63,10 +63,7 @@ def load_examples(
     Args:
         dataset: Rows, e.g. a list of dicts; or a file, a pattern of files, a folder or a hub id (see `read_rows`), or a
             list of several of these.
-        name: Name of the dataset in an error.
-        splits: Splits of a folder or hub id; the first that exists is read.
         columns: Columns of which each row needs one.
-        may_have_images: Whether rows may have images, which a model that sees them reads (see `check_text_only`).
 
     Raises:
         ValueError: There are no rows, a row has none of the columns, there are sounds, videos or, unless they are
@@ -81,6 +78,8 @@ def load_examples(
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
     _check_type(dataset, name)
     given = getattr(dataset, "column_names", None)
+    if given is not None and not {*columns} & {*given} and getattr(dataset, "format", {}).get("type") == "custom":
+        given = None  # `with_transform` makes the columns, row by row
     rows = dataset if given is not None else _rows_by_index(dataset, name)
     if len(rows) == 0:
         raise ValueError(f"{name} is empty")
@@ -117,16 +116,7 @@ def describe_source(dataset: Any, name: str) -> str:
 
 
 def check_text_only(rows: Any, name: str, may_have_images: bool = False) -> None:
-    """Refuses rows with sounds or videos, which no model of groupax reads, and rows with images.
-
-    Args:
-        rows: Rows of a dataset.
-        name: Name of the dataset in an error.
-        may_have_images: Whether images are allowed, in the columns `image` and `images` and in messages.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuses rows with sounds or videos, which no model of groupax reads, and rows with images."""
     features = getattr(rows, "features", None) or {}
     media = [column for column, kind in features.items() if type(kind).__name__ in ("Image", "Audio", "Video")]
     if may_have_images:
@@ -245,11 +235,6 @@ def visit_order(
     A pure function, so that a resumed run needs no iterator state.
 
     Args:
-        num_examples: Number of rows in the dataset.
-        start: First position.
-        count: Number of positions.
-        seed: Seed of the permutations.
-        order: Kind of permutation.
         per_epoch: Number of positions in an epoch, if it leaves out the end of its permutation.
     """
     per_epoch = per_epoch or num_examples
@@ -308,10 +293,7 @@ def tools_of_rows(
     episode has one turn, and reward functions judge the calls.
 
     Args:
-        examples: Rows of the dataset.
         of_run: Tools of the run for each row.
-        has_environment: Whether the run has an environment.
-        name: Name of a row in an error, before its index.
 
     Raises:
         ValueError: The run has tools or environments and the dataset a column `tools`, or its values are no schemas.

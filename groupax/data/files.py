@@ -334,7 +334,6 @@ def read_rows(
     Args:
         source: A file of a kind in `READERS`, which may be compressed; a pattern of such files, e.g. data/*.jsonl; a
             folder; or a hub id.
-        name: Name of the source in an error.
         splits: Splits in order of preference; the first that exists is read.
         subset: Configuration of a hub id; in a folder, the subfolder of that name, if there is one.
 
@@ -362,10 +361,6 @@ def read_rows(
 
 def check_file(source: str | os.PathLike[str], name: str) -> None:
     """Refuses a source that is named like a file of rows, but does not exist.
-
-    Args:
-        source: A source as `read_rows` takes it.
-        name: Name of the source in an error.
 
     Raises:
         ValueError: There is no such file; names the nearest one.

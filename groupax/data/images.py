@@ -48,10 +48,6 @@ def with_images(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     As in TRL, the images of a column take the places {"type": "image"} of the messages, in their order. If there are no
     such places, they come before the text of the first message of the user, unless the messages have the same images.
 
-    Args:
-        row: Row with images (see `has_images`).
-        where: Name of the row in an error.
-
     Raises:
         ValueError: An image cannot be read, or there are more or fewer of them than places.
     """
@@ -170,11 +166,6 @@ def open_image(value: Any, where: str, max_pixels: int = MAX_PIXELS) -> Any:
     """Returns an image as a PIL image, after reading its header alone.
 
     Of a photo with further pictures in its file (MPO, with a preview or a depth map) this is the first.
-
-    Args:
-        value: A PIL image, the bytes of a file, a path, a mapping with `bytes` and `path`, or a `data:` URL.
-        where: Name of the image in an error.
-        max_pixels: Most pixels that it may have.
 
     Raises:
         ImportError: Pillow is not installed.

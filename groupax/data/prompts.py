@@ -1,5 +1,6 @@
 """Prompts as token ids and images, and the policies for those that are too long. Imports no jax."""
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from groupax.data.images import has_images, images_of, with_images, without_imag
 from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
 from groupax.settings.rollouts import PromptOverflow, check_template_kwargs
 from groupax.types import PromptImages
+
+Tools = Sequence[Sequence[Mapping[str, Any]]]  # of each prompt, as schemas in OpenAI's format
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -177,12 +181,6 @@ def encode_examples(
     over `template_kwargs`. A column `tools` has schemas for it, if the run has no tools.
 
     Args:
-        examples: Rows with a column `prompt`.
-        tokenizer: Tokenizer of the model.
-        max_length: Longest prompt allowed, in tokens.
-        overflow: Policy for longer prompts.
-        template_kwargs: Arguments for the chat template.
-        name: Name of the dataset in an error.
         tools: The run's tools for each row, as schemas in OpenAI's format.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
         encoder: Encodes prompts with images; None for a model of text.
@@ -194,13 +192,17 @@ def encode_examples(
     """
     label = f"{name}: prompt" if name else "prompt"
     shown_tools = tools_of_rows(examples, tools, may_be_empty, label)
-    given = tokenizer, max_length, template_kwargs or {}, name, shown_tools, may_be_empty
+    encoding = _Encoding(tokenizer, max_length, template_kwargs or {}, label, may_be_empty)
     images: ImagesOfPrompts | None = None
-    if encoder is None:
-        _check_no_images(examples, name or "the dataset")
-        token_ids = _encode(examples, *given)
+    if encoder is not None:
+        examples, token_ids, images = encoding.with_images(examples, shown_tools, encoder)
+    elif column := next(iter(image_columns(examples)), None):
+        raise ValueError(
+            f"{name or 'the dataset'} has a column {column!r}, which the model would not see: it reads text; drop the "
+            "column to train on the text alone, or give a model that sees images"
+        )
     else:
-        examples, token_ids, images = _encode_with_images(examples, encoder, *given)
+        token_ids = encoding.of_texts(examples, shown_tools)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"{label} {index} is empty and the tokenizer adds no token; the model needs at least one")
@@ -231,62 +233,75 @@ def encode_examples(
     return PromptSet([examples[i] for i in kept], ids, num_dropped=len(too_long), max_length=max_length)
 
 
-def _check_no_images(examples: Examples, name: str) -> None:
-    column = next(iter(image_columns(examples)), None)
-    if column is not None:
-        raise ValueError(
-            f"{name} has a column {column!r}, which the model would not see: it reads text; drop the column to train "
-            "on the text alone, or give a model that sees images"
-        )
+@dataclass(frozen=True, eq=False)
+class _Encoding:
+    """What the prompts of a dataset have in common; `label` names them in errors, before their index."""
 
+    tokenizer: Any
+    max_length: int
+    template_kwargs: Mapping[str, Any]
+    label: str
+    may_be_empty: bool
 
-def _encode_with_images(
-    examples: Examples,
-    encoder: ImageEncoder,
-    tokenizer: Any,
-    max_length: int,
-    template_kwargs: Mapping[str, Any],
-    name: str,
-    tools: Sequence[Sequence[Mapping[str, Any]]] | None,
-    may_be_empty: bool,
-) -> tuple[Examples, list[np.ndarray], ImagesOfPrompts | None]:
-    """Returns rows, token ids and images of prompts of which some have images; the others are encoded as usual."""
-    label = f"{name}: prompt" if name else "prompt"
-    shown = _rows_with_images(examples)
-    if not shown:
-        token_ids = _encode(examples, tokenizer, max_length, template_kwargs, name, tools, may_be_empty)
-        _check_text(encoder, token_ids, range(len(token_ids)), label)
-        return examples, token_ids, None
-    if "prompt_ids" in examples[0]:
-        raise ValueError(f"{name or 'the dataset'} has images and a column prompt_ids; leave one of them out")
-    rows = ImageRows(examples, label)
-    token_ids: list[np.ndarray] = [np.zeros(0, np.int32)] * len(examples)
-    digests: list[tuple[str, ...]] = [()] * len(examples)
-    images = ImagesOfPrompts(rows, encoder, token_ids, digests)
-    for index in shown:
-        row, where = rows[index], f"{label} {index}"
-        prompt = without_images(row["prompt"])
-        if is_rendered := is_conversational(prompt):
-            arguments = {**template_kwargs, **row_template_kwargs(row)}
-            own_tools = tools[index] if tools is not None else ()
-            text = render(tokenizer, prompt, where, True, arguments, own_tools, True, with_images=True)
-        else:
-            text = prompt
-        try:
-            token_ids[index], found = encoder.encode(text, images_of(row), is_rendered)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        digests[index] = tuple(image.digest for image in found.images)
-        images.keep(index, found)
-    plain = sorted(set(range(len(examples))) - set(shown))
-    if plain:
-        own_tools = None if tools is None else [tools[index] for index in plain]
-        rest = [examples[index] for index in plain]
-        encoded = _encode(rest, tokenizer, max_length, template_kwargs, name, own_tools, may_be_empty)
-        _check_text(encoder, encoded, plain, label)
-        for index, ids in zip(plain, encoded, strict=True):
-            token_ids[index] = ids
-    return rows, token_ids, images
+    def of_texts(self, examples: Examples, tools: Tools | None) -> list[np.ndarray]:
+        """Returns the token ids of prompts without images."""
+        is_table, num = hasattr(examples, "column_names"), len(examples)
+        prompts = list(examples["prompt"]) if is_table else [examples[index]["prompt"] for index in range(num)]
+        begun = [i for i, each in enumerate(prompts) if isinstance(each, list) and each and _is_of_assistant(each[-1])]
+        if begun:
+            logger.warning(
+                "%s %d and %d others end with a message of the assistant. It is not continued: the chat template "
+                "closes it and begins another one; end prompts with a message of the user",
+                self.label,
+                begun[0],
+                len(begun) - 1,
+            )
+        if "prompt_ids" not in examples[0]:
+            arguments = _template_kwargs(examples, prompts, self.template_kwargs, self.label)
+            more = {"tools": tools, "may_be_empty": self.may_be_empty}
+            return encode_prompts(self.tokenizer, prompts, arguments, self.max_length, self.label, **more)
+        if self.template_kwargs:
+            raise ValueError(
+                f"{self.label.removesuffix('prompt') or 'the dataset'} has a column prompt_ids, which "
+                "chat_template_kwargs cannot change; leave one of them out"
+            )
+        return [_check_ids(examples[index]["prompt_ids"], f"{self.label} {index}") for index in range(num)]
+
+    def with_images(
+        self, examples: Examples, tools: Tools | None, encoder: ImageEncoder
+    ) -> tuple[Examples, list[np.ndarray], ImagesOfPrompts | None]:
+        """Returns rows, token ids and images of prompts of which some have images."""
+        shown = _rows_with_images(examples)
+        if not shown:
+            token_ids = self.of_texts(examples, tools)
+            _check_text(encoder, token_ids, range(len(token_ids)), self.label)
+            return examples, token_ids, None
+        if "prompt_ids" in examples[0]:
+            raise ValueError(f"{self.label}s have images and a column prompt_ids; leave one of them out")
+        rows = ImageRows(examples, self.label)
+        token_ids: list[np.ndarray] = [np.zeros(0, np.int32)] * len(examples)
+        digests: list[tuple[str, ...]] = [()] * len(examples)
+        images = ImagesOfPrompts(rows, encoder, token_ids, digests)
+        for index in shown:
+            row, where = rows[index], f"{self.label} {index}"
+            text = prompt = without_images(row["prompt"])
+            if is_rendered := is_conversational(prompt):
+                arguments = {**self.template_kwargs, **row_template_kwargs(row)}
+                more = {"tools": tools[index] if tools is not None else (), "may_be_empty": True, "with_images": True}
+                text = render(self.tokenizer, prompt, where, template_kwargs=arguments, **more)
+            try:
+                token_ids[index], found = encoder.encode(text, images_of(row), is_rendered)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            digests[index] = tuple(image.digest for image in found.images)
+            images.keep(index, found)
+        if plain := sorted(set(range(len(examples))) - set(shown)):
+            own_tools = None if tools is None else [tools[index] for index in plain]
+            encoded = self.of_texts([examples[index] for index in plain], own_tools)
+            _check_text(encoder, encoded, plain, self.label)
+            for index, ids in zip(plain, encoded, strict=True):
+                token_ids[index] = ids
+        return rows, token_ids, images
 
 
 def _check_text(encoder: ImageEncoder, token_ids: Sequence[np.ndarray], indices: Sequence[int], label: str) -> None:
@@ -315,27 +330,8 @@ def _length_fault(token_ids: Sequence[np.ndarray], too_long: Sequence[int], max_
     )
 
 
-def _encode(
-    examples: Examples,
-    tokenizer: Any,
-    max_length: int,
-    template_kwargs: Mapping[str, Any],
-    name: str,
-    tools: Sequence[Sequence[Mapping[str, Any]]] | None,
-    may_be_empty: bool,
-) -> list[np.ndarray]:
-    label = f"{name}: prompt" if name else "prompt"
-    is_table = hasattr(examples, "column_names")
-    prompts = list(examples["prompt"]) if is_table else [examples[index]["prompt"] for index in range(len(examples))]
-    if "prompt_ids" not in examples[0]:
-        arguments = _template_kwargs(examples, prompts, template_kwargs, label)
-        return encode_prompts(tokenizer, prompts, arguments, max_length, label, tools, may_be_empty)
-    if template_kwargs:
-        raise ValueError(
-            f"{name or 'the dataset'} has a column prompt_ids, which chat_template_kwargs cannot change; leave one of "
-            "them out"
-        )
-    return [_check_ids(examples[index]["prompt_ids"], f"{label} {index}") for index in range(len(examples))]
+def _is_of_assistant(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _check_ids(given: Any, name: str) -> np.ndarray:
@@ -380,12 +376,6 @@ def row_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_length: int | None, name: str) -> int:
     """Returns the longest prompt allowed, in tokens: the positions that the completion leaves, or fewer.
-
-    Args:
-        max_positions: Number of positions of the model.
-        max_completion_length: Longest completion, in tokens.
-        max_prompt_length: A lower limit; None for the model's only.
-        name: Name of the completion's limit in an error.
 
     Raises:
         ValueError: The completion leaves no position.

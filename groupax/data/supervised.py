@@ -190,13 +190,6 @@ def encode_training_set(
     or `input_ids`, with `labels` that are -100 where a token is not learned. Texts and completions end with the
     tokenizer's end-of-sequence token.
 
-    Args:
-        examples: Rows of one of these kinds.
-        tokenizer: Tokenizer of the model.
-        settings: How they are encoded.
-        max_positions: Number of positions of the model.
-        name: Name of the dataset in an error.
-
     Raises:
         ValueError: A row is of no kind, or cannot be encoded; a setting does not apply; or no token can be learned.
     """

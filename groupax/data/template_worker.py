@@ -26,11 +26,6 @@ GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 def render(template: str, conversations: list[list[dict[str, Any]]], arguments: list[dict[str, Any]]) -> Iterator[str]:
     """Yields each conversation as the template renders it.
 
-    Args:
-        template: Template in Jinja.
-        conversations: Messages of each conversation.
-        arguments: Template arguments of each conversation.
-
     Raises:
         ValueError: A text is longer than `MAX_CHARACTERS`.
     """
@@ -54,13 +49,7 @@ def variables(template: str) -> Iterator[list[str]]:
 
 
 def parse_response(response_template: dict[str, Any], prefix: str, text: str) -> Iterator[tuple[Any, int]]:
-    """Yields the message that a response template reads from a turn, and how many of its tool calls are complete.
-
-    Args:
-        response_template: Response template of a tokenizer.
-        prefix: Prompt that the turn continues.
-        text: Text of the turn.
-    """
+    """Yields the message that a response template reads from a turn, and how many of its tool calls are complete."""
     from transformers.utils.chat_parsing import ResponseParser
 
     parser = ResponseParser(response_template, prefix=prefix)

@@ -46,7 +46,6 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
     """Loads the `transformers` tokenizer of a model folder, without running code of the folder.
 
     Args:
-        folder: Folder with the tokenizer's files.
         chat_template: Name in `CHAT_TEMPLATES` or file of a template that replaces the tokenizer's own.
 
     Raises:
@@ -222,13 +221,8 @@ def encode_prompts(
     """Returns the token ids of each prompt: a string is encoded directly, messages are rendered by the chat template.
 
     Args:
-        tokenizer: Tokenizer with a chat template, if there are messages.
-        prompts: Strings or lists of messages.
-        template_kwargs: Template arguments of each prompt.
         max_tokens: Limit beyond which a prompt need not be complete: of a longer prompt, an end that exceeds the limit
             may be encoded instead. None encodes everything.
-        name: Name of a prompt in an error, before its index.
-        tools: Tools of each prompt, as schemas in OpenAI's format.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
 
     Raises:
@@ -265,14 +259,7 @@ def encode_prompts(
 
 
 def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool], max_tokens: int) -> list[np.ndarray]:
-    """Returns the token ids of each text, or of an end that has more than `max_tokens` if the whole text does.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        texts: Texts to encode.
-        rendered: Whether each text was rendered by a chat template.
-        max_tokens: Number of tokens beyond which a text need not be complete.
-    """
+    """Returns the token ids of each text, or of an end that has more than `max_tokens` if the whole text does."""
     longest = CHARACTERS_PER_TOKEN * (max_tokens + SPARE_TOKENS)
     encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
     for index, text in enumerate(texts):
@@ -311,13 +298,7 @@ def _encode_end(tokenizer: Any, text: str, rendered: bool, max_tokens: int) -> n
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:
-    """Returns the token ids of each text, with special tokens added unless a chat template has rendered it.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        texts: Texts to encode.
-        rendered: Whether each text was rendered by a chat template.
-    """
+    """Returns the token ids of each text, with special tokens added unless a chat template has rendered it."""
     encoded: list[np.ndarray] = [np.zeros(0, np.int32)] * len(texts)
     for is_rendered in (False, True):
         chosen = [index for index, flag in enumerate(rendered) if flag == is_rendered]
@@ -333,11 +314,6 @@ def token_ids(tokenizer: Any, texts: Sequence[str], add_special_tokens: bool = T
 
     A text that begins with the special tokens that the tokenizer puts first, as one does that `apply_chat_template` has
     rendered, has them once.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        texts: Texts to encode.
-        add_special_tokens: Whether to add the tokenizer's special tokens.
 
     Raises:
         ValueError: The tokenizer's own rules fail for a text.
@@ -397,11 +373,6 @@ def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) 
     """Returns the text that a completion adds to its prompt, without special tokens.
 
     Decoded without context, SentencePiece tokens lose the space before their first word, as in `decode` and in TRL.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        context: Last tokens of the prompt (see `context_tokens`).
-        tokens: Tokens of the completion.
     """
     before, both = decode(tokenizer, [context, [*context, *tokens]])
     # a tokenizer that cleans up spaces may change the text of the context
@@ -414,10 +385,6 @@ _SAMPLE = '{"a b": [1, -2.5e3, true],  "é": "\\n \u20ac\U0001f600"}'
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """Returns the bytes of each token; none for special tokens and for ids without a token.
-
-    Args:
-        tokenizer: Fast tokenizer of `transformers` whose tokens are bytes or pieces of text.
-        vocab_size: Number of the model's tokens.
 
     Raises:
         ValueError: Text is not the concatenation of its tokens' bytes, as with WordPiece.

@@ -26,7 +26,6 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
     """Returns the JSON value that begins at a position of a text, and the position of its end.
 
     Args:
-        text: Text with the value; white space before it is skipped.
         start: Position in the text. Positions in errors count from here.
 
     Raises:
@@ -160,7 +159,6 @@ def convert_arguments(
             required, patternProperties, additionalProperties, unevaluatedProperties, items, prefixItems, allOf, anyOf,
             oneOf, if, $ref within the schema, and nullable; other keywords are not checked. Arguments that it does not
             describe are unknown, unless it allows additional ones.
-        arguments: Arguments by name.
         is_text: Whether they are texts since the format writes no types.
 
     Returns:
@@ -184,10 +182,6 @@ def _checked(check: _Check, schema: Any, value: Any, where: str, refs: tuple[str
     """Returns a value as its schema wants it, and what is wrong with it.
 
     Args:
-        check: The check.
-        schema: Schema of the value.
-        value: The value.
-        where: Its name in an error; empty for the arguments themselves.
         refs: References that were followed to this schema for the same value.
     """
     check.steps -= 1

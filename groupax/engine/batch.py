@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -33,8 +32,8 @@ from groupax.engine.cache import (
     widen_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, TokenMasks, consume, decode_chunk, next_masks
-from groupax.engine.prefill import Admitted, AdmittedImages, Known, admit, admitted_images, lookup_tokens
+from groupax.engine.decode import Chunk, DecodeSettings, TokenMasks, consume, decode_chunk, next_masks
+from groupax.engine.prefill import Admitted, Known, admit, admitted_images, lookup_tokens
 from groupax.engine.prefix_cache import Place, prefix_of
 from groupax.engine.programs import Serving
 from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Scheduler, admission_prompts, power_of_two
@@ -177,12 +176,14 @@ class Batch:
             self.slots,
             masks,
             limit,
-            config=self.core.config,
-            mesh=self.mesh,
-            num_steps=self.chunk_steps,
-            sampling=sampling,
-            by_block=self.plan.by_block,
-            records_experts=self.core.records_experts,
+            settings=DecodeSettings(
+                self.core.config,
+                self.mesh,
+                self.chunk_steps,
+                sampling,
+                by_block=self.plan.by_block,
+                records_experts=self.core.records_experts,
+            ),
         )
         if not any(sequence.params.logprobs for sequence in running):
             chunk = replace(chunk, alternatives=None, alternative_logps=None)
@@ -202,12 +203,22 @@ class Batch:
         for slot, sequence in enumerate(scheduler.slots):
             if sequence is not None and self._is_to_be_stored(sequence):
                 finished[slot // scheduler.slots_per_shard].append(slot)
+        firsts = np.arange(scheduler.num_shards) * scheduler.slots_per_shard
         for slots in zip_longest(*finished):  # one of each shard at a time
-            stored = self._read(slots)
+            rows = [0 if slot is None else slot - first for slot, first in zip(slots, firsts, strict=True)]
+            in_rows, in_prompts = np.array(rows, np.int32), np.array(rows, np.int32) // scheduler.share
+            read = to_host(read_slots(self.cache, self._on_rows(in_rows), self._on_rows(in_prompts), mesh=self.mesh))
             for shard, slot in enumerate(slots):
-                if slot is not None:
-                    of_slot = {name: [x[shard] for x in layers] for name, layers in stored.items()}
-                    self._store(scheduler.slots[slot], of_slot)
+                sequence = None if slot is None else scheduler.slots[slot]
+                if sequence is None:
+                    continue
+                stored = {name: [x[shard] for x in layers] for name, layers in read.items()}
+                adapter = self.core.adapter_index(sequence.adapter)
+                prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
+                if sequence.place is None:
+                    prefixes.add(prefix)
+                else:
+                    sequence.place.put(prefix, self._generations[sequence])
 
     def _is_to_be_stored(self, sequence: Sequence) -> bool:
         if sequence.finish_reason is None or not sequence.tokens:
@@ -215,26 +226,6 @@ class Batch:
         # of another generation some was computed by other weights
         has_room = sequence.place is None or sequence.place.max_tokens > 0
         return has_room and self._generations[sequence] == self.core.prefixes.generation
-
-    def _read(self, slots: tuple[int | None, ...]) -> dict[str, Any]:
-        """Returns the keys and values of one slot of each shard, or of its first one, and those of its prompt."""
-        scheduler = self.scheduler
-        firsts = np.arange(scheduler.num_shards) * scheduler.slots_per_shard
-        rows = np.array(
-            [0 if slot is None else slot - first for slot, first in zip(slots, firsts, strict=True)], np.int32
-        )
-        read = read_slots(self.cache, self._on_rows(rows), self._on_rows(rows // scheduler.share), mesh=self.mesh)
-        return to_host(read)
-
-    def _store(self, sequence: Sequence | None, stored: dict[str, Any]) -> None:
-        """Stores keys and values that were read from the slot of a sequence."""
-        assert sequence is not None, "it has a slot"
-        adapter = self.core.adapter_index(sequence.adapter)
-        prefix = prefix_of(stored, lookup_tokens(sequence), sequence.tokens, adapter)
-        if sequence.place is None:
-            self.core.prefixes.add(prefix)
-        else:
-            sequence.place.put(prefix, self._generations[sequence])
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
@@ -322,24 +313,31 @@ class Batch:
             self.slots = move_slots(self.slots, rows_on_devices, mesh=self.mesh)
 
     def _admit(self, params: Params, admission: Admission) -> None:
-        prompts, starts = admission.padded(self._max_prompts(), self.cache.num_prompt_columns)
+        num_prompts = self._max_prompts()
+        prompts, starts = admission.padded(num_prompts, self.cache.num_prompt_columns)
         source = np.full(self.cache.prompt_tokens.shape[0], -1, np.int32)
-        for prompt_slot, index in admission.prompt_slots:
-            source[prompt_slot] = index
         admitted = self._idle_slots()
         is_new = np.zeros(len(admitted), bool)
         places: list[Place | None] = [None] * len(prompts)
         adapters = np.full(len(prompts), -1, np.int32)
-        row_of = {prompt_slot: self._row_of(prompt_slot, index) for prompt_slot, index in admission.prompt_slots}
+        scheduler, row_of = self.scheduler, {}
+        for prompt_slot, index in admission.prompt_slots:
+            source[prompt_slot] = index
+            # its row among those of all shards
+            row_of[prompt_slot] = prompt_slot * scheduler.share // scheduler.slots_per_shard * num_prompts + index
         for slot, sequence in admission.slots:
             is_new[slot] = True
-            row = row_of[slot // self.scheduler.share]
+            row = row_of[slot // scheduler.share]
             places[row], adapters[row] = sequence.place, self.core.adapter_index(sequence.adapter)
             sequence.admitted_s = time.monotonic()
             self._generations[sequence] = self.core.prefixes.generation
             fill(admitted[slot], sequence)
             if self.core.adapters:
                 admitted[slot]["adapter"] = adapters[row]
+        vision, features, images = self.core.config.vision, self.core.features, None
+        if vision is not None and features is not None:  # whose features are computed now
+            shape = num_prompts, self.cache.num_prompt_columns
+            images = admitted_images(vision, features, self.core.vision_params, admission, shape)
         self.cache, self.slots = admit(
             params,
             self.cache,
@@ -353,18 +351,13 @@ class Batch:
                 slots=to_slots(admitted, self._on_rows),
                 known=self._known(admission, starts, places, adapters.tolist()),
                 adapters=self._on_rows(adapters) if self.core.adapters else None,
-                images=self._images(admission),
+                images=None if images is None else to_device(images, NamedSharding(self.mesh, ROWS)),
             ),
             config=self.core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
             short_pieces=self.serving is not None,
         )
-
-    def _row_of(self, prompt_slot: int, index: int) -> int:
-        """Returns the row, among those of all shards, of a prompt slot's new prompt."""
-        shard = prompt_slot * self.scheduler.share // self.scheduler.slots_per_shard
-        return shard * self._max_prompts() + index
 
     def _known(
         self, admission: Admission, starts: np.ndarray, places: list[Place | None], adapters: list[int]
@@ -379,15 +372,6 @@ class Batch:
         lengths, k, v = gathered
         arrays = (starts + lengths, k, v)
         return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
-
-    def _images(self, admission: Admission) -> AdmittedImages | None:
-        """Returns the images of the prompts, whose features are computed now; None if all prompts are text."""
-        core = self.core
-        if core.config.vision is None or core.features is None:
-            return None
-        shape = self._max_prompts(), self.cache.num_prompt_columns
-        images = admitted_images(core.config.vision, core.features, core.vision_params, admission, shape)
-        return None if images is None else to_device(images, NamedSharding(self.mesh, ROWS))
 
     def _idle_slots(self) -> np.ndarray:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased, bool(self.core.adapters))

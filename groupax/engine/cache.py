@@ -79,9 +79,6 @@ def cache_dtype(requested: Any, weights: str, dtype: Any, device: Any) -> Any:
     Args:
         requested: A dtype, or "float8" for float8_e4m3fn; None for the dtype of the decoding weights, on CPU float32:
             to write one column of an array of fewer bits, XLA's CPU backend goes through all of it.
-        weights: Format of the decoding weights (see `Engine`).
-        dtype: Dtype of the weights that they are created from.
-        device: One of the devices.
 
     Raises:
         ValueError: The dtype has no fractions, or the device cannot convert it.
@@ -129,16 +126,7 @@ def num_recurrent(config: ModelConfig) -> int:
 
 
 def plan_for(config: ModelConfig, num_bytes: int, dtype: Any, tp: int, max_slots: int, adapts: bool = False) -> Plan:
-    """Returns the limits of a cache.
-
-    Args:
-        config: Architecture of the model.
-        num_bytes: Size of the cache on a device, with temporary copies.
-        dtype: Dtype of keys and values.
-        tp: Number of devices that share the heads.
-        max_slots: Maximum number of completions decoded at once.
-        adapts: Whether the numbers of slots and columns follow the running sequences (see `Plan`).
-    """
+    """Returns the limits of a cache."""
     size = token_bytes(config, dtype, tp)
     state_tokens = -(-state_bytes(config) // size)
     layers = len(config.attention_layers), num_recurrent(config)
@@ -218,22 +206,9 @@ class Slots:
 
 
 def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
-    """Returns idle slots on the host, a structured array with a field per field of `Slots` and per array of `Options`.
-
-    Args:
-        num_slots: Number of slots.
-        num_stop_ids: Number of stop tokens that a slot has room for.
-        num_biased: Likewise of biased tokens.
-        has_adapters: Whether each slot chooses one of several adapters.
-    """
-    columns = [
-        ("token", "i4"),
-        ("position", "i4"),
-        ("length", "i4"),
-        ("key", "u4", 2),
-        ("remaining", "i4"),
-        ("stop_ids", "i4", num_stop_ids),
-    ]
+    """Returns idle slots on the host, a structured array with a field per array of `Slots` and of `Options`."""
+    columns: list[Any] = [(name, "i4") for name in ("token", "position", "length", "remaining")]
+    columns += [("key", "u4", 2), ("stop_ids", "i4", num_stop_ids)]
     of_tokens = [name for name, default in SAMPLER.items() if isinstance(default, Mapping)]
     idle = {name: default for name, default in SAMPLER.items() if name not in of_tokens}
     columns += [(name, _DTYPES[type(default)]) for name, default in idle.items()]
@@ -281,12 +256,8 @@ def resize(
     """Returns the cache with other slots, prompt slots and numbers of columns; only one array exists twice at a time.
 
     Args:
-        cache: The old cache; it must not be used again.
         rows: Old index on its device of each new slot, -1 for an idle one; None if neither slots nor columns change.
         prompt_slots: Likewise for the prompt slots; None if neither they nor their columns change.
-        num_columns: Number of columns of a slot, at least as many as its sequence has.
-        num_prompt_columns: Number of columns of a prompt slot, at least as many as before.
-        mesh: Devices of the cache.
     """
     columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
     arrays, structure = jax.tree.flatten(cache)
@@ -300,66 +271,45 @@ def resize(
 def moves(
     cache: Cache, rows: Any, prompt_slots: Any, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
 ) -> list[partial[Array] | None]:
-    """Returns the call of a jitted function that changes each array of the cache as `resize` does, None for none."""
-    tokens = k = v = state = prompt_tokens = starts = prompt_k = prompt_v = None
-    if rows is not None:
-        in_slots = partial(move, rows=rows, num_columns=num_columns, mesh=mesh)
-        tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
-        state = partial(move_state, rows=rows, mesh=mesh)
-    if prompt_slots is not None:
-        added = num_prompt_columns - cache.num_prompt_columns
-        starts = partial(move_starts, rows=prompt_slots, added=added, mesh=mesh)
-        widened = partial(widen, rows=prompt_slots, added=added, mesh=mesh)
-        prompt_tokens, prompt_k, prompt_v = (partial(widened, axis=axis) for axis in (1, 3, 2))
-    layers = range(len(cache.k))
-    prompts = [prompt_tokens, starts, *(prompt_k for _ in layers), *(prompt_v for _ in layers)]
-    slots = [tokens, *(k for _ in layers), *(v for _ in layers), *(state for _ in jax.tree.leaves(cache.states))]
-    return [*prompts, *slots]
+    """Returns the call of `move` that changes each array of the cache as `resize` does, None for none."""
+    added, layers = num_prompt_columns - cache.num_prompt_columns, range(len(cache.k))
+
+    def call(rows: Any, axis: int | None, **more: Any) -> partial[Array] | None:
+        return None if rows is None else partial(move, rows=rows, axis=axis, **more, mesh=mesh)
+
+    of_slots, of_prompts = {"num_columns": num_columns}, {"num_columns": num_prompt_columns, "at_start": True}
+    prompts = [call(prompt_slots, 1, **of_prompts), call(prompt_slots, None, added=added)]
+    prompts += [call(prompt_slots, axis, **of_prompts) for axis in (3, 2) for _ in layers]
+    slots = [call(rows, 1, **of_slots), *(call(rows, axis, **of_slots) for axis in (3, 2) for _ in layers)]
+    return [*prompts, *slots, *(call(rows, None) for _ in jax.tree.leaves(cache.states))]
 
 
-@partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
-def move(x: Array, rows: Int[Array, "B"], *, axis: int, num_columns: int, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the slots, with columns, at `axis`, cut or added at their end."""
+@partial(jax.jit, static_argnames=("axis", "num_columns", "at_start", "added", "mesh"))
+def move(
+    x: Array,
+    rows: Int[Array, "B"],
+    *,
+    axis: int | None,
+    num_columns: int = 0,
+    at_start: bool = False,
+    added: int = 0,
+    mesh: Mesh,
+) -> Array:
+    """Returns these rows of an array, with columns, at `axis`, cut or added at their end, or added at their start.
+
+    Without an axis `added` is added to the numbers.
+    """
 
     def local(x: Array, rows: Array) -> Array:
+        if axis is None:
+            return x[rows] + added if added else x[rows]
         kept = lax.slice_in_dim(x, 0, min(num_columns, x.shape[axis]), axis=axis)[rows]
-        added = num_columns - kept.shape[axis]
-        return jnp.pad(kept, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
+        padding = num_columns - kept.shape[axis]
+        at_axis = (padding, 0) if at_start else (0, padding)
+        return jnp.pad(kept, [at_axis if dim == axis else (0, 0) for dim in range(x.ndim)])
 
     in_specs = (pspec_of(x), ROWS)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames="mesh")
-def move_state(x: Array, rows: Int[Array, "B"], *, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the slots' states."""
-
-    def local(x: Array, rows: Array) -> Array:
-        return x[rows]
-
-    in_specs = (pspec_of(x), ROWS)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames=("axis", "added", "mesh"))
-def widen(x: Array, rows: Int[Array, "Q"], *, axis: int, added: int, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the prompts with columns, at `axis`, added before the others."""
-
-    def local(x: Array, rows: Array) -> Array:
-        return jnp.pad(x[rows], [(added if dim == axis else 0, 0) for dim in range(x.ndim)])
-
-    in_specs = (pspec_of(x), ROWS)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
-
-
-@partial(jax.jit, static_argnames=("added", "mesh"))
-def move_starts(starts: Int[Array, "P"], rows: Int[Array, "Q"], *, added: int, mesh: Mesh) -> Array:
-    """Returns the first columns of these prompts, before which columns are added."""
-
-    def local(starts: Array, rows: Array) -> Array:
-        return starts[rows] + added
-
-    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(starts, rows)
 
 
 @partial(jax.jit, static_argnames="mesh")
@@ -387,14 +337,7 @@ def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
 
 @partial(jax.jit, static_argnames="mesh")
 def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
-    """Returns the keys and values of a slot of each shard, and of their prompts, per layer.
-
-    Args:
-        cache: The cache.
-        rows: Index on its device of the slot of each shard.
-        prompt_slots: Likewise of the prompts.
-        mesh: Devices of the cache.
-    """
+    """Returns the keys and values of a slot of each shard, and of their prompts, per layer."""
     given = {"k": (cache.k, rows), "v": (cache.v, rows)}
     given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
 

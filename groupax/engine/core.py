@@ -217,11 +217,7 @@ def load_sharded(
 
 
 def validate_tp(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
-    """Checks that a model's weights can be sharded over `tp` to decode with in a format (see `EngineSettings`).
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Checks that a model's weights can be sharded over `tp` to decode with in a format (see `EngineSettings`)."""
     if is_quantized(params) or weights in ("int8", "float8"):
         _refuse_quantized("quantized weights" if is_quantized(params) else f"weights in {weights}", mesh)
     _check_divides(config, mesh)

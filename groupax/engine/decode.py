@@ -7,9 +7,8 @@ host before each token; a server's chunks, whose lengths vary, wait once every f
 """
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Row
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -80,11 +79,7 @@ def next_masks(compiler: ConstraintCompiler, slots: Row[Sequence | None]) -> tup
 
 
 def consume(sequences: Row[tuple[Sequence, int]]) -> None:
-    """Tells the matchers of running sequences their new tokens.
-
-    Args:
-        sequences: Sequences with their numbers of tokens before.
-    """
+    """Tells the matchers of running sequences their new tokens."""
     for sequence, num_before in sequences:
         if sequence.matcher is not None and sequence.finish_reason is None:
             sequence.matcher.consume_tokens(sequence.tokens[num_before:])
@@ -123,11 +118,28 @@ class Chunk:
 Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: the first is the next one's index
 
 
-@partial(
-    jax.jit,
-    static_argnames=("config", "mesh", "num_steps", "sampling", "by_block", "records_experts"),
-    donate_argnames=("cache", "slots"),
-)
+@dataclass(frozen=True)
+class DecodeSettings:
+    """What a program that decodes is compiled for.
+
+    Attributes:
+        config: Architecture of the model.
+        mesh: Devices.
+        num_steps: Most steps of a chunk.
+        sampling: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
+        by_block: Whether attention is computed by blocks of columns (see `Plan.by_block`).
+        records_experts: Whether the chunk has the experts of each token.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    num_steps: int
+    sampling: SamplingKind
+    by_block: bool = False
+    records_experts: bool = False
+
+
+@partial(jax.jit, static_argnames="settings", donate_argnames=("cache", "slots"))
 def decode_chunk(
     params: Params,
     cache: Cache,
@@ -135,56 +147,39 @@ def decode_chunk(
     masks: TokenMasks | None = None,
     limit: Int[Array, ""] | None = None,
     *,
-    config: ModelConfig,
-    mesh: Mesh,
-    num_steps: int,
-    sampling: SamplingKind,
-    by_block: bool = False,
-    records_experts: bool = False,
+    settings: DecodeSettings,
 ) -> tuple[Cache, Slots, Chunk]:
-    """Samples up to `num_steps` tokens in every busy slot.
+    """Samples up to `settings.num_steps` tokens in every busy slot.
 
     Args:
-        params: The weights.
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         masks: Tokens that the slots may sample; None without constraints.
         limit: A smaller number of steps, which needs no other program; on GPUs it is rounded up to `GPU_STEPS`. None
             for `num_steps`.
-        config, mesh, num_steps: Static.
-        sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
-        by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
-        records_experts: Static: whether the chunk has the experts of each token.
+        settings: Static.
     """
-    layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
-    attend_past = select_attend_past(mesh.devices.flat[0], config, by_block)
-
-    def local(
-        params: Params, cache: Cache, slots: Slots, masks: TokenMasks | None, limit: Array | None
-    ) -> tuple[Cache, Slots, Chunk]:
-        chunk = _empty_chunk(slots.token.shape[0], num_steps, config, sampling, records_experts)
-        return _decode_chunk(config, attend_past, chunk, sampling, params, cache, slots, masks, limit, layout)
-
+    mesh, of_cache = settings.mesh, jax.tree.map(pspec_of, cache)
     of_limit = None if limit is None else jax.P()
     of_masks = None if masks is None else ROWS
-    in_specs = partition_specs(config, mesh, params), of_cache, ROWS, of_masks, of_limit
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS, ROWS), check_vma=False)
+    in_specs = partition_specs(settings.config, mesh, params), of_cache, ROWS, of_masks, of_limit
+    local, out_specs = partial(_decode_chunk, settings), (of_cache, ROWS, ROWS)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return program(params, cache, slots, masks, limit)
 
 
 def _decode_chunk(
-    config: ModelConfig,
-    attend_past: AttendPast,
-    chunk: Chunk,
-    sampling: SamplingKind,
+    settings: DecodeSettings,
     params: Params,
     cache: Cache,
     slots: Slots,
     masks: TokenMasks | None,
     limit: Array | None,
-    layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
-    """Decodes the slots of one device into an empty chunk, with the cache updated in place."""
-    C = chunk.token.shape[1]
+    """Decodes the slots of one device, with the cache updated in place."""
+    config, sampling, C = settings.config, settings.sampling, settings.num_steps
+    layout = layout_of(config, settings.mesh)
+    attend_past = select_attend_past(settings.mesh.devices.flat[0], config, settings.by_block)
+    chunk = _empty_chunk(len(slots.token), C, config, sampling, settings.records_experts)
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
     allowed, held = None, jnp.zeros_like(slots.remaining)
@@ -219,12 +214,11 @@ def _decode_chunk(
     elif limit is None:
         _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
     else:
-        _, slots, cache, chunk = lax.while_loop(busy, partial(_several, math.gcd(C, GPU_STEPS), step), start)
+        several = math.gcd(C, GPU_STEPS)
+        _, slots, cache, chunk = lax.while_loop(
+            busy, lambda carry: lax.fori_loop(0, several, lambda _, carry: step(carry), carry), start
+        )
     return cache, replace(slots, remaining=slots.remaining + jnp.where(chunk.stopped, 0, held)), chunk
-
-
-def _several(num: int, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    return lax.fori_loop(0, num, lambda _, carry: step(carry), carry)
 
 
 def _empty_chunk(B: int, C: int, config: ModelConfig, sampling: SamplingKind, records_experts: bool) -> Chunk:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from groupax.data.chat import render
+from groupax.data.images import has_images, images_of, with_images, without_images
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
 from groupax.engine.core import EngineCore, load_sharded
 from groupax.engine.programs import PROGRAMS
@@ -21,6 +23,7 @@ from groupax.models.vision.processing import prompt_encoder
 from groupax.models.weights.checkpoint import Model, load_adapter
 from groupax.models.weights.quantize import require_quantizer
 from groupax.settings.sampling import SamplingParams
+from groupax.types import PromptImages
 
 
 class Engine(EngineCore):
@@ -122,8 +125,8 @@ class Engine(EngineCore):
         """Returns `params.n` completions of each prompt, in order.
 
         Args:
-            prompts: One prompt or a list of them; a prompt is a text, a list of messages, or token ids. The rows of an
-                array [P, S] of token ids are prompts.
+            prompts: One prompt or a list of them; a prompt is a text, a list of messages, which may have images if the
+                model sees them, or token ids. The rows of an array [P, S] of token ids are prompts.
             params: Sampling parameters.
             step: Number that distinguishes calls with the same seed.
             adapter: Name of one of `adapters`; None for the base.
@@ -132,9 +135,12 @@ class Engine(EngineCore):
             ValueError: A prompt is empty, too long, no row of token ids, has tokens outside the vocabulary, or needs a
                 tokenizer, or there is no such adapter.
         """
-        ids = self.encode(prompts)
+        ids, images = self._encoded(prompts)
         groups: list[list[Sequence]] = [[] for _ in ids]
-        for sequence in self.stream(self.sequences(ids, params or SamplingParams(), step, adapter=adapter)):
+        sequences = self.sequences(ids, params or SamplingParams(), step, adapter=adapter)
+        for sequence in sequences:
+            sequence.images = images[sequence.prompt_index]
+        for sequence in self.stream(sequences):
             groups[sequence.prompt_index].append(sequence)
         return [sorted(group, key=lambda sequence: sequence.sample_index) for group in groups]
 
@@ -142,17 +148,36 @@ class Engine(EngineCore):
         """Returns the token ids of one prompt or a list of them: texts, lists of messages, or token ids.
 
         Raises:
-            ValueError: Prompts are of several kinds, or need a tokenizer.
+            ValueError: Prompts are of several kinds, need a tokenizer, or have images, which `generate` takes.
         """
+        ids, images = self._encoded(prompts)
+        if any(images):
+            raise ValueError("a prompt has images, which its token ids alone do not show; give the prompt to generate")
+        return ids
+
+    def _encoded(self, prompts: Any) -> tuple[list[np.ndarray], list[PromptImages | None]]:
         given = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        images: list[PromptImages | None] = [None] * len(given)
         texts = [p for p in given if isinstance(p, str) or (isinstance(p, list) and p and isinstance(p[0], dict))]
         if not texts:
-            return [np.asarray(prompt, np.int32) for prompt in given]
+            return [np.asarray(prompt, np.int32) for prompt in given], images
         if self.tokenizer is None:
             raise ValueError("a prompt that is a text or a list of messages needs a tokenizer; give the Engine one")
         if len(texts) < len(given):
             raise ValueError("give all prompts as text or messages, or all as token ids")
-        return encode_prompts(self.tokenizer, given)
+        shown = {} if self.image_encoder is None else {i: p for i, p in enumerate(given) if has_images({"prompt": p})}
+        plain = iter(encode_prompts(self.tokenizer, [p for index, p in enumerate(given) if index not in shown]))
+        ids = []
+        for index in range(len(given)):
+            if index in shown and self.image_encoder is not None:
+                name, row = f"prompt {index}", with_images({"prompt": shown[index]}, f"prompt {index}")
+                prompt = without_images(row["prompt"])
+                text = render(self.tokenizer, prompt, name, may_be_empty=True, with_images=True)
+                encoded, images[index] = self.image_encoder.encode(text, images_of(row), is_rendered=True)
+                ids.append(encoded)
+            else:
+                ids.append(next(plain))
+        return ids, images
 
     def sequences(
         self,

@@ -59,10 +59,6 @@ def admitted_images(
     """Returns the images of the prompts that are admitted, on the host; None if all of them are text.
 
     Args:
-        config: The part of the model that sees images.
-        cache: Features by image.
-        params: Weights of that part.
-        admission: The sequences.
         shape: Number of rows for each shard's prompts, and number of columns.
     """
     num_prompts, num_columns = shape
@@ -211,10 +207,7 @@ def admit(
     """Computes each prompt once and stores it where the slots that continue it read it.
 
     Args:
-        params: The weights.
         cache, slots: Donated; prompt slots and slots that are not admitted keep their contents.
-        admitted: The prompts and the slots.
-        config, mesh: Static.
         by_block: Static: whether prompts are computed one by one, by blocks of columns (see `Plan.by_block`).
         short_pieces: Static: whether CPUs compute prompts one by one, in pieces of few columns, which pays where most
             prompts are much shorter than there are columns.

@@ -71,10 +71,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int], 
     """Returns the prefix of a prompt and its completion.
 
     Args:
-        stored: What `cache_ops.read_slots` returns for its slot, on the host.
-        prompt: Tokens that the prompt is looked up by.
-        tokens: Sampled tokens, of which the last was not fed.
-        adapter: Index of the adapter that they were sampled with, -1 for none.
+        stored: What `cache.read_slots` returns for its slot, on the host.
     """
     in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
     in_row = slice(len(tokens))
@@ -130,10 +127,7 @@ class PrefixCache:
         """Looks up left-padded prompts, [P, S], that begin at `starts`.
 
         Args:
-            prompts: The prompts, as they are looked up.
-            starts: Their first columns.
             places: Place of each prompt, in which alone it is looked up; None for no place.
-            adapters: Index of each prompt's adapter, -1 for none.
 
         Returns:
             The number of stored tokens of each, and per layer keys [P, K, H, S] and values [P, K, S, H]; None if none

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import permutations
 from typing import Any
 
@@ -28,19 +27,16 @@ from groupax.engine.cache import (
     cache_maker,
     move,
     move_slots,
-    move_starts,
-    move_state,
     moves,
     pspec_of,
     read_slots,
     release,
     slot_table,
     to_slots,
-    widen,
     widen_slots,
 )
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import TokenMasks, decode_chunk
+from groupax.engine.decode import DecodeSettings, TokenMasks, decode_chunk
 from groupax.engine.prefill import Admitted, Known, admit
 from groupax.engine.scheduler import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
 from groupax.engine.sequence import Sequence
@@ -52,9 +48,7 @@ from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sam
 logger = logging.getLogger(__name__)
 
 # All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (
-    *(admit, decode_chunk, move, move_slots, move_starts, move_state, read_slots, release, widen, widen_slots),
-)
+PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, read_slots, release, widen_slots)
 NUM_THREADS = 2
 PROMPT_COLUMNS, PROMPT_STEP, COLUMNS_STEP = 256, 4, 2
 NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
@@ -117,10 +111,6 @@ class Tracer:
     has_adapters: bool = False
     records_experts: bool = False
 
-    @cached_property
-    def _static(self) -> dict[str, Any]:
-        return {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
-
     def traced(self, program: Program) -> Iterator[Traced]:
         """Yields the jitted functions behind a program, each traced for its arguments."""
         match program:
@@ -148,10 +138,11 @@ class Tracer:
             words = np.zeros((num_slots, -(-self.config.vocab_size // 32)), np.int32)
             masks = self._sharded(jax.eval_shape(lambda: TokenMasks(jnp.asarray(words), jnp.zeros(num_slots, bool))))
         limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
-        static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
-        static["records_experts"] = self.records_experts
-        given = self.params, self.cache(shape), self._slots(shape), masks
-        return decode_chunk.trace(*given, limit if self.is_served else None, **static)
+        settings = DecodeSettings(
+            self.config, self.mesh, self.chunk_steps, sampling, records_experts=self.records_experts
+        )
+        cache, slots, limit = self.cache(shape), self._slots(shape), limit if self.is_served else None
+        return decode_chunk.trace(self.params, cache, slots, masks, limit, settings=settings)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
@@ -170,8 +161,9 @@ class Tracer:
             known=known,
             adapters=self._rows(num_prompts) if self.has_adapters else None,
         )
-        static = {**self._static, "short_pieces": self.is_served}
-        return admit.trace(self.params, self.cache(shape), self._slots(shape), admitted, **static)
+        static = {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
+        given = self.cache(shape), self._slots(shape), admitted
+        return admit.trace(self.params, *given, **static, short_pieces=self.is_served)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
         changes_slots = before.num_slots != after.num_slots or before.share != after.share
@@ -182,11 +174,12 @@ class Tracer:
         columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
         cache = self.cache(before)
         calls = moves(cache, rows, prompt_slots, **columns, mesh=self.mesh)
-        pairs = zip(calls, jax.tree.leaves(cache), strict=True)
-        for call, x in {(call, x.shape): (call, x) for call, x in pairs}.values():  # once for all layers
-            if call is not None:
-                program: Any = call.func
-                yield program.trace(x, *call.args, **call.keywords)
+        seen = set()  # layers share programs
+        for call, x in zip(calls, jax.tree.leaves(cache), strict=True):
+            static = {} if call is None else {name: each for name, each in call.keywords.items() if name != "rows"}
+            if call is not None and (key := (x.shape, x.dtype, *static.items())) not in seen:
+                seen.add(key)
+                yield move.trace(x, call.keywords["rows"], **static)
         if has_rows:
             yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
 
@@ -395,8 +388,6 @@ class Serving:
         It is this one, or one with more slots, or one with fewer, in which some wait for a slot.
 
         Args:
-            shape: The shape that suits them.
-            sequences: The sequences.
             before: Shape of the batch that would change; None for a new batch.
         """
         least = 1 if before is None else before.num_slots
@@ -432,10 +423,6 @@ class Serving:
         """Returns the programs of batches of usual sizes that are not compiled.
 
         With most clients they include one that can take any request.
-
-        Args:
-            clients: Numbers of simultaneous requests.
-            num_tokens: Maximum number of tokens of their prompts, and of their completions.
         """
         columns = (in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP), in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP))
         demands = [Demand((1,) * number, *columns) for number in sorted(set(clients))]

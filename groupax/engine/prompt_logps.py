@@ -57,15 +57,7 @@ def prompts_per_call(engine: EngineCore, columns: int) -> int:
 
 def compile_for(engine: EngineCore, length: int) -> None:
     """Compiles the program for prompts of up to a length; a call of `score` finds it. Safe in any thread."""
-    S = num_columns(length)
-    of_rows = NamedSharding(engine.mesh, ROWS)
-    P = prompts_per_call(engine, S)
-    tokens = jax.ShapeDtypeStruct((P, S), jnp.int32, sharding=of_rows)
-    lengths = jax.ShapeDtypeStruct((P,), jnp.int32, sharding=of_rows)
-    replicated = NamedSharding(engine.mesh, PartitionSpec())
-    temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-    adapter = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated) if engine.adapters else None
-    _score.trace(engine.params, tokens, lengths, temperature, adapter, **_static(engine)).lower().compile()
+    _score.trace(*_arguments(engine, [np.zeros(length, np.int32)], 1.0, None), **_static(engine)).lower().compile()
 
 
 def score(
@@ -78,23 +70,24 @@ def score(
     """Returns the log-probs of prompts. No other program of the engine may run meanwhile.
 
     Args:
-        engine: Has the weights.
-        prompts: Token ids of prompts, at most `prompts_per_call` of them.
         temperature: Divisor of the logits; 0 counts as 1.
-        num_alternatives: Number of alternatives to return, at most `MAX_LOGPROBS`.
-        adapter: Name of the engine's adapter; None for the base.
     """
+    found = jax.device_get(_score(*_arguments(engine, prompts, temperature, adapter), **_static(engine)))
+    return [_on_host(found, index, len(prompt) - 1, num_alternatives) for index, prompt in enumerate(prompts)]
+
+
+def _arguments(
+    engine: EngineCore, prompts: list[np.ndarray], temperature: float, adapter: str | None
+) -> tuple[Any, ...]:
     S = num_columns(max(map(len, prompts)))
     tokens = np.zeros((prompts_per_call(engine, S), S), np.int32)
     lengths = np.zeros(len(tokens), np.int32)
     for index, prompt in enumerate(prompts):
         tokens[index, : len(prompt)], lengths[index] = prompt, len(prompt)
     of_rows, replicated = NamedSharding(engine.mesh, ROWS), NamedSharding(engine.mesh, PartitionSpec())
-    given = jax.device_put((tokens, lengths), of_rows)
     divisor = jax.device_put(np.float32(temperature or 1.0), replicated)
     index = jax.device_put(np.int32(engine.adapter_index(adapter)), replicated) if engine.adapters else None
-    found = jax.device_get(_score(engine.params, *given, divisor, index, **_static(engine)))
-    return [_on_host(found, index, len(prompt) - 1, num_alternatives) for index, prompt in enumerate(prompts)]
+    return engine.params, jax.device_put(tokens, of_rows), jax.device_put(lengths, of_rows), divisor, index
 
 
 def _static(engine: EngineCore) -> dict[str, Any]:

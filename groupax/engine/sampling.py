@@ -43,7 +43,6 @@ def reduce_blocks(reduce: Callable[..., Array], x: Float[Array, "B V"], padding:
     """Reduces each of a row's J blocks of `block_width` to a number; the last one may be padded.
 
     Args:
-        reduce: Reduces the dim `axis` of an array.
         x: The rows. XLA fuses this function with what they are computed from.
         padding: Number beyond the rows' ends.
     """
@@ -94,13 +93,7 @@ def candidates(x: Float[Array, "B V"], maxima: Float[Array, "B J"], num_blocks: 
 def largest(
     x: Float[Array, "B V"], maxima: Float[Array, "B J"], num: int
 ) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-    """Returns the tokens with the largest numbers, in descending order, and the numbers.
-
-    Args:
-        x: Rows.
-        maxima: Maximum of each block of the rows.
-        num: Number of tokens, at most V; of equal ones the first are taken.
-    """
+    """Returns the tokens with the largest numbers, in descending order, and the numbers."""
     among = candidates(x, maxima, num)
     values, indices = _top_k(among.values, num)
     return jnp.take_along_axis(among.tokens, indices, axis=-1).astype(jnp.int32), values
@@ -150,10 +143,8 @@ def truncation_threshold(
     """Returns the threshold of top-k, then of top-p over the remaining mass, as `_ordered_bits`; 0 keeps all.
 
     Args:
-        scaled: Logits over temperature, minus the row's largest.
         maxima: Maximum of each block of `scaled`.
         total: Sum of exp(scaled).
-        top_k, top_p: Settings of each row.
     """
     settings = total, top_k, top_p
     # comparing with several thresholds at a time takes fewer kernels
@@ -279,9 +270,6 @@ def sample(
     """Draws one token per row, which depends on the row's logits, history, settings and numbers in [0, 1) only.
 
     Args:
-        logits: Float32.
-        uniform: Random numbers, see `uniforms`.
-        settings: Sampling parameters.
         history: Tokens before; None for plain sampling, which ignores all settings but the temperature. It reads the
             logits twice: for the maximum of each block of tokens, and for each block's sum of exponentials.
         allowed: Tokens that a constraint allows, at least one per row; None without constraints. The policy's log-probs
@@ -385,11 +373,8 @@ def _draw(
     """Draws a token per row by its weight, first a block, then one of it; takes the likeliest one of greedy rows.
 
     Args:
-        of: The distribution before truncation.
         sums: Sum of the weights of each block.
         weights: Maps `of.scaled` to weights.
-        uniform: Random numbers.
-        greedy: Rows without randomness.
 
     Returns:
         The tokens, and `of.scaled` of them.
@@ -525,14 +510,7 @@ def uniforms(key: UInt32[Array, "B 2"], positions: Int[Array, "B C"]) -> Float[A
 
 
 def row_keys(seed: int, step: int, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Returns the PRNG keys of rows, [B, 2] uint32, which do not depend on where the rows are computed.
-
-    Args:
-        seed: Seed of the run; all of its 64 bits count.
-        step: Index of the rollout within the run.
-        prompts: [B] index of the prompt within the step.
-        samples: [B] index of the completion among those of its prompt.
-    """
+    """Returns the PRNG keys of rows, [B, 2] uint32, which do not depend on where the rows are computed."""
     # like jax.random.key where JAX has integers of 64 bits; elsewhere it drops the upper half
     words = np.array([int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF], np.uint32)
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(words)), step)

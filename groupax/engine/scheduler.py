@@ -380,11 +380,7 @@ class Scheduler:
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
     def admit(self, max_prompts: int) -> Admission | None:
-        """Moves waiting sequences into free prompt slots, in their order, as long as there are both.
-
-        Args:
-            max_prompts: Maximum number of distinct prompts of a shard; sequences of further prompts keep waiting.
-        """
+        """Moves waiting sequences into free prompt slots, in their order, as long as there are both."""
         per_shard = self.slots_per_shard // self.share
         free: list[list[int]] = [[] for _ in range(self.num_shards)]
         for prompt_slot in reversed(range(self.num_shards * per_shard)):

@@ -92,13 +92,6 @@ def find_stop(decode: Decode, tokens: Many[int], num_checked: int, stop: Many[st
 
     A stop string may straddle tokens. Only one that ends after the text of the first `min_tokens` tokens counts. The
     result does not depend on how many tokens are checked together.
-
-    Args:
-        decode: Function that decodes tokens.
-        tokens: Tokens of the completion so far.
-        num_checked: Number of tokens that were checked before.
-        stop: Stop strings.
-        min_tokens: Number of tokens in which none counts.
     """
     first = max(num_checked, min_tokens) + 1
     if len(tokens) < first or not any(end in _recent_text(decode, tokens, first - 1, stop) for end in stop):

@@ -31,17 +31,20 @@ class Session:
         patience: Number of chunks for which slots for more requests are kept while requests are few.
         programs: Programs that are compiled while the engine decodes; requests that need others wait for them, and
             later requests pass them. None compiles whatever is needed while all wait.
+        pace: Chooses the length of chunks with `programs`; None for one of its own.
 
     Attributes:
         pace: The length of chunks where programs are compiled while the engine decodes; elsewhere it is the engine's.
     """
 
-    def __init__(self, engine: EngineCore, patience: int = 0, programs: Programs | None = None) -> None:
+    def __init__(
+        self, engine: EngineCore, patience: int = 0, programs: Programs | None = None, pace: Pace | None = None
+    ) -> None:
         self.engine, self.patience, self.programs = engine, patience, programs
         self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
         self._num_programs = 0
         self._plan = engine.plan()
-        self.pace = Pace(engine.chunk_steps)
+        self.pace = pace or Pace(engine.chunk_steps)
         self._serving = None if programs is None else Serving(programs, self._plan, self.pace)
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
@@ -103,10 +106,7 @@ class Session:
     def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
         """Begins conversations; to be called while nothing waits or runs.
 
-        Args:
-            number: Number of conversations.
-            max_prompt_tokens: Number of tokens that the prompt of a turn has at most, with all turns before it.
-            max_tokens: Number of tokens that a turn has at most.
+        A prompt of a turn has at most `max_prompt_tokens`, with all turns before it, and a turn has `max_tokens`.
 
         Returns:
             The place of each for its keys and values; `prefix_bytes` are divided among them.

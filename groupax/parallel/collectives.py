@@ -161,7 +161,6 @@ def to_device(tree: Any, sharding: Any) -> Any:
     """Puts arrays on the devices; arrays that are there already are not copied.
 
     Args:
-        tree: Arrays, equal in all processes.
         sharding: One sharding for all arrays, or a tree with one for each.
     """
     if num_processes() == 1:

@@ -114,7 +114,6 @@ def container_free_bytes(cgroups: str, root: Path) -> float:
 
     Args:
         cgroups: Content of `/proc/self/cgroup`: lines of number:controllers:path, in version 2 without controllers.
-        root: Mount point of the control groups.
     """
     left = float("inf")
     for line in cgroups.splitlines():

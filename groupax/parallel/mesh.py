@@ -63,7 +63,6 @@ def make_mesh(
 
     Args:
         shape: Size of each axis. One may be -1 and takes the remaining devices.
-        devices: The devices; None for all.
         dcn: Number of slices along each axis, for devices of several slices with a slower network between them. Each
             size must be a multiple of it. None puts all slices along `dp`.
 
@@ -102,8 +101,6 @@ def slices_along(sizes: Sequence[int], num_slices: int, dcn: Sequence[int] | Non
     """Returns the number of slices along each axis of a mesh.
 
     Args:
-        sizes: Size of each axis.
-        num_slices: Number of slices that the devices belong to.
         dcn: Requested number of slices along each axis; None puts all along the first axis.
 
     Raises:
@@ -129,10 +126,6 @@ def default_mesh(num_bytes: int, devices: Sequence[Any] | None = None) -> Mesh:
 
     Each virtual CPU device holds a copy of the weights. Small copies stay in the caches, so that every core works on
     its own rows. Large copies all stream through the same memory: a single one, multiplied by all cores, is faster.
-
-    Args:
-        num_bytes: Size of the weights.
-        devices: The devices; None for all.
     """
     mesh = make_mesh(devices=devices)
     if mesh.devices.flat[0].platform != "cpu" or num_bytes <= REPLICATED_BYTES:
@@ -169,12 +162,7 @@ def splits_model(mesh: Mesh) -> bool:
 
 
 def layout_for(sizes: Mapping[str, int], mesh: Mesh) -> Layout:
-    """Returns the layout of a model; dims that are not divisible are replicated (see `indivisible`).
-
-    Args:
-        sizes: Size of each dim, in units that cannot be split.
-        mesh: The mesh.
-    """
+    """Returns the layout of a model; dims that are not divisible are replicated (see `indivisible`)."""
     replicated = {dim for dim, _, _ in indivisible(sizes, mesh)}
     replicated |= {"kv_heads"} if "heads" in replicated else set()
     axes = [(dim, RULES[dim]) for dim in sizes if mesh.shape[RULES[dim]] > 1 and dim not in replicated]
@@ -188,11 +176,6 @@ def indivisible(sizes: Mapping[str, int], mesh: Mesh) -> list[tuple[str, int, st
 
 def check_divisible(sizes: Mapping[str, int], mesh: Mesh, replicated: Collection[str] = ()) -> None:
     """Checks that a mesh can shard a model.
-
-    Args:
-        sizes: Size of each dim, in units that cannot be split.
-        mesh: The mesh.
-        replicated: Dims that may be replicated instead.
 
     Raises:
         ValueError: A dim is not divisible by its mesh axis; the message names all such dims.
