@@ -16,7 +16,7 @@ from groupax import init_model, load_model, save_model
 from groupax.cli.main import main
 from groupax.errors import DivergedError, PreemptedError, RewardError, RunError
 from groupax.evaluation.evaluate import Evaluation
-from groupax.evaluation.sets import ONLY_SET
+from groupax.evaluation.items import ONLY_SET
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.runs.checkpoints import saver, writer

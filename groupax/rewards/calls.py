@@ -36,7 +36,7 @@ from groupax.rewards.workers import (
     signal_requests_noticed,
     start_workers,
 )
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 from groupax.terminal.printable import printable, short_repr
 from groupax.types import Rollout, TrainerState
 

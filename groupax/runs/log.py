@@ -16,7 +16,7 @@ from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
-from groupax.settings.reporting import RolloutLogSettings
+from groupax.settings.run import RolloutLogSettings
 from groupax.types import Metrics, Rollout
 
 
