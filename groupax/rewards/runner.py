@@ -19,6 +19,7 @@ from groupax.errors import RewardError
 from groupax.parallel import processes
 from groupax.rewards.calls import Supervisor
 from groupax.rewards.contract import Reward, Scores, checked_scores
+from groupax.rewards.resolve import check_setup
 from groupax.rewards.workers import MainThread, check_sendable
 from groupax.settings.rollouts import RewardSettings
 from groupax.types import Rollout, TrainerState
