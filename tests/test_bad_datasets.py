@@ -111,7 +111,7 @@ def test_files(tmp_path, name):
 def test_the_command_line_says_it_in_one_line(tmp_path, capsys, stories, name):
     (tmp_path / name).write_bytes(FILES[name][0])
     where = ["--dataset", str(tmp_path / name), "--output_dir", str(tmp_path / "run")]
-    status = main(["train", "--model", str(stories), "--reward_funcs", "groupax.rewards.formats:x", *where])
+    status = main(["train", "--model", str(stories), "--reward_funcs", "groupax.rewards.lengths:x", *where])
     assert status == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from dataclasses import replace
 
 import jax
@@ -272,7 +271,7 @@ def test_leftovers_of_a_killed_process_do_not_count(stopped, tmp_path):
     assert_same_end(resumed, stopped[0])
     assert lines_of(tmp_path) == lines_of(stopped[1])
     assert steps_in(tmp_path) == ["step_000003", "step_000004"]
-    assert [path.name for path in (tmp_path / "run").glob(".*")] == [".lock"]
+    assert not list((tmp_path / "run").glob(".*"))
 
 
 # -- which run
@@ -408,7 +407,6 @@ def small_disk(tmp_path):
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
     yield place
-    subprocess.run(["mount", "-o", "remount,rw", str(place)], check=False)
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
@@ -423,29 +421,25 @@ def fill(place):
 
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
-@pytest.mark.parametrize("how", ["full", "read-only"])
-def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch, how):
+def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch):
     monkeypatch.setattr(writer, "RETRY_S", 0.0)
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
-    break_it = {"full": lambda: fill(small_disk), "read-only": lambda: remount(small_disk, "ro")}[how]
-    mend_it = {"full": (small_disk / "filler").unlink, "read-only": lambda: remount(small_disk, "rw")}[how]
     seen = []
 
     def breaking(completion_ids, trainer_state):
         if 3 <= trainer_state.step < 6:
             trainer.run.saver.writer.wait()  # what it could not write would make room again
             trainer.run.saver.states.writer.wait()
-            break_it()
+            fill(small_disk)
         elif trainer_state.step == 6 and not seen:
             seen.extend(name for name in steps_in(small_disk) if not name.startswith("."))
-            mend_it()
+            (small_disk / "filler").unlink()
         return count_a(completion_ids)
 
     trainer = a_trainer(small_disk, breaking, max_steps=8, save_steps=1)
     trainer.train()
-    word = {"full": "No space left on device", "read-only": "Read-only file system"}[how]
     assert "could not be written (" in caplog.text
-    assert word in caplog.text
+    assert "No space left on device" in caplog.text
     newest = int(seen[-1].removeprefix("step_"))
     assert newest == 3
     assert f"the newest one is that of step {newest}. Training continues" in caplog.text
@@ -454,11 +448,6 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     assert [line["step"] for line in lines_of(small_disk)] == list(range(1, 9))
     assert len(list((small_disk / "run" / "rollouts").iterdir())) == 8
     assert (small_disk / "run" / "model" / "model.safetensors").is_file()
-
-
-def remount(place, mode):
-    while subprocess.run(["mount", "-o", f"remount,{mode}", str(place)], capture_output=True).returncode:
-        time.sleep(0.01)  # a file is open
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

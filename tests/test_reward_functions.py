@@ -473,18 +473,6 @@ def test_a_comparing_process_that_does_not_start_is_no_wrong_answer(monkeypatch)
 # -- the rewards of the documents that groupax was asked for in, as they are written there
 
 
-def my_reward_function(completions, prompts, **kwargs):
-    rewards = []
-    for completion, prompt in zip(completions, prompts):
-        if "good_keyword" in completion:
-            rewards.append(1.0)
-        elif "bad_keyword" in completion:
-            rewards.append(0.0)
-        else:
-            rewards.append(0.5)
-    return rewards
-
-
 def math_problem_reward_function(completion, reference_answer=None):
     import re
 
@@ -495,10 +483,6 @@ def math_problem_reward_function(completion, reference_answer=None):
             return 1.0 if extracted_answer == reference_answer else 0.0
         return min(1.0, max(0.0, 0.5))
     return 0.0
-
-
-def correctness_reward(completion, reference=None):
-    return 1.0 if reference in completion else 0.0
 
 
 def reasoning_reward(completion):
@@ -521,9 +505,6 @@ def format_reward(completions, **kwargs):
 
 
 class BytesTokenizer:
-    def __call__(self, text):
-        return text.split()
-
     def batch_decode(self, ids):
         return [bytes(row).decode() for row in ids]
 
@@ -565,10 +546,6 @@ def reward_len(completions, **kwargs):
     return [-abs(20 - len(completion)) for completion in completions]
 
 
-def reward_num_unique_chars(completions, **kwargs):
-    return [len(set(c)) for c in completions]
-
-
 def reward_func(completions, ground_truth, **kwargs):
     import re
 
@@ -587,87 +564,9 @@ def math_reward_func(prompts, completions, task, **kwargs):
     return rewards
 
 
-def coding_reward_func(prompts, completions, task, **kwargs):
-    rewards = []
-    for prompt, completion, t in zip(prompts, completions, task):
-        if t == "coding":
-            rewards.append(1.0 if "return" in completion else -1.0)
-        else:
-            rewards.append(None)
-    return rewards
-
-
-def format_reward_func(completions, **kwargs):
-    import re
-
-    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
-    completion_contents = [completion[0]["content"] for completion in completions]
-    matches = [re.match(pattern, content) for content in completion_contents]
-    return [1.0 if match else 0.0 for match in matches]
-
-
-def length_reward_func(completions, **kwargs) -> list[float]:
-    contents = [completion[0]["content"] for completion in completions]
-    return [0.0 if len(tokenizer(contents[i])) < 100 else -0.5 for i in range(len(completions))]
-
-
-def strict_format_reward_func(completions, **kwargs):
-    import re
-
-    strict = re.compile(r"^<thinking>\n.*?\n</thinking>\n<answer>\n.*?\n</answer>$", re.DOTALL)
-    rewards = []
-    for c in completions:
-        txt = c[0]["content"] if c and isinstance(c[0], dict) else ""
-        rewards.append(1.0 if strict.fullmatch(txt) else -1.0)
-    return rewards
-
-
-def xmlcount_reward_func(completions, **kwargs):
-    import re
-
-    end_tag = re.compile(r"</answer>\s*(.*)$", re.DOTALL)
-    rewards = []
-    for c in completions:
-        txt = c[0]["content"] if c and isinstance(c[0], dict) else ""
-        match = end_tag.search(txt)
-        if not match:
-            rewards.append(-0.5)
-        else:
-            tail = match.group(1)
-            rewards.append(0.0 if tail.strip() == "" else -0.5)
-    return rewards
-
-
-def int_reward_func(completions, **kwargs):
-    import re
-
-    rewards = []
-    for comp in completions:
-        text = comp[0]["content"] if comp and isinstance(comp[0], dict) else ""
-        m = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.IGNORECASE | re.DOTALL).search(text)
-        if m:
-            rewards.append(1.0 if re.fullmatch(r"[+-]?\d+", m.group(1).strip()) else -1.0)
-        else:
-            rewards.append(-1.0)
-    return rewards
-
-
-def answer_correctness_func(prompts, completions, answer, **kwargs):
-    import re
-
-    rewards = []
-    for comp, gold_str in zip(completions, answer):
-        txt = comp[0]["content"] if comp and isinstance(comp[0], dict) else ""
-        pred = re.search(r"<answer>\s*([+-]?\d+)\s*</answer>", txt, re.I | re.S)
-        gold = re.search(r"####\s*([+-]?\d+)", gold_str, re.S)
-        rewards.append(1.0 if pred and gold and pred.group(1) == gold.group(1) else 0.0)
-    return rewards
-
-
 @pytest.mark.parametrize(
     ("function", "texts", "columns", "expected"),
     [
-        (my_reward_function, ["a good_keyword", "a bad_keyword", "a"], {}, [1.0, 0.0, 0.5]),
         (
             math_problem_reward_function,
             ["The answer is 8", "The answer is 9", "8"],
@@ -675,7 +574,6 @@ def answer_correctness_func(prompts, completions, answer, **kwargs):
             [1, 0, 0],
         ),
         (math_problem_reward_function, ["The answer is 8", "8"], {}, [0.5, 0]),
-        (correctness_reward, ["it is 8", "it is 9"], {"reference": ["8", "8"]}, [1, 0]),
         (reasoning_reward, ["Step 1: a. Therefore b", "b"], {}, [0.8, 0.3]),
         (format_reward, [chat("<think>a</think>b"), chat("b")], {}, [1, 0]),
         (
@@ -685,7 +583,6 @@ def answer_correctness_func(prompts, completions, answer, **kwargs):
             [1, 0],
         ),
         (reward_len, ["x" * 20, "x" * 25], {}, [0, -5]),
-        (reward_num_unique_chars, ["aab", "abc"], {}, [2, 3]),
         (
             lambda completions, **kwargs: [float(len(completion)) for completion in completions],
             [" blue.", " in the sky."],
@@ -699,28 +596,6 @@ def answer_correctness_func(prompts, completions, answer, **kwargs):
             [1, 0],
         ),
         (math_reward_func, ["4", "5", "def f(): ..."], {"task": ["math", "math", "code"]}, [1, -1, None]),
-        (coding_reward_func, ["return 1", "pass", "4"], {"task": ["coding", "coding", "math"]}, [1, -1, None]),
-        (format_reward_func, [chat("<think>a</think><answer>b</answer>"), chat("b")], {}, [1, 0]),
-        (length_reward_func, [chat("a " * 99), chat("a " * 100)], {}, [0, -0.5]),
-        (
-            strict_format_reward_func,
-            [chat("<thinking>\na\n</thinking>\n<answer>\nb\n</answer>"), chat("<answer>b</answer>")],
-            {},
-            [1, -1],
-        ),
-        (
-            xmlcount_reward_func,
-            [chat("<answer>b</answer> "), chat("<answer>b</answer> c"), chat("b")],
-            {},
-            [0, -0.5, -0.5],
-        ),
-        (int_reward_func, [chat("<answer> -3 </answer>"), chat("<answer>x</answer>"), chat("3")], {}, [1, -1, -1]),
-        (
-            answer_correctness_func,
-            [chat("<answer>42</answer>"), chat("<answer>41</answer>")],
-            {"answer": ["a #### 42"] * 2},
-            [1, 0],
-        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

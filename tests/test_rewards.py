@@ -82,20 +82,8 @@ def test_a_function_gets_what_its_signature_takes():
     assert run(some, rows, ["answer"]).tolist() == [1.0, 0.0]
 
 
-def test_completions_have_the_form_of_the_prompts():
-    def contents(completions):
-        return [len(completion[0]["content"]) for completion in completions]
-
-    assert run(contents, rollouts_of(["ab", "c"], conversational=True)).tolist() == [2.0, 1.0]
-
-
 def test_none_means_not_applicable():
     np.testing.assert_array_equal(run(lambda completions: [1, None], rollouts_of("ab")), [1.0, np.nan])
-
-
-def test_arrays_and_bools_are_numbers():
-    assert run(lambda completions: np.array([1, 0]), rollouts_of("ab")).tolist() == [1.0, 0.0]
-    assert run(lambda completions: [True, False], rollouts_of("ab")).tolist() == [1.0, 0.0]
 
 
 class Instance:

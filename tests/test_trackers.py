@@ -6,7 +6,6 @@ import math
 import re
 import struct
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.evaluation.evaluate import Evaluation
 from groupax.events import EventStream, RunStarted, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
@@ -201,28 +199,6 @@ def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
     assert "not ended in time" in tracker.faults["late"]
 
 
-def test_every_fault_of_a_tracker_is_told_and_again_when_the_run_goes_on(tmp_path):
-    go_on = threading.Event()
-
-    def fails(name, run):
-        go_on.wait()
-        raise OSError("the service is down")
-
-    folder = RunFolder(tmp_path / "run")
-    folder.start({})
-    log = RunLog(GRPOConfig(progress_bar="none"), folder, 2, EventStream())
-    log.trackers.running = [BackgroundTracker("jsonl", a_tracked(tmp_path), fails)]
-    for _ in range(MAX_WAITING + 1):
-        log.trackers.running[0].submit(lambda tracker: tracker.metrics(1, {}))
-    log.evaluation(1, Evaluation({}))
-    assert [each["name"] for each in diagnostics_of(tmp_path / "run")] == ["tracker_jsonl_slow"]
-    go_on.set()
-    log.close()
-    assert [each["name"] for each in diagnostics_of(tmp_path / "run")] == ["tracker_jsonl_slow", "tracker_jsonl_failed"]
-    log.diagnostics.report(2, {"odd": "something else"})
-    assert log.state()["diagnosed"] == ["odd"]
-
-
 def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
     seen = []
 
@@ -353,11 +329,6 @@ def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
     assert trainer.train().num_steps == 1
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert (tmp_path / "run" / "rewards.csv").read_text() == f"1,{line['reward']}\n"
-
-
-def test_a_tracker_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="module 'csv' has no 'CSVTracker'"):
-        a_trainer(tmp_path, report_to=("csv:CSVTracker",))
 
 
 @pytest.mark.parametrize(

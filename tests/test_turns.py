@@ -18,7 +18,7 @@ from groupax.metrics.completions import completion_metrics
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
-from groupax.rewards.formats import cosine_length, soft_overlong
+from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
 from groupax.rollouts.rows import masked_ends, row_of
 from groupax.rollouts.state import Experience

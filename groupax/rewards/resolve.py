@@ -16,17 +16,15 @@ from groupax.errors import require
 from groupax.rewards.code import code_tests
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
 from groupax.rewards.formats import (
-    cosine_length,
     integer_answer,
     regex_match,
-    repetition_penalty,
-    soft_overlong,
     think_answer_correct,
     think_answer_format,
     think_format,
     xml_count,
     xml_format,
 )
+from groupax.rewards.lengths import cosine_length, repetition_penalty, soft_overlong
 from groupax.rewards.maths import gsm8k_accuracy, math_accuracy
 from groupax.rewards.sandbox import check_sandbox
 from groupax.settings.fields import nearest

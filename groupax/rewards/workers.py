@@ -1,4 +1,4 @@
-"""Where sync reward functions run, if not in a thread: in processes, in tasks of a Ray cluster, in the main thread.
+"""Places where sync reward functions run other than threads: processes, tasks of a Ray cluster, the main thread.
 
 Python allows signal handlers, with which math-verify limits its time, in the main thread only:
 

@@ -57,9 +57,13 @@ class RunLock:
             )
         since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self.path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", encoding="utf-8")
+        self._inode = self.path.stat().st_ino
 
     def release(self) -> None:
-        """Releases the folder. The file stays."""
+        """Releases the folder, and removes the file if it is still this lock's."""
+        with contextlib.suppress(OSError):  # a disk that became read-only, or a folder that was moved
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()
         self._lock.release()
 
 

@@ -132,7 +132,6 @@ class RunFolder:
         self._lock = None
         if self._is_new and not self._is_prepared:
             with contextlib.suppress(OSError):  # it is not empty
-                (self.path / LOCK).unlink()
                 self.path.rmdir()
 
     def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> None:
