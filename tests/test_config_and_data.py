@@ -170,11 +170,7 @@ def test_values_of_a_file_are_converted():
 )
 def test_a_config_is_shown_as_what_creates_it(config):
     assert eval(repr(config)) == config
-
-
-def test_a_config_is_shown_without_its_defaults():
-    assert repr(GRPOConfig(max_steps=3)) == "GRPOConfig(max_steps=3)"
-    assert repr(SFTConfig()) == "SFTConfig()"
+    assert "beta" not in repr(config), "defaults are left out"
 
 
 def test_settings_are_frozen_and_round_trip():
