@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax.data.bridge import Bridge
 from groupax.data.chat import render
-from groupax.models.checkpoint import init_model
 from groupax.models.specs import num_params
 from groupax.recipes.agents import calculator, guess_number, sql
 from groupax.tools.formats.hermes import read

@@ -116,8 +116,7 @@ def run_eval(command: Eval, progress: Progress) -> Results:
         progress: Display of the progress, used by the primary process only.
     """
     from groupax.evaluation.evaluate import find_correctness_reward
-    from groupax.parallel.compilation import compilation
-    from groupax.parallel.runtime import configure_jax
+    from groupax.parallel.runtime import compilation, configure_jax
     from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
     from groupax.rewards.resolve import resolve_weights
 
@@ -195,7 +194,7 @@ def _evaluate_sets(
     from groupax.engine.engine import Engine
     from groupax.episodes.rules import make_rules
     from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.models.vision.prompts import prompt_encoder
+    from groupax.models.vision.processing import prompt_encoder
     from groupax.rewards.runner import RewardRunner
     from groupax.storage.folders import resolve_folder
 
@@ -313,7 +312,7 @@ def _ways(sampling: SamplingParams, greedy: bool) -> dict[str, SamplingParams]:
 def _load_sets(command: Eval, recipe: Recipe | None) -> "dict[str, Examples]":
     """Loads the rows of each set, with prompts."""
     from groupax.data.examples import load_examples
-    from groupax.data.sources import EVAL_SPLITS
+    from groupax.data.files import EVAL_SPLITS
     from groupax.evaluation.items import sources_by_name
 
     if command.dataset:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupax.errors import require
-from groupax.parallel.sockets import is_loopback, listen
+from groupax.parallel.processes import is_loopback, listen
 from groupax.settings.command_line import Positional, parsed
 from groupax.view.guard import new_token
 

@@ -16,18 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import prompt_limit
-from groupax.engine.ahead_of_time import Tracer
 from groupax.engine.cache import cache_dtype, plan_for
-from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
+from groupax.engine.programs import Tracer
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS, Execution
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.lora import LoRAConfig
-from groupax.models.quantize import decoding_params
-from groupax.models.split import partition_specs
-from groupax.models.vision.batch import ImageBatch, bucket
-from groupax.models.vision.tower import encode_images
+from groupax.models.params import partition_specs
+from groupax.models.vision.tower import ImageBatch, bucket, encode_images
+from groupax.models.weights.quantize import decoding_params
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.planning.abstract import (

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from groupax.config import GRPOConfig
 from groupax.data.examples import Example, Examples, check_text_only
-from groupax.data.files import file_kind
-from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, read_rows
+from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, file_kind, read_rows
 from groupax.storage.folders import resolve_folder
 
 
@@ -167,9 +166,9 @@ FALLBACK_TEMPLATE = "plain"
 
 def max_positions_of(model: str) -> int:
     """Returns the number of positions of the model in a folder or with a hub id."""
-    from groupax.models.bitsandbytes_format import without_nf4
     from groupax.models.families import read_config
-    from groupax.models.summary import find_config
+    from groupax.models.flops import find_config
+    from groupax.models.weights.nf4 import without_nf4
 
     return read_config(without_nf4(find_config(str(resolve_folder(model)))[0])).max_positions
 
