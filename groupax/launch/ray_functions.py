@@ -35,6 +35,10 @@ from groupax.parallel.accelerators import Slice, tpu_slice
 
 RAY_KINDS = {"v5e": "v5litepod"}  # kinds of TPUs with another name in Ray
 PATIENCE_S = 10.0  # after which a line says what is awaited
+WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts
+POLL_S = 0.5
+ANSWER_S = 30.0  # a node that exists answers sooner
+LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
 
 
 @dataclass(frozen=True)
@@ -237,11 +241,6 @@ def _print(text: str) -> None:
     print(f"groupax: {text}", flush=True)
 
 
-WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts
-POLL_S = 0.5
-ANSWER_S = 30.0  # a node that exists answers sooner
-
-
 def connect(address: str | None = None, working_dir: Path | None = None) -> None:
     """Connects to a cluster as a driver, unless this process is connected.
 
@@ -433,9 +432,6 @@ def _in_order(labels: Mapping[int, Mapping[str, str]]) -> list[int]:
     if all(each.get(WORKER_ID, "").isdigit() for each in labels.values()):
         return sorted(labels, key=lambda bundle: int(labels[bundle][WORKER_ID]))
     return sorted(labels)
-
-
-LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.log import RunLog
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
-from groupax.training.packing import Shape
+from groupax.training.buckets import Shape
 from groupax.types import Row
 
 
