@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from groupax.data.bridge import Bridge
 from groupax.data.chat import render
 from groupax.models.specs import num_params
+from groupax.models.weights.checkpoint import init_model
 from groupax.recipes.agents import calculator, guess_number, sql
 from groupax.tools.formats.hermes import read
 from groupax.tools.tool import tools_from, tools_of

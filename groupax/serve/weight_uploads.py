@@ -10,8 +10,8 @@ from starlette.routing import Route
 
 from groupax.serve.body import json_body
 from groupax.serve.errors import ApiError, stopping
-from groupax.serve.loop import EngineLoop
 from groupax.serve.jobs import ClosedError
+from groupax.serve.loop import EngineLoop
 from groupax.serve.requests import parse_json
 from groupax.serve.weights import Weights
 

@@ -165,6 +165,8 @@ def as_given(value: Any, kind: Any) -> Any:
     Lists become tuples, a text a tuple of one where a tuple is needed, paths texts, numpy scalars Python numbers, and
     mappings new dicts.
     """
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
     origins = [get_origin(each) or each for each in kinds_of(kind)]
     if isinstance(value, list) and tuple in origins:
         return tuple(value)
@@ -174,8 +176,7 @@ def as_given(value: Any, kind: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping) and dict in origins:
         return dict(value)
-    is_scalar_of_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    return value.item() if is_scalar_of_numpy else value
+    return value
 
 
 def as_read(value: Any, kind: Any) -> Any:
