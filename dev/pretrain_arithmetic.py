@@ -31,7 +31,7 @@ from groupax.models.specs import Params, num_params
 from groupax.models.weights.checkpoint import Model, init_model, load_model
 from groupax.parallel.mesh import DATA
 from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_solution, worked_steps
-from groupax.rewards.formats import think_answer_correct, think_answer_format
+from groupax.rewards.builtin import think_answer_correct, think_answer_format
 
 FOLDER = Path(__file__).parents[1] / "groupax" / "recipes" / "arithmetic" / "model"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]

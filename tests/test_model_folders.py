@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import groupax
 from groupax import GRPOConfig, LoRAConfig, SFTConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
-from groupax.compat.hf.model import CausalLM
+from groupax.compat.hf import CausalLM
 from groupax.data.tokenizer import load_tokenizer
 from groupax.models.families import read_config
 from groupax.models.flops import find_config

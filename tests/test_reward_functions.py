@@ -14,7 +14,7 @@ import pytest
 from groupax import rewards
 from groupax.rewards import math_process
 from groupax.rewards.answers import final_expression
-from groupax.rewards.numbers import final_number
+from groupax.rewards.maths import final_number
 
 from .conftest import SEED, SHARED
 

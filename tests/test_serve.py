@@ -22,18 +22,16 @@ from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.data.tokenizer import context_tokens, decode, decode_after
 from groupax.engine.sequence import text_before_stop
 from groupax.parallel import memory as peak
-from groupax.serve.app import Limits, Server
+from groupax.serve.app import EventStream, Limits, Server
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, TokenTexts
-from groupax.serve.jobs import Delta
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import Delta, EngineLoop
 from groupax.serve.metrics import Metrics
 from groupax.serve.prepare import encoded, prepare
 from groupax.serve.protocols.incoming import Incoming
 from groupax.serve.protocols.table import PROTOCOLS
 from groupax.serve.requests import SETTINGS, parse, parse_json
 from groupax.serve.responses import ResponseBuilder
-from groupax.serve.stream import EventStream
 from groupax.serve.text import TextStream
 from groupax.serve.turns import Turn
 from groupax.serve.weights import Weights

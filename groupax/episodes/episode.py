@@ -14,7 +14,7 @@ from groupax.episodes.record import Question
 from groupax.episodes.rules import Kind
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.results import ToolResult
+from groupax.tools.runner import ToolResult
 from groupax.tools.threads import Outcome
 from groupax.tools.tool import Tool, match_calls
 from groupax.types import CallRecord, FinishReason, Rollout, Turn

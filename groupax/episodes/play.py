@@ -33,8 +33,7 @@ from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.results import ToolResult
-from groupax.tools.runner import TIMED_OUT, ToolRunner
+from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
 from groupax.types import FinishReason, PromptImages, Rollout
 

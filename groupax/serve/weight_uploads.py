@@ -10,8 +10,7 @@ from starlette.routing import Route
 
 from groupax.serve.body import json_body
 from groupax.serve.errors import ApiError, stopping
-from groupax.serve.jobs import ClosedError
-from groupax.serve.loop import EngineLoop
+from groupax.serve.loop import ClosedError, EngineLoop
 from groupax.serve.requests import parse_json
 from groupax.serve.weights import Weights
 

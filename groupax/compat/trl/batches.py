@@ -26,8 +26,8 @@ from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.log import RunLog
 from groupax.settings.sampling import SamplingParams
-from groupax.training.buckets import Shape
 from groupax.training.learner import Update
+from groupax.training.packing import Shape
 from groupax.types import Row
 
 

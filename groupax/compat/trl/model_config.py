@@ -54,7 +54,7 @@ def get_peft_config(model_args: Any) -> Any:
     if _is_installed("peft", "torch"):
         from peft import LoraConfig
     else:
-        from groupax.compat.hf.settings import LoraConfig
+        from groupax.compat.hf import LoraConfig
     more: dict[str, Any] = {}
     if model_args.lora_target_parameters is not None:
         more["target_parameters"] = model_args.lora_target_parameters
@@ -82,7 +82,7 @@ def get_quantization_config(model_args: Any) -> Any:
     if _is_installed("bitsandbytes", "torch"):
         from transformers import BitsAndBytesConfig
     else:
-        from groupax.compat.hf.settings import BitsAndBytesConfig
+        from groupax.compat.hf import BitsAndBytesConfig
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
