@@ -77,7 +77,7 @@ versions:
 	set -e; for each in lowest:$(OLD_PYTHON) newest:$(NEW_PYTHON); do name=$${each%%:*}; \
 	  $${each#*:} -m venv build/versions/$$name; \
 	  build/versions/$$name/bin/pip install --quiet -c build/versions/$$name.txt ".[$$(echo $(EXTRAS) | tr ' ' ,)]"; \
-	  build/versions/$$name/bin/groupax train --recipe arithmetic --max_steps 2 --prompts_per_step 2 \
+	  XLA_FLAGS= PYTHONPATH= build/versions/$$name/bin/groupax train --recipe arithmetic --max_steps 2 --prompts_per_step 2 \
 	    --num_generations 4 --output_dir build/versions/run_$$name; \
 	done
 	$(OLD_PYTHON) dev/lowest_versions.py --digest $(EXTRAS) > dev/dependencies.sha256

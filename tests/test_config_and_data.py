@@ -169,6 +169,7 @@ def test_values_of_a_file_are_converted():
 )
 def test_a_config_is_shown_as_what_creates_it(config):
     assert eval(repr(config)) == config
+    assert "beta" not in repr(config), "defaults are left out"
 
 
 def test_settings_are_frozen_and_round_trip():

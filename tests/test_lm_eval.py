@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from groupax import Engine, load_model
 from groupax.data.tokenizer import load_tokenizer
@@ -31,40 +32,35 @@ CHOICES = (
     [" dog", " tax", " bear"],
     [" park", " law", " moon"],
 )
-CHOICE_TASK = """
-task: choose
+TASK = """
+task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
+doc_to_target: "{{{{start}}}}{{{{choices[0]}}}}"
+doc_to_text: ""
+"""
+OWN = {
+    "choose": """
 output_type: multiple_choice
-doc_to_text: "{{{{start}}}}"
-doc_to_choice: "{{{{choices}}}}"
+doc_to_text: "{{start}}"
+doc_to_choice: "{{choices}}"
 doc_to_target: 0
 target_delimiter: ""
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-CONTINUE_TASK = """
-task: continue
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "continue": """
 output_type: generate_until
-doc_to_text: "{{{{start}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-filter_list: [{{name: none, filter: [{{function: remove_whitespace}}, {{function: take_first}}]}}]
-generation_kwargs: {{until: ["."], max_gen_toks: 24, temperature: 0.0, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-PERPLEXITY_TASK = """
-task: perplex
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
+doc_to_text: "{{start}}"
+filter_list: [{name: none, filter: [{function: remove_whitespace}, {function: take_first}]}]
+generation_kwargs: {until: ["."], max_gen_toks: 24, temperature: 0.0, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "perplex": """
 output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{start}}}}{{{{choices[0]}}}}"
-metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}]
-"""
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
+""",
+}
 
 
 def evaluated(folder, model, arguments, batch):
@@ -85,9 +81,10 @@ def test_lm_eval_scores_the_server_as_its_own_backend(tmp_path):
         pytest.skip(f"no {MODEL}")
     data = tmp_path / "rows.jsonl"
     rows = [{"start": start, "choices": CHOICES[index % 3]} for index, start in enumerate(STARTS * 4)]
-    data.write_text("\n".join(json.dumps({**row, "start": " " * 0 + row["start"]}) for row in rows))
-    for name, task in (("choose", CHOICE_TASK), ("continue", CONTINUE_TASK), ("perplex", PERPLEXITY_TASK)):
-        (tmp_path / f"{name}.yaml").write_text(task.format(data=data))
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    for name, own in OWN.items():
+        task = yaml.safe_load(TASK.format(name=name, data=data)) | yaml.safe_load(own)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
     own, own_samples = evaluated(
         tmp_path, "hf", f"pretrained={MODEL},dtype=float32,max_length=512,add_bos_token=False", "4"
     )

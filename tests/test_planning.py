@@ -445,19 +445,6 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
         trace_run(config, mesh, lora, lora_for(lora, None))
 
 
-@pytest.mark.heavy
-def test_scores_are_counted_as_often_as_they_are_computed():
-    def runs(**settings):
-        args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, **settings)
-        run = trace_run(read_config(SMALL), one_device_mesh(), args)
-        return {program.name: program.runs for program in run.programs}, run.num_updates
-
-    assert "score" not in runs(num_iterations=3)[0], "the first pass knows the old log-probs of the next ones"
-    names, updates = runs(updates_per_rollout=3, num_iterations=2, beta=0.1)
-    assert (names["score"], names["micro_step"], updates) == (2 + 3, 6, 6)
-    assert runs(top_entropy_quantile=0.5, num_iterations=2)[0]["score"] == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -591,34 +578,6 @@ def test_the_nearest_change_comes_first():
     assert changes(a_plan("apply_update", replace(scored, offload_optimizer=True, offload_reference=True))) == ["v5e-2"]
     fixed = list(fitting._changes(read_config(TINY), a_plan("micro_step", small)))[-1]
     assert (fixed.devices, fixed.args.mesh) == ("v5e-2", "1,-1,1,1,1"), "the mesh of one device is none of two"
-
-
-@pytest.mark.heavy
-def test_what_changes_of_a_rollout():
-    plan = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4")
-    assert changes(plan) == ["--mesh 1,-1,1,1,1", "--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], (
-        "shared weights would be copies"
-    )
-    split = replace(TRAIN, mesh="1,-1,1,1,1")
-    plan = a_plan("decode_chunk", split, shape=(1, 4, 1, 1, 1), devices="v5e-4")
-    assert changes(plan) == [
-        "--decoding_tp 2",
-        "--decoding_weights int8",
-        "--max_concurrent_rows 8",
-        "--offload_optimizer",
-        "v5e-8",
-    ]
-    shared = replace(TRAIN, decoding_tp=2)
-    plan = a_plan("decode_chunk", shared, shape=(4, 1, 1, 1, 1), devices="v5e-4")
-    assert plan.run.cache.num_slots == 8
-    assert changes(plan) == ["--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], "2 heads are not split in 4"
-    fault = DoesNotFitError("too little", in_rollout=True)
-    assert changes(a_plan("", fault=fault)) == ["--offload_optimizer", "v5e-2"]
-    assert changes(a_plan("", fault=DoesNotFitError("too little", in_rollout=False))) == [
-        "--offload_optimizer",
-        "v5e-2",
-    ]
-    assert changes(a_plan("admit", replace(TRAIN, max_concurrent_rows=2), devices="v5e-256")) == ["--offload_optimizer"]
 
 
 @pytest.mark.heavy

@@ -17,7 +17,7 @@ from groupax.recipes.shapes.scenes import (
     generate,
     scenes,
 )
-from groupax.rewards.resolve import think_answer_correct, think_answer_format
+from groupax.rewards.formats import think_answer_correct, think_answer_format
 
 SHAPES = (
     Shape(0, "red", "circle", 5, (0, 0)),

@@ -333,8 +333,8 @@ def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
     gained = sorted((pair for pair in pairs if merit(pair[1]) > merit(pair[0])), key=lambda pair: not merit(pair[1])[0])
     entries = []
     for first, second in (gained or pairs)[:NUM_SAMPLES]:
-        given = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
-        texts = [one_line(text, 400) for text in given]
+        shown = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
+        texts = [one_line(text, 400) for text in shown]
         table.add_row(*map(Text, texts))
         entries += zip(headers, texts, strict=True)
     return Fitting(table, stacked(title, entries, show_lines=True))

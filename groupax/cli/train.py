@@ -24,6 +24,8 @@ from groupax.runs.progress.named import progress_named
 from groupax.settings.command_line import parsed
 from groupax.settings.fields import as_given, as_read, check_type, nearest
 
+LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of the command that are lists of texts
+
 
 @dataclass(frozen=True)
 class Agents:
@@ -49,9 +51,6 @@ def chosen_agents(tools: Sequence[str] | None, environments: Sequence[str] | Non
     """Returns what the options of a command name; an option that is None takes what the recipe has."""
     own = Agents(recipe.tools, recipe.environments) if recipe else Agents()
     return Agents(own.tools if tools is None else tools, own.environments if environments is None else environments)
-
-
-LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of the command that are lists of texts
 
 
 def check_flags(arguments: Sequence[str], config: type[GRPOConfig] | type[SFTConfig]) -> None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine decodes.
+    """Settings of an engine's decoding.
 
     Attributes:
         max_slots: Maximum number of completions decoded at once; the others wait for a free slot.

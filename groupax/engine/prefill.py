@@ -166,7 +166,7 @@ class Known:
 
 @pytree
 class Admitted:
-    """What an admission brings to B slots with Q prompt slots: P prompts, sharded over the data axes like B.
+    """The arrays that an admission brings to B slots with Q prompt slots: P prompts, sharded over the data axes like B.
 
     Attributes:
         prompts: Prompts without their last tokens, left-padded.

@@ -362,7 +362,7 @@ def _times_in(seconds: float, each_s: float, most: int) -> int:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a server's batches choose their shapes, so that few programs are compiled and nobody waits for others'."""
+    """The choice of shapes of a server's batches, by which few programs are compiled and nobody waits for others'."""
 
     programs: Programs
     plan: Plan

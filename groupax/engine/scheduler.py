@@ -1,4 +1,4 @@
-"""What fits into the cache, and which sequence sits in which slot: host logic. Imports no jax.
+"""The scheduler: it decides what fits into the cache and which sequence has which slot, on the host. Imports no jax.
 
 The cache of a shard (a device of the data axes) is two rectangles: prompt slots x prompt columns and slots x columns,
 and the slots' states if a model has recurrent layers. A plan counts it in tokens, together with temporary copies: one

@@ -136,8 +136,9 @@ def evaluate(
         RewardError: A call failed, and the runner's settings are to raise.
     """
     images = prompts.images_of(range(len(prompts)))
-    given = engine, tokenizer, prompts.examples, prompts.token_ids, params
-    groups = play_episodes(*given, step=0, rules=rules, images=images)
+    groups = play_episodes(
+        engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0, rules=rules, images=images
+    )
     scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
     names = [reward.name for reward in runner.rewards]
     items = make_items(scored.groups, names, weights, correctness_reward)

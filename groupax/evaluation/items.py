@@ -67,17 +67,6 @@ def sources_by_name(texts: Sequence[str], only: str | None = None) -> dict[str, 
     return named_sets(sources)
 
 
-# Rewards whose 1 means that a completion is correct, and the kind of its answer (see `ANSWERS`); None where answers
-# cannot be compared with each other, so that there is no vote.
-ACCURACY_REWARDS: dict[str, str | None] = {
-    "gsm8k_accuracy": "number",
-    "math_accuracy": "math",
-    "think_answer_correct": "tagged",
-    "countdown_correct": None,
-    "code_tests": None,
-}
-
-
 def number_answer(text: str) -> str | None:
     """Returns the final number of a completion, as `gsm8k_accuracy` reads it."""
     number = final_number(text)
@@ -94,7 +83,7 @@ def math_answer(text: str) -> str | None:
     r"""Returns the content of the last `\boxed{}`, else of the last `<answer>`, else the last number.
 
     Spacing and the size of LaTeX's brackets and fractions are ignored. Two notations of one value are two answers here;
-    those that the reward calls correct still count as one (see `items.votes`).
+    those that the reward calls correct still count as one (see `votes`).
     """
     text = final_part(text)
     boxed = last_boxed(text)
@@ -105,11 +94,14 @@ def math_answer(text: str) -> str | None:
     return re.sub(r"\\[dt]frac", r"\\frac", answer).rstrip(".") or None
 
 
-# By the kinds in `ACCURACY_REWARDS`.
-ANSWERS: dict[str, Callable[[str], str | None]] = {
-    "number": number_answer,
-    "math": math_answer,
-    "tagged": tagged_answer,
+# Rewards whose 1 means that a completion is correct, with what reads its answer for votes; None where answers cannot be
+# compared with each other, so that there is no vote.
+ACCURACY_REWARDS: dict[str, Callable[[str], str | None] | None] = {
+    "gsm8k_accuracy": number_answer,
+    "math_accuracy": math_answer,
+    "think_answer_correct": tagged_answer,
+    "countdown_correct": None,
+    "code_tests": None,
 }
 
 
@@ -177,8 +169,7 @@ def make_items(
         weights: [K] weights of the sum.
         correctness_reward: Reward whose 1 means that a completion is correct.
     """
-    kind = ACCURACY_REWARDS.get(correctness_reward) if correctness_reward else None
-    answer_of = ANSWERS[kind] if kind else None
+    answer_of = ACCURACY_REWARDS.get(correctness_reward or "")
     seen: Counter[str] = Counter()
     items = []
     for index, group in enumerate(groups):

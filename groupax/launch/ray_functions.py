@@ -35,14 +35,10 @@ from groupax.parallel.accelerators import Slice, tpu_slice
 
 RAY_KINDS = {"v5e": "v5litepod"}  # kinds of TPUs with another name in Ray
 PATIENCE_S = 10.0  # after which a line says what is awaited
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """Reserved nodes."""
-
-    group: Any  # ray's placement group, with a bundle for each host
-    resources: dict[str, float]  # resources of a host, by Ray's names
+WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts
+POLL_S = 0.5
+ANSWER_S = 30.0  # a node that exists answers sooner
+LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class TpuAcceleratorConfig:
 
     def __post_init__(self) -> None:
         tpu_slice(self.accelerator)
-        _check_environment(self.execution_env)
+        _check(self.execution_env)
 
     @property
     def slice(self) -> Slice:
@@ -75,25 +71,6 @@ class TpuAcceleratorConfig:
     def num_hosts(self) -> int:
         """Number of hosts of the slice."""
         return self.slice.num_hosts
-
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[Reserved]:
-        """Reserves a slice until the end of the context."""
-        from ray.util.tpu import slice_placement_group
-
-        resources = {"CPU": float(self.cpus_per_host), "TPU": float(self.slice.chips_per_host)}
-        group = slice_placement_group(
-            "x".join(map(str, self.slice.sides)),
-            RAY_KINDS.get(self.slice.kind, self.slice.kind),
-            resources_per_bundle=resources,
-            chips_per_vm=self.slice.chips_per_host,
-            strategy="STRICT_SPREAD",
-            head_reservation_timeout_s=self.wait_s,
-        )
-        try:
-            yield Reserved(_ready(group.placement_group, self.wait_s, f"the hosts of {self.accelerator}"), resources)
-        finally:
-            group.shutdown()
 
 
 @dataclass(frozen=True)
@@ -115,17 +92,7 @@ class GpuAcceleratorConfig:
     wait_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        _check_counts(num_hosts=self.num_hosts, gpus_per_host=self.gpus_per_host)
-        _check_environment(self.execution_env)
-
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[Reserved]:
-        """Reserves the nodes until the end of the context."""
-        resources = {"CPU": float(self.cpus_per_host), "GPU": float(self.gpus_per_host)}
-        if self.gpu_model is not None:
-            resources[f"accelerator_type:{self.gpu_model}"] = 0.001
-        with _nodes(resources, self.num_hosts, self.wait_s) as reserved:
-            yield reserved
+        _check(self.execution_env, num_hosts=self.num_hosts, gpus_per_host=self.gpus_per_host)
 
 
 @dataclass(frozen=True)
@@ -144,14 +111,7 @@ class CpuAcceleratorConfig:
     wait_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        _check_counts(num_hosts=self.num_hosts, cpus_per_host=self.cpus_per_host)
-        _check_environment(self.execution_env)
-
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[Reserved]:
-        """Reserves the nodes until the end of the context."""
-        with _nodes({"CPU": float(self.cpus_per_host)}, self.num_hosts, self.wait_s) as reserved:
-            yield reserved
+        _check(self.execution_env, num_hosts=self.num_hosts, cpus_per_host=self.cpus_per_host)
 
 
 AcceleratorConfig = TpuAcceleratorConfig | GpuAcceleratorConfig | CpuAcceleratorConfig
@@ -193,7 +153,7 @@ def execute(
                 lambda: _attempt(config, functools.partial(plain, *args, **kwargs), grace_s),
                 retries,
                 log or _print,
-                _pause,
+                lambda seconds: time.sleep(seconds) is None,
             )
             if outcome.ending != "done":
                 raise RunError("\n".join([outcome.why, *outcome.value]))
@@ -205,23 +165,46 @@ def execute(
 
 
 @contextlib.contextmanager
-def _nodes(resources: dict[str, float], num_hosts: int, wait_s: float) -> Iterator[Reserved]:
+def _reserved(config: AcceleratorConfig) -> Iterator[tuple[Any, dict[str, float]]]:
+    """Reserves hosts until the end of the context: a placement group with a bundle for each, and a host's resources.
+
+    Raises:
+        TimeoutError: They were not free in time.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    group = placement_group([resources] * num_hosts, strategy="STRICT_SPREAD")
-    try:
+    resources = {"CPU": float(config.cpus_per_host)}
+    if isinstance(config, TpuAcceleratorConfig):
+        from ray.util.tpu import slice_placement_group
+
+        resources["TPU"] = float(config.slice.chips_per_host)
+        reserved = slice_placement_group(
+            "x".join(map(str, config.slice.sides)),
+            RAY_KINDS.get(config.slice.kind, config.slice.kind),
+            resources_per_bundle=resources,
+            chips_per_vm=config.slice.chips_per_host,
+            strategy="STRICT_SPREAD",
+            head_reservation_timeout_s=config.wait_s,
+        )
+        group, free, what = reserved.placement_group, reserved.shutdown, f"the hosts of {config.accelerator}"
+    else:
+        if isinstance(config, GpuAcceleratorConfig):
+            resources["GPU"] = float(config.gpus_per_host)
+            if config.gpu_model is not None:
+                resources[f"accelerator_type:{config.gpu_model}"] = 0.001
+        group = placement_group([resources] * config.num_hosts, strategy="STRICT_SPREAD")
+        free = functools.partial(remove_placement_group, group)
         needed = ", ".join(f"{value:g} {name}" for name, value in resources.items())
-        yield Reserved(_ready(group, wait_s, f"{num_hosts} nodes with {needed}"), resources)
+        what = f"{config.num_hosts} nodes with {needed}"
+    try:
+        if not group.wait(min(PATIENCE_S, config.wait_s)):
+            _print(f"waiting for {what}")
+            if config.wait_s <= PATIENCE_S or not group.wait(config.wait_s - PATIENCE_S):
+                status = "`ray status` lists the cluster's resources"
+                raise TimeoutError(f"{what} were not free within {config.wait_s:g} s; {status}")
+        yield group, resources
     finally:
-        remove_placement_group(group)
-
-
-def _ready(group: Any, wait_s: float, what: str) -> Any:
-    if not group.wait(min(PATIENCE_S, wait_s)):
-        _print(f"waiting for {what}")
-        if wait_s <= PATIENCE_S or not group.wait(wait_s - PATIENCE_S):
-            raise TimeoutError(f"{what} were not free within {wait_s:g} s; `ray status` lists the cluster's resources")
-    return group
+        free()
 
 
 def _plain(function: Any) -> Callable[..., Any]:
@@ -239,7 +222,10 @@ def _plain(function: Any) -> Callable[..., Any]:
     return function
 
 
-def _check_environment(environment: Mapping[str, Any]) -> None:
+def _check(environment: Mapping[str, Any], **counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     for name, value in environment.get("env_vars", {}).items():
         if not isinstance(value, str):
             raise ValueError(f"env_vars must be strings, {name} is {value!r}")
@@ -251,24 +237,8 @@ def _check_environment(environment: Mapping[str, Any]) -> None:
         )
 
 
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _pause(seconds: float) -> bool:
-    time.sleep(seconds)
-    return True
-
-
 def _print(text: str) -> None:
     print(f"groupax: {text}", flush=True)
-
-
-WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts
-POLL_S = 0.5
-ANSWER_S = 30.0  # a node that exists answers sooner
 
 
 def connect(address: str | None = None, working_dir: Path | None = None) -> None:
@@ -327,14 +297,14 @@ def _attempt(config: AcceleratorConfig, function: Callable[[], Any], grace_s: fl
     import ray.exceptions
     from ray.util.placement_group import placement_group_table
 
-    with config.reserved() as reserved:
+    with _reserved(config) as (group, resources):
         nodes = {node["NodeID"]: node for node in ray.nodes()}
-        node_of: dict[int, str] = placement_group_table(reserved.group)["bundles_to_node_id"]
+        node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         labels = {bundle: nodes[node].get("Labels", {}) for bundle, node in node_of.items() if node in nodes}
         bundles = _in_order(labels)
         if len(bundles) != config.num_hosts:
             return Outcome("preempted", "a host was lost before the start", [])
-        hosts = _create_hosts(reserved, bundles, config.execution_env)
+        hosts = _create_hosts(group, resources, bundles, config.execution_env)
         try:
             try:
                 pids, ports = zip(*ray.get([host.pid_and_port.remote() for host in hosts]), strict=True)
@@ -354,18 +324,20 @@ def _attempt(config: AcceleratorConfig, function: Callable[[], Any], grace_s: fl
                 ray.kill(host)
 
 
-def _create_hosts(reserved: Reserved, bundles: Sequence[int], runtime_env: Mapping[str, Any]) -> list[Any]:
+def _create_hosts(
+    group: Any, resources: Mapping[str, float], bundles: Sequence[int], runtime_env: Mapping[str, Any]
+) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     host = ray.remote(max_restarts=0, max_task_retries=0)(_Host)
     return [
         host.options(
-            num_cpus=reserved.resources["CPU"],
-            num_gpus=reserved.resources.get("GPU", 0),
-            resources={name: value for name, value in reserved.resources.items() if name not in ("CPU", "GPU")},
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            resources={name: value for name, value in resources.items() if name not in ("CPU", "GPU")},
             runtime_env=dict(runtime_env) or None,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved.group, placement_group_bundle_index=bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         ).remote(index)
         for index, bundle in enumerate(bundles)
     ]
@@ -460,9 +432,6 @@ def _in_order(labels: Mapping[int, Mapping[str, str]]) -> list[int]:
     if all(each.get(WORKER_ID, "").isdigit() for each in labels.values()):
         return sorted(labels, key=lambda bundle: int(labels[bundle][WORKER_ID]))
     return sorted(labels)
-
-
-LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
 
 
 @dataclass(frozen=True, kw_only=True)

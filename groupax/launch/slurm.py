@@ -25,6 +25,7 @@ from groupax.settings import environment as env
 
 # Time limits of sbatch: minutes, minutes:seconds, hours:minutes:seconds, or the same after days and a dash.
 _TIME = re.compile(r"\d+(-\d+(:\d+(:\d+)?)?|:\d+(:\d+)?)?")
+POLL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,9 +340,6 @@ for ((restart = 0; ; restart++)); do
   wait_s=$((wait_s * 2 < 300 ? wait_s * 2 : 300))
 done
 """
-
-
-POLL_S = 2.0
 
 
 def silent_servers(addresses: Sequence[str], timeout_s: float) -> list[str]:

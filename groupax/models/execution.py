@@ -1,4 +1,4 @@
-"""Settings of how a pass over many tokens is executed, which may change rounding, and loops over layers."""
+"""Execution of a pass over many tokens: settings, which may change rounding, and loops over layers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

@@ -87,7 +87,7 @@ class GpuProgram:
 
     @cached_property
     def trip_counts(self) -> Mapping[str, int]:
-        """Number of iterations of the loops of which it is known, by the loop's instruction."""
+        """Number of iterations of each loop that has a known one, by the loop's instruction."""
         return {name: int(number) for name, number in _LOOP.findall(self.hlo)}
 
     def work(self, loop_steps: int = 1) -> tuple[Work, Work]:

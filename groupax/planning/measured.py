@@ -22,6 +22,13 @@ from groupax.planning.counting import Counts, count_program
 from groupax.planning.kernels import Buffer, bytes_by_kind, compile_for_gpu, kind_by_shape
 from groupax.planning.run import Run
 
+OTHER = "temporary"
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# Nothing here was measured on a GPU. A kernel in a CUDA graph takes at least as long as starting its blocks and reading
+# and writing memory once, and 0.5 microseconds pass between kernels (developer.nvidia.com/blog/cuda-graphs); where the
+# host has to wait for a result before it can go on, that is a copy, a wake-up and a launch.
+KERNEL_S = 2e-6
+HOST_VISIT_S = 15e-6
 # Layers of each kind in the smallest of the models, whose first and last layers are compiled with what precedes and
 # follows them, and how many more of one kind the others have, which are compiled as all others are.
 _SMALLEST, _MORE = 2, 2
@@ -97,15 +104,6 @@ def _shapes(weights: Any) -> Hashable:
     return tuple(
         (jax.tree_util.keystr(path), spec.shape) for path, spec in jax.tree_util.tree_leaves_with_path(weights)
     )
-
-
-OTHER = "temporary"
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Nothing here was measured on a GPU. A kernel in a CUDA graph takes at least as long as starting its blocks and reading
-# and writing memory once, and 0.5 microseconds pass between kernels (developer.nvidia.com/blog/cuda-graphs); where the
-# host has to wait for a result before it can go on, that is a copy, a wake-up and a launch.
-KERNEL_S = 2e-6
-HOST_VISIT_S = 15e-6
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_st
 from groupax.types import Row
 
 _LENGTH = "max_completion_length"
+_UNLIMITED = 1e15  # bytes
+# Settings for which only one value is supported by plans.
+_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
 
 
 @dataclass(frozen=True)
@@ -143,10 +146,6 @@ def trace_run(
     )
 
 
-# Settings for which only one value is supported by plans.
-_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
-
-
 def _planned_schedule(args: GRPOConfig) -> UpdateSchedule:
     """Returns how rollouts are split into updates; refuses unsupported settings."""
     for name, value in _PLANNED.items():
@@ -191,9 +190,6 @@ def trace_encoding(model_state: AbstractModel, images: PlannedImages, num_prompt
     weights: Any = model_state.reference["vision"]
     arguments = {**model_state.own, "images": own}
     return [Program("encode_images", partial(_encode.trace, vision, weights, own), arguments, num_prompts * images.num)]
-
-
-_UNLIMITED = 1e15  # bytes
 
 
 def trace_rollout(
