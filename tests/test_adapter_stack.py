@@ -14,8 +14,8 @@ from groupax.models.adapter_stack import changes_of, stack_adapters
 from groupax.models.lora import adapter_specs
 from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import model_specs
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
+from groupax.serve.web import ApiError
 from groupax.serve.weights import Weights
 
 from .test_decoding_tp import push

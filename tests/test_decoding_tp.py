@@ -28,7 +28,7 @@ from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.serve.loop import EngineLoop
-from groupax.serve.protocol import manifest_of, pieces_of
+from groupax.serve.remote import manifest_of, pieces_of
 from groupax.serve.weights import Weights
 from groupax.training.learner import Learner
 

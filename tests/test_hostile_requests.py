@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from groupax.serve.errors import ApiError
-from groupax.serve.prepare import prepare
-from groupax.serve.protocols.table import PROTOCOLS
-from groupax.serve.tokenizing import detokenize, parse, tokenize
+from groupax.serve.prompts import detokenize, prepare, tokenize
+from groupax.serve.protocols import PROTOCOLS
+from groupax.serve.requests import parse_json
+from groupax.serve.web import ApiError
 
 from .test_bridge import LOOKUP, byte_tokenizer
 from .test_serve_chats import served
@@ -108,7 +108,10 @@ def test_requests_with_faults_are_answered_or_refused(num_requests):
             if path in PROTOCOLS:
                 prepare(PROTOCOLS[path].parse(json.dumps(body).encode()), model, 8, 8)
             else:
-                (tokenize if path == "/tokenize" else detokenize)(parse(json.dumps(body).encode())[1], model)
+                given = {
+                    name: value for name, value in parse_json(json.dumps(body).encode()).items() if value is not None
+                }
+                (tokenize if path == "/tokenize" else detokenize)(given, model)
             statuses.append(200)
         except ApiError as error:
             statuses.append(error.status)

@@ -22,8 +22,7 @@ from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards import RewardError
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
-from groupax.serve.remote import RemoteServer
-from groupax.serve.vllm_sglang import (
+from groupax.serve.dialects import (
     RemoteCompletion,
     WeightsFolder,
     identify_server,
@@ -34,6 +33,7 @@ from groupax.serve.vllm_sglang import (
     sglang_request,
     vllm_request,
 )
+from groupax.serve.remote import RemoteServer
 
 from .other_servers import SGLANG_FIELDS, VLLM, VLLM_FIELDS, SGLang
 from .test_config_and_data import a_tokenizer

@@ -23,18 +23,16 @@ from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.data.tokenizer import context_tokens, decode, decode_after
 from groupax.engine.stop_strings import text_before_stop
 from groupax.parallel import peak
-from groupax.serve.app import EventStream, Limits, Server
-from groupax.serve.errors import ApiError
-from groupax.serve.exchange import Completion, Exchange, TokenTexts
-from groupax.serve.loop import Delta, EngineLoop
-from groupax.serve.metrics import Metrics
-from groupax.serve.prepare import encoded, prepare
-from groupax.serve.protocols.incoming import Incoming
-from groupax.serve.protocols.table import PROTOCOLS
-from groupax.serve.requests import SETTINGS, parse, parse_json
-from groupax.serve.responses import ResponseBuilder
-from groupax.serve.text import TextStream
+from groupax.serve.app import Limits, Server
+from groupax.serve.exchange import Completion, Delta, Exchange, TextStream, TokenTexts
+from groupax.serve.loop import EngineLoop
+from groupax.serve.metrics import Metrics, RequestRecord
+from groupax.serve.prompts import encoded, prepare
+from groupax.serve.protocols import PROTOCOLS, EventStream
+from groupax.serve.protocols.openai import ResponseBuilder
+from groupax.serve.requests import SETTINGS, Incoming, parse, parse_json
 from groupax.serve.turns import Turn
+from groupax.serve.web import ApiError
 from groupax.serve.weights import Weights
 
 from .test_config_and_data import a_tokenizer
@@ -302,10 +300,18 @@ def test_metrics_have_the_names_that_dashboards_use():
     assert lines['groupax_requests_total{path="/v1/models",status="200"}'] == "1.0"
     assert lines['groupax_request_seconds_bucket{le="0.03"}'] == "2.0"
     assert lines['groupax_request_seconds_bucket{le="+Inf"}'] == lines["groupax_request_seconds_count"] == "3.0"
-    metrics.first_token_s.labels("m").observe(0.05)
-    metrics.add_tokens("m", 4, 0.2)
+    record = RequestRecord(metrics, time.monotonic(), "m")
+
+    async def deltas():
+        for start, tokens in ((0, [3]), (1, [4] * 4)):
+            yield Delta(0, start, tokens, [], [], [], [], None, "")
+
+    async def watch():
+        return [delta async for delta in record.watch(deltas())]
+
+    assert len(asyncio.run(watch())) == 2
     lines = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
-    assert lines['vllm:time_to_first_token_seconds_sum{model_name="m"}'] == "0.05"
+    assert lines['vllm:time_to_first_token_seconds_count{model_name="m"}'] == "1.0"
     assert lines['vllm:inter_token_latency_seconds_count{model_name="m"}'] == "4.0"
 
 
@@ -457,7 +463,7 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
 def test_training_imports_no_server_and_its_rollout_clients_no_package_of_servers():
     code = (
         "import sys, groupax.trainer; assert not any(name.startswith('groupax.serve') for name in sys.modules); "
-        "import groupax.serve.client, groupax.serve.broadcast_sampler; "
+        "import groupax.serve.client, groupax.serve.client; "
         "assert not {'pydantic', 'starlette', 'uvicorn', 'httptools', 'prometheus_client'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 
 from groupax.constraints import ConstraintCompiler
-from groupax.serve.chat_prompt import chat_prompt
-from groupax.serve.errors import ApiError
 from groupax.serve.exchange import TokenTexts
-from groupax.serve.prepare import ServedModel, encoded_chat, prepare
-from groupax.serve.protocols.incoming import Incoming
-from groupax.serve.requests import ChatRequest, parse
-from groupax.serve.turn_format import TurnFormats
-from groupax.serve.turns import Turn, TurnReader, TurnStream
+from groupax.serve.prompts import ServedModel, chat_prompt, encoded_chat, prepare
+from groupax.serve.requests import ChatRequest, Incoming, parse
+from groupax.serve.turns import Turn, TurnFormats, TurnReader, TurnStream
+from groupax.serve.web import ApiError
 
 from .test_bridge import HERMES, LOOKUP, byte_tokenizer
 from .test_tool_formats import written
@@ -125,7 +122,7 @@ def test_template_arguments_open_reasoning():
     ],
 )  # fmt: skip
 def test_turns_that_grow_are_the_whole_turn(name, text, size):
-    from groupax.serve.turn_format import TurnFormat
+    from groupax.serve.turns import TurnFormat
     from groupax.tools.formats.choose import FORMATS, CallFormat
 
     reader, marks = FORMATS[name]
@@ -145,7 +142,7 @@ def test_arguments_without_types_get_those_of_the_schema():
     tool = {"type": "function", "function": {"name": "add", "parameters": {
         "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]
     }}}  # fmt: skip
-    from groupax.serve.turn_format import TurnFormat
+    from groupax.serve.turns import TurnFormat
     from groupax.tools.formats.choose import FORMATS, CallFormat
 
     def arguments(**given):

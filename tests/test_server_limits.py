@@ -6,8 +6,7 @@ import queue
 import random
 import socket
 import threading
-import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import httpx
 import jax
@@ -18,9 +17,8 @@ import uvicorn
 
 from groupax import SamplingParams
 from groupax.serve.app import Limits, create_app
-from groupax.serve.connections import limited
-from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.loop import EngineLoop
+from groupax.serve.web import CallerCheck
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -48,9 +46,9 @@ def loop(engines):
 
 
 @contextmanager
-def listening(app, max_connections=1024, **bounds):
-    """The port of a server with these bounds."""
-    config = uvicorn.Config(app, http=limited(max_connections, **bounds), ws="none", log_level="error", lifespan="off")
+def listening(app):
+    """The port of a server."""
+    config = uvicorn.Config(app, ws="none", log_level="error", lifespan="off")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -79,93 +77,26 @@ def asked(port, data):
         return received(connection)
 
 
-SLOW = [
-    b"",
-    b"GET /v1/models HT",
-    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Content-Length: 50\r\n\r\n{",
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n{",
-    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod",
-]
-
-
-def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop):
-    with listening(create_app(loop), receive_timeout_s=1.0) as port, ExitStack() as stack:
-        slow = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port)))) for _ in range(60)]
-        for number, connection in enumerate(slow):
-            connection.sendall(SLOW[number % len(SLOW)])
-        begun_s = time.monotonic()
-        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
-        answers = [received(connection) for connection in slow]
-        assert time.monotonic() - begun_s < 15
-        assert answers[:5] == [b""] * 5
-        assert answers[5].startswith(b"HTTP/1.1 200 ")
+def test_a_body_must_arrive_in_time(loop):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with listening(create_app(loop, Limits(receive_timeout_s=0.5))) as port:
+        for body in (b"Content-Length: 50\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n50\r\n{"):
+            answer = asked(port, head + body)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"the body did not arrive within 0.5 s" in answer
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [
-        (b"GET /health HTTP/1.1\r\nx: " + b"a" * 2_000_000 + b"\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 300_000 + b"\r\n", b"400"),
-        (b"GET /" + b"a" * 2_000_000 + b" HTTP/1.1\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 90 + b"Host: a\r\nConnection: close\r\n\r\n", b"200"),
-        (b"nonsense\r\n\r\n", b"400"),
-        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: b\r\nConnection: close\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 19 + b"GET /health HTTP/1.0\r\n\r\n", b"200"),
-        (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),
-    ],
-    ids=[
-        "a long field",
-        "very many fields",
-        "a long path",
-        "many fields",
-        "nonsense",
-        "two hosts",
-        "two lengths",
-        "many requests",
-        "TLS",
-    ],
-)
-def test_heads_are_bounded(loop, head, status):
-    with listening(create_app(loop), receive_timeout_s=2.0) as port:
-        answer = asked(port, head)
-        assert not answer or answer.split(b" ")[1] == status  # one that still sends is cut off
-        assert answer.count(b"HTTP/1.1 200") in (0 if status == b"400" else 1, 20)
+def test_heads_of_strangers(loop):
+    with listening(create_app(loop)) as port:
+        for head, status in (
+            (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: b\r\nConnection: close\r\n\r\n", b"400"),
+            (b"GET /v1/models HTTP/1.1\r\nHost: evil\xe9\r\nConnection: close\r\n\r\n", b"403"),
+            (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 19 + b"GET /health HTTP/1.0\r\n\r\n", b"200"),
+            (b"nonsense\r\n\r\n", b"400"),
+        ):
+            assert asked(port, head).split(b" ")[1] == status
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-
-
-def test_the_oldest_waiting_connection_makes_room_for_a_new_one(loop):
-    with listening(create_app(loop), max_connections=8) as port, ExitStack() as stack:
-        slow = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port)))) for _ in range(20)]
-        for _ in range(5):
-            assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
-        assert received(slow[0], 5) == b""
-
-
-@pytest.mark.parametrize("part", [b"x" * (64 << 20), b"x" * (1 << 20)], ids=["at once", "in parts"])
-def test_a_client_that_reads_nothing_is_cut_off(part):
-    gone = threading.Event()
-
-    async def app(scope, receive, send):
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for sent in range(0, 64 << 20, len(part)):
-            await send({"type": "http.response.body", "body": part, "more_body": sent + len(part) < 64 << 20})
-        if (await receive())["type"] == "http.disconnect":
-            gone.set()
-
-    with (
-        listening(app, send_timeout_s=0.5) as port,
-        closing(socket.create_connection(("127.0.0.1", port))) as connection,
-    ):
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert gone.wait(20)
-        time.sleep(1.5)
-        assert len(received(connection)) < 64 << 20
 
 
 @pytest.mark.heavy
@@ -191,8 +122,6 @@ def test_a_server_without_keys_answers_no_other_sites(loop):
             answer = httpx.post(url, content=body, headers={**JSON, **headers})
             assert answer.status_code == status, headers
             assert told in (answer.json()["error"]["message"] if told else "")
-        answer = asked(port, b"GET /v1/models HTTP/1.1\r\nHost: evil\xe9\r\nConnection: close\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 403 ")
     with listening(create_app(loop, Limits(api_keys=("k",)))) as port:
         headers = {"host": "evil.example", "origin": "http://evil.example", "authorization": "Bearer k"}
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200

@@ -9,9 +9,7 @@ import pytest
 
 from groupax import SamplingParams
 from groupax.serve.app import Limits, create_app
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
-from groupax.serve.pause import pause_mode
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -57,7 +55,7 @@ def test_a_pause_keeps_requests_which_continue_as_if_there_had_been_none(loop, e
     [[expected]] = engine.generate([PROMPT], LONG)
     told, deltas = started(loop)
     loop.pause("keep").result(60)
-    assert loop.pause_state.is_paused
+    assert loop.is_paused
     num_chunks = loop.counts.num_chunks
     later = queue.Queue()
     job = loop.submit("tiny", [PROMPT], LONG, later.put)
@@ -114,31 +112,20 @@ def test_a_server_is_paused_with_a_key_only(loop):
         keyed, key = Limits(api_keys=("secret",)), {"authorization": "Bearer secret"}
         assert (await status(Limits(), "POST", "/pause?mode=keep"))[0] == 403
         assert (await status(keyed, "POST", "/pause?mode=keep"))[0] == 401
-        assert (await status(keyed, "POST", "/pause?mode=sometimes", **key))[0] == 400
+        for query, more, message in (
+            ("mode=stop%0A", {}, "mode must be one of keep, wait, abort"),
+            ("mod=x", {}, "unknown query"),
+            ("mode=keep&clear_cache=true", {}, "clear_cache is not supported: a kept request continues"),
+            ("wait_for_inflight_requests=true", {}, "set mode=wait"),
+            ("mode=keep", {"content-length": "16"}, "its mode is in the query"),
+            ("mode=keep", {"transfer-encoding": "chunked"}, "its mode is in the query"),
+        ):
+            code, answer = await status(keyed, "POST", f"/pause?{query}", **key, **more)
+            assert code == 400
+            assert message in answer["error"]["message"]
         assert await status(keyed, "POST", "/pause?mode=keep", **key) == (200, {"status": "paused"})
         assert await status(keyed, "GET", "/is_paused", **key) == (200, {"is_paused": True})
         assert await status(keyed, "POST", "/resume", **key) == (200, {"status": "resumed"})
         assert await status(keyed, "GET", "/is_paused", **key) == (200, {"is_paused": False})
 
     asyncio.run(statuses())
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ({"mode": "stop\n"}, "mode must be one of keep, wait, abort"),
-        ({"mod": "x"}, "unknown query"),
-        ({"mode": "keep", "clear_cache": "true"}, "clear_cache is not supported: a kept request continues"),
-        ({"wait_for_inflight_requests": "true"}, "set mode=wait"),
-    ],
-)
-def test_unknown_modes_are_refused(query, message):
-    with pytest.raises(ApiError, match=message):
-        pause_mode(query, {})
-    assert pause_mode({}, {"content-length": "0"}) == "abort"
-
-
-@pytest.mark.parametrize("headers", [{"content-length": "16"}, {"transfer-encoding": "chunked"}])
-def test_a_mode_in_the_body_is_refused(headers):
-    with pytest.raises(ApiError, match="its mode is in the query"):
-        pause_mode({"mode": "keep"}, headers)

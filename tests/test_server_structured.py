@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field
 from groupax import Engine, init_model, load_model
 from groupax.data.tokenizer import load_tokenizer
 from groupax.serve.app import Limits, create_app
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
+from groupax.serve.web import ApiError
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import TINY

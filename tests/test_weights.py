@@ -21,8 +21,16 @@ from groupax.models.specs import model_specs
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop
-from groupax.serve.protocol import DTYPES, checksum, manifest_of, pieces_of, read_manifest, tensors_in
-from groupax.serve.remote import RefusedError, RemoteServer
+from groupax.serve.remote import (
+    DTYPES,
+    RefusedError,
+    RemoteServer,
+    checksum,
+    manifest_of,
+    pieces_of,
+    read_manifest,
+    tensors_in,
+)
 
 from .test_server import KEY, demo_model, listening, wait_until
 

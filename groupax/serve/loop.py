@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -23,17 +24,71 @@ from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.serve.jobs import ClosedError, Delta, EngineLoad, Job, Listener, LoopCounts, QueueFullError
-from groupax.serve.pause import Pause, PauseMode
+from groupax.serve.exchange import Delta
 from groupax.settings.sampling import SamplingParams
 from groupax.types import PromptImages
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Listener = Callable[[Delta], None]
+PauseMode = Literal["keep", "wait", "abort"]
 
 # Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
+
+
+class QueueFullError(Exception):
+    """The loop has as many sequences as it takes."""
+
+
+class ClosedError(Exception):
+    """The loop takes no more requests."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the loop.
+
+    Attributes:
+        model: Name of its engine.
+        sequences: Its sequences, which belong to the loop's thread.
+        listener: Called with every delta, in that thread; it must be quick and must not raise.
+        reported: Tokens of each sequence that the listener has received.
+    """
+
+    model: str
+    sequences: list[Sequence]
+    listener: Listener
+    reported: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """The current load of the loop, and totals since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_chunks: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The current load of an engine.
+
+    Attributes:
+        num_running: Sequences in slots.
+        num_waiting: Sequences without a slot.
+        kv_frac: Fraction of the KV cache that they use.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_frac: float = 0.0
 
 
 class EngineLoop:
@@ -52,17 +107,21 @@ class EngineLoop:
         counts: Load and totals; the record is replaced, so that any thread may read it.
         loads: The current load of each engine, by the name of its first model, replaced in the same way.
         programs: Programs of each engine, by the same names, compiled in the background.
-        pause_state: Whether the engines are paused (see `pause`).
+        pausing: The mode of the current pause; None while the engines run.
+        is_paused: Whether no chunk is decoded; with "wait" only after the last running request has finished.
         is_ready: Whether the usual programs are compiled; set by the caller of `warm_up`.
     """
 
     def __init__(self, engines: Mapping[str, Engine], max_sequences: int = 1024) -> None:
         self.engines = dict(engines)
-        self._firsts = _first_names(self.engines)
+        firsts: dict[int, str] = {}
+        self._firsts = {name: firsts.setdefault(id(engine), name) for name, engine in engines.items()}
         own = {name: engine for name, engine in self.engines.items() if self._firsts[name] == name}
         self.max_sequences = max_sequences
         self.counts = LoopCounts()
-        self.pause_state = Pause()
+        self.pausing: PauseMode | None = None
+        self.is_paused = False
+        self._pauses: list[Future[None]] = []  # which wait for the engines to stop
         self._arrived_while_paused: list[Job] = []
         self.programs = {name: Programs(engine, self._wake) for name, engine in own.items()}
         self._sessions = {name: self._new_session(name) for name in own}
@@ -101,7 +160,7 @@ class EngineLoop:
             The number of programs that were compiled.
 
         Raises:
-            ClosedError: the loop has stopped.
+            ClosedError: The loop has stopped.
         """
         clients, before = list(clients), sum(programs.num_compiled for programs in self.programs.values())
         for name, programs in self.programs.items():
@@ -150,9 +209,9 @@ class EngineLoop:
             images: Images of the prompt, which is then the only one.
 
         Raises:
-            ValueError: the engine cannot run it (see `Engine.sequences` and `Session.check`).
-            QueueFullError: too many sequences wait or run.
-            ClosedError: the loop has stopped.
+            ValueError: The engine cannot run it (see `Engine.sequences` and `Session.check`).
+            QueueFullError: Too many sequences wait or run.
+            ClosedError: The loop has stopped.
         """
         engine = self.engines[model]
         sequences = engine.sequences(prompts, params, adapter=adapter_of(engine, model))
@@ -226,7 +285,9 @@ class EngineLoop:
                 self._arrived_while_paused.clear()
                 self._sessions = {name: self._new_session(name) for name in self._sessions}
                 self._count()
-            self.pause_state.begin(mode, future, self._is_busy)
+            self.pausing, self.is_paused = mode, False
+            self._pauses.append(future)
+            self._pause_if_idle()
 
         if not self._command(begin):
             future.set_exception(ClosedError())
@@ -256,16 +317,16 @@ class EngineLoop:
                     num_commands = len(self._commands)
                 for _ in range(num_commands):
                     self._commands.popleft()()
-                if self.pause_state.is_paused:
+                if self.is_paused:
                     continue
                 for model in self._sessions:
                     self._step(model)
-                self.pause_state.update(self._is_busy)
+                self._pause_if_idle()
         finally:
             with self._changed:
                 self._closed = True
             with ExitStack() as last:  # runs each of these, even if an earlier one raises
-                last.callback(self.pause_state.end)
+                last.callback(self._end_pause)
                 last.callback(self._abort_all)
                 for command in reversed(self._commands):
                     last.callback(command)
@@ -275,14 +336,26 @@ class EngineLoop:
 
     @property
     def _can_step(self) -> bool:
-        return not self.pause_state.is_paused and any(session.can_step for session in self._sessions.values())
+        return not self.is_paused and any(session.can_step for session in self._sessions.values())
 
-    @property
-    def _is_busy(self) -> bool:
-        return any(session.busy for session in self._sessions.values())
+    def _pause_if_idle(self) -> None:
+        """Stops the engines for a pause, unless it waits for requests that still run."""
+        is_busy = any(session.busy for session in self._sessions.values())
+        if self.pausing is not None and not (self.pausing == "wait" and is_busy):
+            self.is_paused = True
+            self._answer_pauses()
+
+    def _end_pause(self) -> None:
+        self.pausing, self.is_paused = None, False
+        self._answer_pauses()
+
+    def _answer_pauses(self) -> None:
+        waiting, self._pauses = self._pauses, []
+        for future in waiting:
+            future.set_result(None)
 
     def _resume(self) -> None:
-        self.pause_state.end()
+        self._end_pause()
         arrived, self._arrived_while_paused = self._arrived_while_paused, []
         for job in arrived:
             self._sessions[self._firsts[job.model]].submit(job.sequences)
@@ -303,8 +376,7 @@ class EngineLoop:
             logger.exception("the engine of %s failed; its requests are aborted", model)
             self._sessions[model] = self._new_session(model)
             self._count()
-            for job in {id(job): job for job, _ in self._jobs.values() if self._firsts[job.model] == model}.values():
-                self._abort(job)
+            self._abort_all(model)
             return
         deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
         num_finished = sum(delta.finish_reason is not None for _, delta in deltas)
@@ -319,7 +391,7 @@ class EngineLoop:
         for index, sequence in enumerate(job.sequences):
             self._jobs[id(sequence)] = job, index
         self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
-        if self.pause_state.mode is None:
+        if self.pausing is None:
             self._sessions[self._firsts[job.model]].submit(job.sequences)
         else:
             self._arrived_while_paused.append(job)
@@ -331,13 +403,11 @@ class EngineLoop:
         self._release(len(cancelled))
         self._count(num_cancelled=len(cancelled))
 
-    def _abort_all(self) -> None:
-        for job in {id(job): job for job, _ in self._jobs.values()}.values():
-            self._abort(job)
-
-    def _abort(self, job: Job) -> None:
-        for index, sequence in enumerate(job.sequences):
-            if self._jobs.pop(id(sequence), None) is not None:
+    def _abort_all(self, model: str | None = None) -> None:
+        """Aborts all requests, or those to a model's engine."""
+        for key, (job, index) in list(self._jobs.items()):
+            if model in (None, self._firsts[job.model]):
+                del self._jobs[key]
                 self._release(1)
                 job.listener(Delta(index, len(job.reported[index]), [], [], [], [], [], "abort", ""))
 
@@ -386,9 +456,3 @@ class EngineLoop:
 def adapter_of(engine: Engine, model: str) -> str | None:
     """Returns the adapter of an engine that a model's name stands for; None if it is the engine's own model."""
     return model if model in engine.adapters else None
-
-
-def _first_names(engines: Mapping[str, Engine]) -> dict[str, str]:
-    """Returns for each name the first one with the same engine."""
-    firsts: dict[int, str] = {}
-    return {name: firsts.setdefault(id(engine), name) for name, engine in engines.items()}

@@ -9,8 +9,8 @@ from starlette.concurrency import run_in_threadpool
 
 from groupax.engine.engine import Engine
 from groupax.engine.prompt_logps import PromptLogps, compile_for, num_columns, prompts_per_call, score
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, adapter_of
+from groupax.serve.web import ApiError
 
 
 class PromptScorer:

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from groupax.parallel.sockets import is_loopback
-from groupax.serve.cross_origin import foreign_page, hostname
+from groupax.serve.web import foreign_page, hostname
 
 HEADERS = {
     # Scripts, styles and data come from this server only, and text never becomes markup.
