@@ -32,17 +32,14 @@ from groupax.runs.report.record import read_run
 from groupax.runs.severity import SEVERITIES, severity_of
 from groupax.storage.lock import check_unlocked
 from groupax.types import Rollout
-from groupax.view.axes import mean_and_spread
+from groupax.view.curves import mean_and_spread, smoothed, thinned
 from groupax.view.distributions import heat_map, row_means, spread_out
 from groupax.view.evaluations import item_page
 from groupax.view.groups import group_summaries
 from groupax.view.rollouts import Step, StepCache, read_step
-from groupax.view.runs import Run, Runs
-from groupax.view.series import smoothed, thinned
+from groupax.view.runs import Run, Runs, Tail
 from groupax.view.server import Visits, make_server
-from groupax.view.tail import Tail
-from groupax.view.token_values import LossBounds, pushes, token_values
-from groupax.view.tokens import TokenTexts
+from groupax.view.token_values import LossBounds, TokenTexts, pushes, token_values
 from groupax.view.why import exact_shares
 
 STATIC = Path(__file__).parents[1] / "groupax" / "view" / "static"
@@ -478,7 +475,7 @@ def test_a_run_is_live_quiet_or_done(tmp_path):
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.view.tail.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("groupax.view.runs.MAX_LINE_BYTES", 64)
     (tmp_path / "f").write_text('{"a": 1}\n{"a": "' + "x" * 500 + '"}\n{"a": 2}\n{"a": "' + "y" * 500)
     tail = Tail(tmp_path / "f")
     assert list(tail.new_objects()) == [{"a": 1}, {"a": 2}]

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.rollouts import REWARD, completion_lengths, weighted_total
+from groupax.view.rollouts import REWARD, completion_lengths, list_lengths, weighted_total
 from groupax.view.runs import Run
 
 BUDGET_S = 0.25  # time limit of a call; the page asks again
@@ -107,7 +107,7 @@ def step_values(path: Path, weights: Sequence[float] | None) -> dict[str, np.nda
 
 def row_means(lists: Any) -> np.ndarray:
     """Returns the mean of each list, NaN for lists without a value."""
-    lengths = np.asarray(lists.value_lengths().fill_null(0))
+    lengths = list_lengths(lists)
     flat = np.asarray(lists.flatten().to_numpy(zero_copy_only=False), np.float64)
     known = ~np.isnan(flat)
     ends = np.cumsum(lengths)

@@ -11,9 +11,8 @@ import numpy as np
 from groupax.runs.report.contents import repeating_command
 from groupax.runs.report.record import changed_settings
 from groupax.settings.steps import UNSEEN
-from groupax.view.rollouts import Step
+from groupax.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.view.runs import Run
-from groupax.view.texts import PREVIEW_CHARACTERS, shown_prompt
 
 RECENT_STEPS = 30  # whose median time the remaining time is estimated from
 COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate

@@ -1,5 +1,6 @@
 """Run folders, read while the runs are training."""
 
+import io
 import json
 import math
 import re
@@ -7,7 +8,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,136 @@ from typing import Any
 import numpy as np
 
 from groupax.runs.severity import severity_of
-from groupax.storage.folders import RECORDS, read_file, run_folder_in
-from groupax.view.blocks import columns_of
-from groupax.view.tail import Tail
+from groupax.storage.folders import RECORDS, open_file, read_file, run_folder_in
+
+MAX_LINE_BYTES = 16 * 2**20
+
+
+class Tail:
+    """A reader that yields every object of a growing JSON Lines file once.
+
+    A last line without a newline is still being written and is left for a later call. A file that was replaced or
+    truncated is read again from the start.
+
+    Args:
+        path: Path of the file, which need not exist.
+
+    Attributes:
+        generation: Number of times that the file was replaced or truncated.
+        num_bad_lines: Number of lines that were not JSON objects.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = self.num_bad_lines = 0
+        self._offset = self._inode = 0
+
+    def new_objects(self) -> Iterator[dict[str, Any]]:
+        """Yields the objects written since the last call. `generation` is up to date at the first object.
+
+        Raises:
+            OSError: The file exists and cannot be read.
+        """
+        if not self._has_more():
+            return
+        with open_file(self.path) as file:
+            file.seek(self._offset)
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    if len(line) < MAX_LINE_BYTES or not _skip_line(file):
+                        return
+                    line = b""
+                self._offset = file.tell()
+                try:
+                    content = json.loads(line)
+                except (ValueError, RecursionError):
+                    content = None
+                if isinstance(content, dict):
+                    yield content
+                else:
+                    self.num_bad_lines += 1
+
+    def whole_lines(self, num_bytes: int) -> bytes:
+        """Returns the next whole lines of about that size, which `new_objects` still yields unless they are skipped.
+
+        Returns fewer bytes at the end of the file, and nothing if a line is longer. `generation` is up to date.
+
+        Raises:
+            OSError: The file exists and cannot be read.
+        """
+        if not self._has_more():
+            return b""
+        with open_file(self.path) as file:
+            file.seek(self._offset)
+            block = file.read(num_bytes)
+        return block[: block.rfind(b"\n") + 1]
+
+    def skip(self, num_bytes: int) -> None:
+        """Marks that many bytes as read."""
+        self._offset += num_bytes
+
+    def _has_more(self) -> bool:
+        """Returns whether there is something to read, and starts again with a file that was replaced."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            self._restart(0)
+            return False
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self._restart(stat.st_ino)
+        return stat.st_size > self._offset
+
+    def _restart(self, inode: int) -> None:
+        if self._offset:
+            self.generation += 1
+        self._offset = self.num_bad_lines = 0
+        self._inode = inode
+
+
+def _skip_line(file: Any) -> bool:
+    """Reads to the end of the line; returns False if the file ends first."""
+    while chunk := file.readline(MAX_LINE_BYTES):
+        if chunk.endswith(b"\n"):
+            return True
+    return False
+
+
+NULL = -1.7e308  # stands for null, which Arrow does not tell from a name that a line does not have
+
+
+def columns_of(block: bytes) -> Mapping[str, tuple[np.ndarray, np.ndarray]] | None:
+    """Returns the rows and values of the numbers in lines of JSON, by name.
+
+    Args:
+        block: Whole lines.
+
+    Returns:
+        rows: The lines that have the name, ascending.
+        values: Their values as float64, NaN for null.
+        None if Arrow cannot read the lines, or if one of them has no step: these are for a reader of single lines.
+    """
+    import pyarrow
+    from pyarrow import json
+
+    try:
+        content = block.replace(b"null", repr(NULL).encode())
+        options = json.ReadOptions(use_threads=False, block_size=len(content) + 1)
+        table = json.read_json(io.BytesIO(content), read_options=options)
+    except pyarrow.ArrowException:
+        return None
+    if len(set(table.column_names)) != table.num_columns or table.num_rows != block.count(b"\n"):
+        return None
+    kinds = dict(zip(table.column_names, table.schema.types, strict=True))
+    is_number = pyarrow.types.is_floating, pyarrow.types.is_integer
+    found = {}
+    for name in (name for name, kind in kinds.items() if any(check(kind) for check in is_number)):
+        column = table.column(name)
+        rows = np.flatnonzero(column.is_valid().to_numpy())
+        values = column.drop_null().cast(pyarrow.float64(), safe=False).to_numpy()
+        found[name] = rows, np.where(np.isfinite(values) & (values != NULL), values, np.nan)
+    steps = found.get("step")
+    return None if steps is None or len(steps[0]) != table.num_rows or np.isnan(steps[1]).any() else found
+
 
 MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
 MAX_METRICS = 5000  # metric names; further ones are ignored

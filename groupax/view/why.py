@@ -21,11 +21,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.settings.objective import UNCLIPPED
 from groupax.storage.folders import read_file
-from groupax.view.arrow import has_mask, scalar_text
+from groupax.view.rollouts import has_mask, list_lengths, scalar_text
 from groupax.view.runs import NotFoundError, Run
-from groupax.view.tokens import token_texts
+from groupax.view.token_values import LossBounds, loss_bounds, token_texts
 
 SHOWN_ROWS, SHOWN_TOKENS = 20, 12
 SHOWN_BYTES = 400  # of a completion
@@ -80,7 +79,7 @@ def why(run: Run, step: int) -> dict[str, Any]:
     else:
         with pyarrow.parquet.ParquetFile(path) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
-            terms = _no_terms() if missing else read_terms(file, *_settings(run))
+            terms = _no_terms() if missing else read_terms(file, loss_bounds(run), _is_per_row(run))
             fault = f"Its rollout log has no {missing[0]}." if missing else ""
             rows, num_rows = _rows(file, terms, exact), max(num_rows, len(terms.places))
             tokens = _tokens(terms, run)
@@ -117,20 +116,17 @@ def exact_shares(folder: Path, step: int) -> Exact | None:
         return None
 
 
-def read_terms(file: Any, bounds: tuple[float, float], is_per_row: bool) -> Terms:
-    """Returns the rows of an update and its largest terms.
+def read_terms(file: Any, bounds: LossBounds, is_per_row: bool) -> Terms:
+    """Returns the rows of an update and its largest terms, from the open rollout log of its step.
 
-    Args:
-        file: The open rollout log of its step.
-        bounds: Ratios beyond which a token has no gradient.
-        is_per_row: Whether all rows weigh the same in the loss.
+    All rows may weigh the same in the loss, whatever their lengths (`is_per_row`).
     """
     parts: list[tuple[np.ndarray, ...]] = []
     top: list[tuple[float, int, int, int, float, float]] = []
     masked, num_before, num_read = has_mask(file.schema_arrow), 0, 0
     columns = [*COLUMNS, *(["mask"] if masked else [])]
     for batch in file.iter_batches(batch_size=4096, columns=columns, use_threads=False):
-        lengths = {name: _lengths(batch.column(name)) for name in columns[3:]}
+        lengths = {name: list_lengths(batch.column(name)) for name in columns[3:]}
         counts = lengths["completion_ids"]
         is_trained = np.logical_and.reduce([each == counts for each in lengths.values()]) & (counts > 0)
         index = np.flatnonzero(is_trained) + num_read
@@ -142,7 +138,7 @@ def read_terms(file: Any, bounds: tuple[float, float], is_per_row: bool) -> Term
         ratios = np.exp(np.clip(logps - policy, -20.0, 20.0))
         of_token = advantages[row_of]
         sizes = np.abs(of_token * ratios) * -np.expm1(np.minimum(logps, 0.0))
-        is_out = np.where(of_token > 0, ratios > bounds[1], ratios < bounds[0]) | ~np.isfinite(sizes)
+        is_out = np.where(of_token > 0, ratios > bounds.high, ratios < bounds.low) | ~np.isfinite(sizes)
         is_out |= ~_flat(batch.column("mask")).astype(bool) if masked else False
         sizes[is_out] = 0.0
         sampled = np.bincount(row_of, _flat(batch.column("mask")), len(counts)) if masked else counts
@@ -214,10 +210,6 @@ def _floats(column: Any) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False).astype(np.float64)
 
 
-def _lengths(lists: Any) -> np.ndarray:
-    return np.asarray(lists.value_lengths().fill_null(0))
-
-
 def _size(row: Mapping[str, Any] | None) -> float:
     if row is None:
         return 0.0
@@ -228,18 +220,11 @@ def _sorted(exact: Exact | None) -> list[tuple[tuple[int, int], Mapping[str, Any
     return sorted((exact or {}).items(), key=lambda item: -_size(item[1]))[:SHOWN_ROWS]
 
 
-def _settings(run: Run) -> tuple[tuple[float, float], bool]:
-    """Returns the bounds beyond which tokens have no gradient, and whether all rows weigh the same."""
-    nothing = (-np.inf, np.inf)
+def _is_per_row(run: Run) -> bool:
     try:
-        config = run.config()
-        loss = config["loss_type"]
-        if loss in UNCLIPPED or config["importance_sampling_level"] != "token":
-            return nothing, loss in PER_ROW
-        low, high = config["epsilon"], config["epsilon_high"]
-        return (1 - float(low), 1 + float(low if high is None else high)), loss in PER_ROW
-    except (KeyError, TypeError, ValueError):
-        return nothing, False
+        return run.config().get("loss_type") in PER_ROW
+    except ValueError:
+        return False
 
 
 def _around(run: Run, name: str, step: int) -> Mapping[str, Any] | None:
