@@ -32,8 +32,7 @@ from groupax.runs.report.record import read_run
 from groupax.runs.severity import SEVERITIES, severity_of
 from groupax.storage.lock import check_unlocked
 from groupax.types import Rollout
-from groupax.view.curves import mean_and_spread, smoothed, thinned
-from groupax.view.distributions import heat_map, row_means, spread_out
+from groupax.view.curves import heat_map, mean_and_spread, row_means, smoothed, spread_out, thinned
 from groupax.view.evaluations import item_page
 from groupax.view.groups import group_summaries
 from groupax.view.rollouts import Step, StepCache, read_step

@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from groupax.runs.report.record import changed_settings
 from groupax.view import curves, groups, token_values
-from groupax.view.distributions import Distributions
 from groupax.view.evaluations import EvaluationTable, item_page
 from groupax.view.overview import best_and_worst, machine_of, overview, table_row
 from groupax.view.rollouts import Step, StepCache
@@ -118,7 +117,7 @@ class Page:
         self._steps = StepCache()
         self._indexes: dict[Run, PromptIndex] = {}
         self._evaluations = EvaluationTable()
-        self._distributions: dict[Run, Distributions] = {}
+        self._distributions: dict[Run, curves.Distributions] = {}
 
     def routes(self) -> list[Route]:
         """Returns all routes of the page."""
@@ -209,7 +208,7 @@ class Page:
 
     def distributions(self, asked: Asked) -> Any:
         """Returns the distributions of a run's completions over steps, of those that have been read."""
-        return self._distributions.setdefault(asked.run, Distributions(asked.run)).read()
+        return self._distributions.setdefault(asked.run, curves.Distributions(asked.run)).read()
 
     def config(self, _: Asked) -> Any:
         """Returns the settings of every run, its machine and versions, and the defaults of the settings that differ.

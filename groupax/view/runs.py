@@ -9,7 +9,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,10 @@ NULL = -1.7e308  # stands for null, which Arrow does not tell from a name that a
 
 
 def columns_of(block: bytes) -> Mapping[str, tuple[np.ndarray, np.ndarray]] | None:
-    """Returns the rows and values of the numbers in lines of JSON, by name.
+    """Returns the numbers in whole lines of JSON by name: the lines that have the name, and their values, NaN for null.
 
-    Args:
-        block: Whole lines.
-
-    Returns:
-        rows: The lines that have the name, ascending.
-        values: Their values as float64, NaN for null.
-        None if Arrow cannot read the lines, or if one of them has no step: these are for a reader of single lines.
+    Arrow parses them while other threads work. None if it cannot read the lines, or if one of them has no step: these
+    are for a reader of single lines.
     """
     import pyarrow
     from pyarrow import json
@@ -162,20 +156,15 @@ class NotFoundError(ValueError):
     """An error for a requested item that does not exist, or no longer exists."""
 
 
-@dataclass
 class _Column:
     """The steps and values of a metric in the order of logging."""
 
-    steps: array = field(default_factory=lambda: array("d"))
-    values: array = field(default_factory=lambda: array("d"))
+    def __init__(self) -> None:
+        self.steps, self.values = array("d"), array("d")
 
 
 class Run:
-    """The contents of a run folder. All methods may be called from any thread.
-
-    Attributes:
-        path: Path of the folder.
-    """
+    """The contents of the run folder at `path`. All methods may be called from any thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -183,7 +172,7 @@ class Run:
         self._metrics, self._diagnostics_tail = Tail(path / "metrics.jsonl"), Tail(path / "diagnostics.jsonl")
         self._columns: dict[str, _Column] = {}
         self._diagnostics: list[dict[str, Any]] = []
-        self._generations = (0, 0)
+        self._metrics_read = self._diagnostics_read = 0  # generation of what was read
         self._last_step = math.nan
         self._num_lines = 0
         self._fault = ""
@@ -218,6 +207,7 @@ class Run:
             latest = {name: self._columns[name].values[-1] for name in names if name in self._columns}
             step_time = self._columns.get("step_time")
             patience_s = max(LIVE_S, 5 * step_time.values[-1]) if step_time else LIVE_S
+            severities = {each["name"]: each["severity"] for each in self._diagnostics}
             age_s = self._age_s()
             return {
                 "path": str(self.path),
@@ -225,7 +215,7 @@ class Run:
                 "last_step": self._last_step,
                 "latest": latest,
                 "num_metrics": len(self._columns),
-                "diagnostics": dict(list(self._severities().items())[:MAX_SHOWN_DIAGNOSTICS]),
+                "diagnostics": dict(list(severities.items())[:MAX_SHOWN_DIAGNOSTICS]),
                 "num_rollout_steps": len(steps),
                 "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
@@ -240,11 +230,9 @@ class Run:
             return sorted(self._columns)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps and values of a metric in the order of logging; empty if the metric does not exist.
+        """Returns the steps [S] and values [S] of a metric in the order of logging; empty if it does not exist.
 
-        Returns:
-            steps: [S] float64.
-            values: [S] float64, NaN for values that are not finite.
+        Values that are not finite are NaN.
         """
         with self._lock:
             column = self._columns.get(name, _Column())
@@ -256,11 +244,7 @@ class Run:
             return list(self._diagnostics)
 
     def config(self) -> dict[str, Any]:
-        """Returns the settings of the run; empty if they are not written yet.
-
-        Raises:
-            ValueError: The file is not a JSON object.
-        """
+        """Returns the settings of the run; empty if they are not written yet. Raises a ValueError if damaged."""
         return self._json_file("config.json")
 
     def command(self) -> dict[str, Any]:
@@ -301,17 +285,11 @@ class Run:
         return steps
 
     def rollout_file(self, step: int) -> Path:
-        """Returns the path of a step's rollout log.
-
-        Raises:
-            NotFoundError: The step has no rollout log.
-        """
+        """Returns the path of a step's rollout log, or raises a `NotFoundError`."""
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         if not path.is_file():
-            raise NotFoundError(
-                f"step {step} has no rollout log: it was not logged (log_completions_steps), or its file was removed "
-                "to save space (rollout_log_gb)"
-            )
+            why = "it was not logged (log_completions_steps), or its file was removed to save space (rollout_log_gb)"
+            raise NotFoundError(f"step {step} has no rollout log: {why}")
         return path
 
     def evaluation_files(self) -> dict[str, Path]:
@@ -334,7 +312,7 @@ class Run:
             return self._read_lines()
         _, steps = columns["step"]
         self._num_lines += len(steps)
-        self._take_step(float(steps.max()))
+        self._last_step = np.fmax(self._last_step, float(steps.max()))
         for name, (rows, values) in columns.items():
             if name != "step" and (column := self._column(name)) is not None:
                 column.steps.frombytes(steps[rows].tobytes())
@@ -346,25 +324,20 @@ class Run:
         """Reads the next lines one by one, and returns whether there may be more."""
         for count, line in enumerate(self._metrics.new_objects(), 1):
             self._forget_replaced()
-            step = _number(line.get("step"))
+            step = _number(line.pop("step", None))
             if step is None or math.isnan(step):
                 self._metrics.num_bad_lines += 1
                 continue
             self._num_lines += 1
-            self._take_step(step)
-            del line["step"]
+            self._last_step = np.fmax(self._last_step, step)
             for name, value in line.items():
                 number = value if type(value) is float and math.isfinite(value) else _number(value)
-                if number is None or (column := self._column(name)) is None:
-                    continue
-                column.steps.append(step)
-                column.values.append(number)
+                if number is not None and (column := self._column(name)) is not None:
+                    column.steps.append(step)
+                    column.values.append(number)
             if count == LINES_AT_ONCE:
                 return True
         return False
-
-    def _take_step(self, step: float) -> None:
-        self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
 
     def _column(self, name: str) -> _Column | None:
         """Returns the column of a metric; None for a new one beyond the limit."""
@@ -373,26 +346,18 @@ class Run:
         return self._columns.setdefault(name, _Column())
 
     def _forget_replaced(self) -> None:
-        if self._metrics.generation != self._generations[0]:
-            self._forget_metrics()
-
-    def _forget_metrics(self) -> None:
-        self._generations = (self._metrics.generation, self._generations[1])
-        self._columns, self._last_step, self._num_lines = {}, math.nan, 0
+        if self._metrics.generation != self._metrics_read:
+            self._metrics_read = self._metrics.generation
+            self._columns, self._last_step, self._num_lines = {}, math.nan, 0
 
     def _read_diagnostics(self) -> None:
         new = list(self._diagnostics_tail.new_objects())
-        if self._diagnostics_tail.generation != self._generations[1]:
-            self._generations = (self._generations[0], self._diagnostics_tail.generation)
-            self._diagnostics = []
+        if self._diagnostics_tail.generation != self._diagnostics_read:
+            self._diagnostics_read, self._diagnostics = self._diagnostics_tail.generation, []
         for line in new:
-            step = _number(line.get("step"))
             name, text = (str(line.get(key, "")) for key in ("name", "text"))
-            self._diagnostics.append({"step": step, "name": name, "text": text, "severity": severity_of(name)})
-
-    def _severities(self) -> dict[str, str]:
-        """Returns the severity of each diagnostic by name."""
-        return {each["name"]: each["severity"] for each in self._diagnostics}
+            known = {"step": _number(line.get("step")), "name": name, "text": text}
+            self._diagnostics.append({**known, "severity": severity_of(name)})
 
     def _age_s(self) -> float | None:
         """Returns the seconds since the run last wrote metrics."""

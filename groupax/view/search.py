@@ -4,8 +4,7 @@ import json
 import math
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,16 @@ MAX_CHARACTERS = 1000  # of the text to search for
 ENDS = ("", "truncated", "complete")
 Read = Callable[[Path, Sequence[float] | None], Step]
 ANYTHING = (-math.inf, math.inf)
+MAX_ENTRIES = 2_000_000  # groups in an index; 44 bytes each
+MAX_TEXTS = 50_000
+TEXT_CHARACTERS = 160
+ORDERS = ("frequent", "unsolved", "gained", "lost")
+GROUP = np.dtype(
+    [
+        *(("key", "u8"), ("step", "i8"), ("prompt_index", "i4"), ("size", "i4"), ("truncated", "i4")),
+        *(("mean", "f4"), ("low", "f4"), ("high", "f4")),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,9 @@ class Query:
         texts = [searched_text(step.text("prompt", int(rows[index]))[0]) for index in first_rows]
         in_prompt = self._places(pyarrow.array(texts, pyarrow.large_string()))[group_of] >= 0
         places = self._places(step.table.column("completion"))[rows]
-        for row, place in zip(rows[in_prompt | (places >= 0)], places[in_prompt | (places >= 0)], strict=True):
-            yield int(row), _num_characters(step, int(row), int(place))
+        is_hit = in_prompt | (places >= 0)
+        for row, place in zip(rows[is_hit].tolist(), places[is_hit].tolist(), strict=True):
+            yield row, len(step.text("completion", row, place)[0]) if place > 0 else 0
 
     def may_match(self, path: Path) -> bool:
         """Returns whether a step's texts match, whatever else is asked for.
@@ -161,7 +171,10 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
         for row, place in query.rows(step, start):
             if len(hits) == MAX_HITS:
                 return {"hits": hits, "next": {"before": number + 1, "first": row}, "num_searched": num_searched}
-            hits.append(_hit(step, number, row, place))
+            excerpt_from = max(place - CONTEXT_CHARACTERS, 0)
+            text = step.text("completion", row)[0][excerpt_from : excerpt_from + PREVIEW_CHARACTERS]
+            known = {"excerpt": ("…" if excerpt_from else "") + text, "total": step.total[row]}
+            hits.append({**_place(step, number, row), **known, "advantage": step.advantage[row]})
             is_likely = True
     return {"hits": hits, "next": None, "num_searched": len(steps)}
 
@@ -176,13 +189,16 @@ def exported(run: Run, query: Query) -> Iterator[bytes]:
             continue
         for row, _ in query.rows(step):
             is_likely = True
-            yield json.dumps(_record(step, number, row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-
-
-def excerpt(text: str, place: int) -> str:
-    """Returns the text around a position."""
-    start = max(place - CONTEXT_CHARACTERS, 0)
-    return ("…" if start else "") + text[start : start + PREVIEW_CHARACTERS]
+            record = {
+                **_place(step, number, row),
+                "reward": _known(step.total[row]),
+                "rewards": {name: _known(column[row]) for name, column in step.rewards.items()},
+                "advantage": _known(step.advantage[row]),
+                "finish_reason": step.value("finish_reason", row),
+                "prompt": step.text("prompt", row)[0],
+                "completion": step.text("completion", row)[0],
+            }
+            yield json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _matching(path: Path, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool) -> Step | None:
@@ -196,31 +212,12 @@ def _matching(path: Path, query: Query, read: Read, weights: Sequence[float] | N
         return None
 
 
-def _hit(step: Step, number: int, row: int, place: int) -> dict[str, Any]:
+def _place(step: Step, number: int, row: int) -> dict[str, Any]:
     return {
         "step": number,
         "prompt_index": int(step.prompt_index[row]),
-        "sample_index": step.table.column("sample_index")[row].as_py(),
-        "excerpt": excerpt(step.text("completion", row)[0], place),
-        "total": step.total[row],
-        "advantage": step.advantage[row],
+        "sample_index": step.value("sample_index", row),
         "num_tokens": int(step.num_tokens[row]),
-    }
-
-
-def _record(step: Step, number: int, row: int) -> Mapping[str, Any]:
-    names = step.table.column_names
-    return {
-        "step": number,
-        "prompt_index": int(step.prompt_index[row]),
-        "sample_index": step.table.column("sample_index")[row].as_py(),
-        "reward": _known(step.total[row]),
-        "rewards": {name: _known(column[row]) for name, column in step.rewards.items()},
-        "advantage": _known(step.advantage[row]),
-        "num_tokens": int(step.num_tokens[row]),
-        "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
-        "prompt": step.text("prompt", row)[0],
-        "completion": step.text("completion", row)[0],
     }
 
 
@@ -228,29 +225,11 @@ def _known(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _num_characters(step: Step, row: int, num_bytes: int) -> int:
-    return len(step.text("completion", row, num_bytes)[0]) if num_bytes > 0 else 0
-
-
-MAX_ENTRIES = 2_000_000  # groups; 40 bytes each
-MAX_TEXTS = 50_000
-TEXT_CHARACTERS = 160
-ORDERS = ("frequent", "unsolved", "gained", "lost")
-TYPECODES = {  # of the columns, for `array`
-    "key": "Q",
-    "step": "q",
-    "prompt_index": "i",
-    "size": "i",
-    "truncated": "i",
-    "mean": "f",
-    "low": "f",
-    "high": "f",
-}
-
-
 class PromptIndex:
-    """The groups of all steps by prompt. Memory is bounded: of a larger run only the first `MAX_ENTRIES` groups are
-    indexed."""
+    """The groups of all steps of a run by prompt, read in the background.
+
+    Memory is bounded: of a larger run only the first `MAX_ENTRIES` groups are indexed.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -268,12 +247,9 @@ class PromptIndex:
             if todo and not self._is_full() and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=self._read, args=(todo,), daemon=True)
                 self._thread.start()
-            return {
-                "num_done": len(self._done),
-                "num_steps": len(self._done) + len(todo),
-                "num_unreadable": self._num_unreadable,
-                "is_full": self._is_full(),
-            }
+            num_done, num_steps = len(self._done), len(self._done) + len(todo)
+            known = {"num_unreadable": self._num_unreadable, "is_full": self._is_full()}
+            return {"num_done": num_done, "num_steps": num_steps, **known}
 
     def close(self) -> None:
         """Stops indexing."""
@@ -287,11 +263,14 @@ class PromptIndex:
         Raises:
             NotFoundError: The key is malformed.
         """
-        columns = self._arrays()
-        rows = np.flatnonzero(columns["key"] == np.uint64(_number(key)))
-        rows = rows[np.argsort(columns["step"][rows], kind="stable")]
-        found = {name: column[rows].tolist() for name, column in columns.items() if name != "key"}
-        return {"text": self._texts.get(_number(key), ""), **found}
+        try:
+            number = int(key, 16) & (2**64 - 1)
+        except ValueError:
+            raise NotFoundError(f"{key!r} is not a prompt key") from None
+        groups = self._all_groups()
+        groups = np.sort(groups[groups["key"] == np.uint64(number)], order="step", kind="stable")
+        found = {name: groups[name].tolist() for name in GROUP.names or () if name != "key"}
+        return {"text": self._texts.get(number, ""), **found}
 
     def prompts(self, query: str, limit: int, order: str = "frequent") -> list[dict[str, Any]]:
         """Returns prompts that contain a text, with their mean reward the first and the last time, and their best one.
@@ -306,22 +285,18 @@ class PromptIndex:
         """
         if order not in ORDERS:
             raise ValueError(f"order={order!r} is none of {', '.join(ORDERS)}")
-        columns = self._arrays()
-        by_step = np.argsort(columns["step"], kind="stable")
+        groups = self._all_groups()
+        groups = groups[np.argsort(groups["step"], kind="stable")]
         keys, first, group_of, counts = np.unique(
-            columns["key"][by_step], return_index=True, return_inverse=True, return_counts=True
+            groups["key"], return_index=True, return_inverse=True, return_counts=True
         )
-        last = len(by_step) - 1 - np.unique(columns["key"][by_step][::-1], return_index=True)[1]
-        means = columns["mean"][by_step].astype(np.float64)
+        last = len(groups) - 1 - np.unique(groups["key"][::-1], return_index=True)[1]
+        means = groups["mean"].astype(np.float64)
         best = np.full(len(keys), np.nan)
-        np.fmax.at(best, group_of, columns["high"][by_step])
+        np.fmax.at(best, group_of, groups["high"])
         found = {"first": means[first], "last": means[last], "best": best}
-        wanted = {
-            "frequent": np.zeros(len(keys)),
-            "unsolved": best,
-            "gained": found["first"] - found["last"],
-            "lost": found["last"] - found["first"],
-        }[order]
+        gains = found["last"] - found["first"]
+        wanted = {"frequent": np.zeros(len(keys)), "unsolved": best, "gained": -gains, "lost": gains}[order]
         query = query.casefold()
         rows: list[dict[str, Any]] = []
         for index in np.lexsort((-counts, np.nan_to_num(wanted, nan=np.inf))).tolist():
@@ -335,13 +310,17 @@ class PromptIndex:
 
     def _forget(self) -> None:
         self._generation = self._run.generation
-        self._columns = {name: array(typecode) for name, typecode in TYPECODES.items()}
+        self._groups: list[np.ndarray] = []  # of each step
         self._texts: dict[int, str] = {}
         self._done: set[int] = set()
         self._num_unreadable = 0
 
     def _is_full(self) -> bool:
-        return len(self._columns["key"]) >= MAX_ENTRIES
+        return sum(map(len, self._groups)) >= MAX_ENTRIES
+
+    def _all_groups(self) -> np.ndarray:
+        with self._lock:
+            return np.concatenate([np.zeros(0, GROUP), *self._groups])
 
     def _read(self, steps: Iterable[int]) -> None:
         generation, weights = self._generation, self._run.reward_weights()
@@ -359,29 +338,17 @@ class PromptIndex:
                 if step is None:
                     self._num_unreadable += 1
                 else:
-                    self._add(number, step)
+                    self._groups.append(self._groups_of(number, step))
 
-    def _add(self, number: int, step: Step) -> None:
+    def _groups_of(self, number: int, step: Step) -> np.ndarray:
+        groups = []
         for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
             rows = step.rows_of(prompt_index)
-            scalar = step.table.column("prompt")[int(rows[0])]
-            key = _number(prompt_key(scalar))
+            key = int(prompt_key(step.table.column("prompt")[int(rows[0])]), 16)
             totals = step.total[rows]
             totals = totals[~np.isnan(totals)]
-            low, mean, high = (totals.min(), totals.mean(), totals.max()) if totals.size else (np.nan,) * 3
-            values = (key, number, prompt_index, len(rows), int(step.truncated[rows].sum()), mean, low, high)
-            for name, value in zip(TYPECODES, values, strict=True):
-                self._columns[name].append(value)
+            mean, low, high = (totals.mean(), totals.min(), totals.max()) if totals.size else (np.nan,) * 3
+            groups.append((key, number, prompt_index, len(rows), step.truncated[rows].sum(), mean, low, high))
             if key not in self._texts and len(self._texts) < MAX_TEXTS:
                 self._texts[key] = shown_prompt(step.text("prompt", int(rows[0]))[0])[:TEXT_CHARACTERS]
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        with self._lock:
-            return {name: np.array(column) for name, column in self._columns.items()}
-
-
-def _number(key: str) -> int:
-    try:
-        return int(key, 16) & (2**64 - 1)
-    except ValueError:
-        raise NotFoundError(f"{key!r} is not a prompt key") from None
+        return np.array(groups, GROUP)

@@ -55,6 +55,11 @@ class Terms:
     index: np.ndarray
     tokens: list[tuple[int, int, int, float, float]]
 
+    def place(self, row: int) -> dict[str, Any]:
+        """Returns what identifies a row, and its advantage."""
+        prompt, sample = self.places[row].tolist()
+        return {"prompt_index": prompt, "sample_index": sample, "advantage": float(self.advantages[row])}
+
 
 def why(run: Run, step: int) -> dict[str, Any]:
     """Returns what the update of a step was made of.
@@ -75,7 +80,8 @@ def why(run: Run, step: int) -> dict[str, Any]:
         if not facts and not found and exact is None:
             raise
         fault = "The completions of this step were not kept."
-        rows = [{"prompt_index": prompt, "sample_index": sample, **each} for (prompt, sample), each in _sorted(exact)]
+        largest = sorted((exact or {}).items(), key=lambda item: -_size(item[1]))[:SHOWN_ROWS]
+        rows = [{"prompt_index": prompt, "sample_index": sample, **each} for (prompt, sample), each in largest]
     else:
         with pyarrow.parquet.ParquetFile(path) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
@@ -174,9 +180,7 @@ def _rows(file: Any, terms: Terms, exact: Exact | None) -> list[dict[str, Any]]:
     texts = file.read(columns=["completion"], use_threads=False).column("completion") if len(chosen) else None
     return [
         {
-            "prompt_index": int(terms.places[row, 0]),
-            "sample_index": int(terms.places[row, 1]),
-            "advantage": float(terms.advantages[row]),
+            **terms.place(row),
             "num_tokens": int(terms.num_tokens[row]),
             "estimate": float(terms.estimates[row]),
             "preview": "" if texts is None else scalar_text(texts[int(terms.index[row])], SHOWN_BYTES)[0],
@@ -189,15 +193,7 @@ def _rows(file: Any, terms: Terms, exact: Exact | None) -> list[dict[str, Any]]:
 def _tokens(terms: Terms, run: Run) -> list[dict[str, Any]]:
     texts = token_texts(run.path / "tokenizer")
     return [
-        {
-            "prompt_index": int(terms.places[row, 0]),
-            "sample_index": int(terms.places[row, 1]),
-            "advantage": float(terms.advantages[row]),
-            "token": at,
-            "text": "".join(texts.pieces([token])),
-            "ratio": ratio,
-            "logp": logp,
-        }
+        {**terms.place(row), "token": at, "text": "".join(texts.pieces([token])), "ratio": ratio, "logp": logp}
         for row, at, token, ratio, logp in terms.tokens
     ]
 
@@ -214,10 +210,6 @@ def _size(row: Mapping[str, Any] | None) -> float:
     if row is None:
         return 0.0
     return np.inf if row["share"] is None else abs(row["share"])
-
-
-def _sorted(exact: Exact | None) -> list[tuple[tuple[int, int], Mapping[str, Any]]]:
-    return sorted((exact or {}).items(), key=lambda item: -_size(item[1]))[:SHOWN_ROWS]
 
 
 def _is_per_row(run: Run) -> bool:
