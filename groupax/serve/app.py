@@ -33,9 +33,8 @@ from groupax.serve.exchange import (
     collect,
     no_tokens,
 )
-from groupax.serve.loop import ClosedError, EngineLoop, Job, PauseMode, QueueFullError, adapter_of
+from groupax.serve.loop import ClosedError, EngineLoop, Job, PauseMode, PromptScorer, QueueFullError, adapter_of
 from groupax.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
-from groupax.serve.prompt_scoring import PromptScorer
 from groupax.serve.prompts import (
     Prepared,
     ServedModel,
@@ -272,8 +271,8 @@ class Server:
         work = asyncio.ensure_future(scores)
         try:
             found = await unless_disconnected(work, http.receive, deadline_s)
-        except ClosedError as error:
-            raise stopping() from error
+        except (ClosedError, QueueFullError) as error:
+            raise stopping() if isinstance(error, ClosedError) else self._queue_full() from error
         finally:
             work.cancel()
         return replace(exchange, prompt_logps=found)
@@ -286,10 +285,13 @@ class Server:
         except ValueError as error:
             raise ApiError(400, str(error), param="row_keys" if "row_keys" in str(error) else None) from error
         except QueueFullError as error:
-            message = f"{self.loop.max_sequences} completions wait or run; try again later"
-            raise ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)}) from error
+            raise self._queue_full() from error
         except ClosedError as error:
             raise stopping() from error
+
+    def _queue_full(self) -> ApiError:
+        message = f"{self.loop.max_sequences} completions wait or run; try again later"
+        return ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)})
 
     async def _events(
         self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]

@@ -7,6 +7,7 @@ between_chunks ───────► commands ─┤
           the thread: commands, then a step of every session that has work ──► listeners
 """
 
+import asyncio
 import logging
 import threading
 import time
@@ -22,8 +23,10 @@ import numpy as np
 
 from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
+from groupax.engine.prompt_logps import PromptLogps, Scoring, compile_for, num_columns
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
+from groupax.parallel.mesh import num_data_shards
 from groupax.serve.exchange import Delta
 from groupax.settings.sampling import SamplingParams
 from groupax.types import PromptImages
@@ -36,6 +39,10 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 # Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
+# What one turn of the loop may take while other requests wait, in seconds: a wide request joins in parts of PART
+# completions, more of them at a time as long as chunks take less, and prompts are scored some columns at a time.
+LONGEST_TURN_S = 0.25
+PART = 32
 
 
 class QueueFullError(Exception):
@@ -127,6 +134,8 @@ class EngineLoop:
         self._sessions = {name: self._new_session(name) for name in own}
         self.loads = {name: EngineLoad() for name in own}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
+        self._parts: dict[str, deque[list[Sequence]]] = {name: deque() for name in own}  # of wide requests, which wait
+        self._widths = dict.fromkeys(own, PART)  # most sequences at once while such parts wait
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -283,7 +292,8 @@ class EngineLoop:
             if mode == "abort":
                 self._abort_all()
                 self._arrived_while_paused.clear()
-                self._sessions = {name: self._new_session(name) for name in self._sessions}
+                for name in self._sessions:
+                    self._restart(name)
                 self._count()
             self.pausing, self.is_paused = mode, False
             self._pauses.append(future)
@@ -331,16 +341,20 @@ class EngineLoop:
                 for command in reversed(self._commands):
                     last.callback(command)
 
+    def _restart(self, model: str) -> None:
+        self._sessions[model] = self._new_session(model)
+        self._parts[model].clear()
+
     def _new_session(self, model: str) -> Session:
         return Session(self.engines[model], PATIENCE, self.programs[model])
 
     @property
     def _can_step(self) -> bool:
-        return not self.is_paused and any(session.can_step for session in self._sessions.values())
+        return not self.is_paused and any(self._parts[name] or each.can_step for name, each in self._sessions.items())
 
     def _pause_if_idle(self) -> None:
         """Stops the engines for a pause, unless it waits for requests that still run."""
-        is_busy = any(session.busy for session in self._sessions.values())
+        is_busy = any(self._parts[name] or session.busy for name, session in self._sessions.items())
         if self.pausing is not None and not (self.pausing == "wait" and is_busy):
             self.is_paused = True
             self._answer_pauses()
@@ -358,14 +372,16 @@ class EngineLoop:
         self._end_pause()
         arrived, self._arrived_while_paused = self._arrived_while_paused, []
         for job in arrived:
-            self._sessions[self._firsts[job.model]].submit(job.sequences)
+            self._admit(job)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
     def _step(self, model: str) -> None:
-        session = self._sessions[model]
+        session, parts = self._sessions[model], self._parts[model]
+        while parts and session.num_running + session.num_waiting < self._widths[model]:
+            session.submit([each for each in parts.popleft() if not each.finish_reason])
         if not session.busy:
             return
         begun_s, session.pace.device_s = time.perf_counter(), 0.0
@@ -374,7 +390,7 @@ class EngineLoop:
         except Exception:
             # For example out of memory on the devices. The next requests start with an empty cache.
             logger.exception("the engine of %s failed; its requests are aborted", model)
-            self._sessions[model] = self._new_session(model)
+            self._restart(model)
             self._count()
             self._abort_all(model)
             return
@@ -386,15 +402,25 @@ class EngineLoop:
         for job, delta in deltas:
             job.listener(delta)
         session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
+        if session.pace.device_s > LONGEST_TURN_S:
+            self._widths[model] = max(PART, session.num_running // 2)
+        elif parts and session.pace.device_s < LONGEST_TURN_S / 2 and session.num_running >= self._widths[model] // 2:
+            self._widths[model] *= 2
 
     def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             self._jobs[id(sequence)] = job, index
         self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
         if self.pausing is None:
-            self._sessions[self._firsts[job.model]].submit(job.sequences)
+            self._admit(job)
         else:
             self._arrived_while_paused.append(job)
+
+    def _admit(self, job: Job) -> None:
+        """Has a request join its engine's session: at once, or the rest of a wide one later and in parts."""
+        model, sequences = self._firsts[job.model], job.sequences
+        self._sessions[model].submit(sequences[:PART])
+        self._parts[model].extend(sequences[first : first + PART] for first in range(PART, len(sequences), PART))
 
     def _cancel(self, job: Job) -> None:
         cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]
@@ -447,7 +473,9 @@ class EngineLoop:
             name: EngineLoad(session.num_running, session.num_waiting, session.kv_frac)
             for name, session in self._sessions.items()
         }
-        num_held = sum(id(each) in self._jobs for job in self._arrived_while_paused for each in job.sequences)
+        held = [job.sequences for job in self._arrived_while_paused]
+        held += [part for parts in self._parts.values() for part in parts]
+        num_held = sum(id(each) in self._jobs for part in held for each in part)
         values["num_running"] = sum(load.num_running for load in self.loads.values())
         values["num_waiting"] = sum(load.num_waiting for load in self.loads.values()) + num_held
         self.counts = LoopCounts(**{**vars(self.counts), **values})
@@ -456,3 +484,62 @@ class EngineLoop:
 def adapter_of(engine: Engine, model: str) -> str | None:
     """Returns the adapter of an engine that a model's name stands for; None if it is the engine's own model."""
     return model if model in engine.adapters else None
+
+
+class PromptScorer:
+    """Computes the log-probs of prompts in the loop's thread. Completions continue between two slices of a prompt."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._turn = asyncio.Semaphore(1)
+        self._num_waiting = 0
+        self._num_pieces = 1  # of a slice
+
+    async def score(
+        self, model: str, prompts: list[np.ndarray], temperature: float, num_alternatives: int
+    ) -> list[PromptLogps]:
+        """Returns the log-probs of prompts, in their order.
+
+        Args:
+            model: Name of the engine's model.
+            prompts: Token ids of each prompt.
+            temperature: Divisor of the logits; 0 counts as 1.
+            num_alternatives: Number of alternatives to return for each token.
+
+        Raises:
+            QueueFullError: Too many prompts wait.
+            ClosedError: The loop has stopped.
+        """
+        if self._num_waiting + len(prompts) > self._loop.max_sequences:
+            raise QueueFullError
+        self._num_waiting += len(prompts)
+        engine, found = self._loop.engines[model], dict[int, PromptLogps]()
+        size = num_data_shards(engine.mesh)
+        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        try:
+            for first in range(0, len(prompts), size):
+                indices = by_length[first : first + size]
+                chosen = [prompts[index] for index in indices]
+                await asyncio.to_thread(compile_for, engine, num_columns(len(chosen[-1])))
+                async with self._turn:
+                    scoring = await self._between_chunks(
+                        lambda: Scoring(engine, chosen, temperature, adapter_of(engine, model))  # noqa: B023
+                    )
+                    while not scoring.is_done:
+                        await self._between_chunks(partial(self._advance, scoring))
+                found |= dict(zip(indices, await asyncio.to_thread(scoring.results, num_alternatives), strict=True))
+            return [found[index] for index in range(len(prompts))]
+        finally:
+            self._num_waiting -= len(prompts)
+
+    async def _between_chunks(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._loop.between_chunks(function))
+
+    def _advance(self, scoring: Scoring) -> None:
+        begun_s = time.perf_counter()
+        scoring.advance(self._num_pieces)
+        seconds = time.perf_counter() - begun_s
+        if seconds > LONGEST_TURN_S:
+            self._num_pieces = max(1, self._num_pieces // 2)
+        elif seconds < LONGEST_TURN_S / 4:
+            self._num_pieces *= 2
