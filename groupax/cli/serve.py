@@ -95,7 +95,7 @@ class Serve:
     max_connections: int = 1024
     """Most connections at once; requests of further ones get status 503. A proxy in front keeps slow clients away."""
     receive_timeout_s: float = 30.0
-    """Seconds in which the body of a request must arrive."""
+    """Seconds in which the body of a request must arrive; else it gets status 408."""
     log_requests: bool = True
     """Print a line for each finished request: status, model, tokens and seconds, not its text."""
     drain_s: int = 60
