@@ -20,6 +20,7 @@ from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import model_specs
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
+from groupax.serve.dialects import Groupax
 from groupax.serve.loop import EngineLoop
 from groupax.serve.remote import (
     DTYPES,
@@ -173,10 +174,8 @@ def test_of_an_adapter_only_the_changes_travel(local, monkeypatch):
     engine, prompts = local
     server, (model, _) = Running(), demo_model()
     sent = []
-    real = RemoteSampler._upload
-    monkeypatch.setattr(
-        RemoteSampler, "_upload", lambda self, *args: (sent.append(sorted(args[-1])), real(self, *args))[1]
-    )
+    real = Groupax.upload
+    monkeypatch.setattr(Groupax, "upload", lambda self, *args: (sent.append(sorted(args[-1])), real(self, *args))[1])
     try:
         adapted = add_adapter(model, LORA)
         trained = perturbed(adapted.adapter.trained, 1)
