@@ -18,8 +18,8 @@ from groupax import SamplingParams, save_model
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.constraints import ConstraintCompiler
 from groupax.data.tokenizer import context_tokens, decode, decode_after
-from groupax.engine.stop_strings import text_before_stop
-from groupax.parallel import peak
+from groupax.engine.sequence import text_before_stop
+from groupax.parallel import memory as peak
 from groupax.serve.exchange import Completion, Delta, Exchange, TextStream, TokenTexts
 from groupax.serve.loop import EngineLoop
 from groupax.serve.metrics import Metrics, RequestRecord

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from groupax.errors import require
-from groupax.parallel.sockets import is_loopback, listen
+from groupax.parallel.processes import is_loopback, listen
 from groupax.settings.command_line import parsed
 
 PORT = 4747

@@ -21,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.serve.exchange import (
     Completion,
     Delta,

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
+from groupax.data.chat import check_messages, check_tools, join_text_parts
 from groupax.data.images import URL, open_image, read_image, without_images
-from groupax.data.messages import check_messages, check_tools, join_text_parts
 from groupax.serve.web import ApiError, bad_request
 from groupax.settings.template_kwargs import check_template_kwargs
 

@@ -28,8 +28,8 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter
 from groupax.models.specs import Params
 from groupax.parallel import processes
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.preemption import RolloutCancelled
-from groupax.parallel.transfer import to_host_on_primary
 from groupax.serve.dialects import UNKNOWN, Dialect, RemoteCompletion, WeightsFolder, identify_server
 from groupax.serve.remote import RefusedError, RemoteServer
 from groupax.settings.sampling import SamplingParams

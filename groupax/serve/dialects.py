@@ -25,13 +25,11 @@ import numpy as np
 
 from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
-from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
-from groupax.models.lora import Adapter, adapter_specs
-from groupax.models.named_tensors import host_tensors, param_leaves, specs_by_name, trained_params
-from groupax.models.peft_format import adapter_config_dict
-from groupax.models.saving import save_model
+from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
 from groupax.models.specs import Params, model_specs
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import host_tensors, param_leaves, save_model, specs_by_name, trained_params
 from groupax.serve.remote import PIECE_BYTES, RefusedError, RemoteServer, manifest_of, pieces_of, reading
 from groupax.settings.sampling import SAMPLER, SamplingParams
 

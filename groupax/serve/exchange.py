@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.data.tokenizer import REPLACEMENT, context_tokens, decode
-from groupax.engine.stop_strings import text_before_stop
+from groupax.engine.sequence import text_before_stop
 from groupax.serve.requests import Request
 from groupax.serve.turns import Call, Turn, TurnReader, TurnStream
 from groupax.serve.web import ApiError

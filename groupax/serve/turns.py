@@ -10,7 +10,7 @@ from typing import Any
 
 from groupax.data.tokenizer import decode
 from groupax.data.tool_arguments import convert_arguments
-from groupax.engine.stop_strings import exempt_length, text_before_stop
+from groupax.engine.sequence import exempt_length, text_before_stop
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats import gpt_oss
 from groupax.tools.formats.choose import FORMATS, RESPONSE_TEMPLATE, CallFormat, call_format

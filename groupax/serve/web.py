@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 
 logger = logging.getLogger(__name__)
 

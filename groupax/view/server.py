@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 import uvicorn
 from starlette.responses import PlainTextResponse, Response
 
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 from groupax.serve.web import foreign_page, hostname, several_hosts
 from groupax.view.app import Page, make_app
 from groupax.view.runs import Runs
