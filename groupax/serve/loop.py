@@ -102,7 +102,8 @@ class EngineLoop:
     """Drives engines in one thread, which decodes a chunk of each that has work in turn.
 
     A completion depends on its prompt, its settings including the seed, its index in the request, and the weights: it
-    equals that of `Engine.generate`.
+    equals that of `Engine.generate`. Methods may be called from any thread; they raise a `ClosedError`, or return a
+    future that does, once the loop has stopped.
 
     Args:
         engines: Engines by the name of their model; adapters that an engine decodes together with its model have it
@@ -167,9 +168,6 @@ class EngineLoop:
 
         Returns:
             The number of programs that were compiled.
-
-        Raises:
-            ClosedError: The loop has stopped.
         """
         clients, before = list(clients), sum(programs.num_compiled for programs in self.programs.values())
         for name, programs in self.programs.items():
@@ -179,6 +177,7 @@ class EngineLoop:
                 programs.request(missing)
                 programs.wait(missing)
             for number in sorted(clients):  # requests compile the small rest, and load the programs
+                self._widths[name] = max(self._widths[name], number)
                 self._run_dummies(name, min(number, self.max_sequences))
         return sum(programs.num_compiled for programs in self.programs.values()) - before
 
@@ -207,7 +206,7 @@ class EngineLoop:
         row_keys: np.ndarray | None = None,
         images: PromptImages | None = None,
     ) -> Job:
-        """Starts a request. Safe in any thread.
+        """Starts a request.
 
         Args:
             model: Name of the engine's model.
@@ -220,7 +219,6 @@ class EngineLoop:
         Raises:
             ValueError: The engine cannot run it (see `Engine.sequences` and `Session.check`).
             QueueFullError: Too many sequences wait or run.
-            ClosedError: The loop has stopped.
         """
         engine = self.engines[model]
         sequences = engine.sequences(prompts, params, adapter=adapter_of(engine, model))
@@ -228,9 +226,8 @@ class EngineLoop:
             sequence.images = images
         if row_keys is not None:
             if row_keys.shape != (len(sequences), 2):
-                raise ValueError(
-                    f"row_keys must have {len(sequences)} pairs, one for each completion, got {len(row_keys)}"
-                )
+                num = len(sequences)
+                raise ValueError(f"row_keys must have {num} pairs, one for each completion, got {len(row_keys)}")
             for sequence, key in zip(sequences, row_keys, strict=True):
                 sequence.key = key
         session = self._sessions[self._firsts[model]]
@@ -247,7 +244,7 @@ class EngineLoop:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancels the rest of a request, whose listener is not called any more. Safe in any thread, at any time."""
+        """Cancels the rest of a request, whose listener is not called any more."""
         self._command(lambda: self._cancel(job))
 
     def between_chunks(self, function: Callable[[], T]) -> Future[T]:
@@ -304,7 +301,7 @@ class EngineLoop:
         return future
 
     def resume(self) -> Future[None]:
-        """Ends a pause. Safe in any thread."""
+        """Ends a pause."""
         return self.between_chunks(self._resume)
 
     def _command(self, command: Callable[[], None]) -> bool:
