@@ -97,7 +97,7 @@ class Scoring:
         return self._next == self._end
 
     def advance(self, num_pieces: int) -> None:
-        """Computes up to so many pieces of columns. No other program of the engine may run meanwhile."""
+        """Computes the next pieces of columns. No other program of the engine may run meanwhile."""
         end = min(self._next + num_pieces, self._end)
         bounds = jax.device_put((np.int32(self._next), np.int32(end)), self._replicated)
         given = self._params, self._found, self._tokens, self._temperature, self._adapter, *bounds
@@ -105,7 +105,7 @@ class Scoring:
         self._next = end
 
     def results(self, num_alternatives: int) -> list[PromptLogps]:
-        """Returns the log-probs of each prompt, with so many alternatives, at most `MAX_LOGPROBS`."""
+        """Returns the log-probs of each prompt, with at most `MAX_LOGPROBS` alternatives for each token."""
         found = jax.device_get(self._found[1])
         results = []
         for row, length in enumerate(self._lengths):

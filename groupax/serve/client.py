@@ -112,12 +112,7 @@ class RemoteSampler:
         return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
-        """Runs sequences to their ends and yields those of a prompt when all of them are finished.
-
-        Raises:
-            RunError: No server can sample, or the servers do not fit the model.
-            RolloutCancelled: `cancel` was called.
-        """
+        """Runs sequences to their ends; yields those of a prompt together (see `RemoteSession.step` for errors)."""
         with closing(self.session()) as session:
             session.submit(sequences)
             while session.busy:
@@ -289,12 +284,7 @@ class _RolloutRequests:
 def check_completions(
     completions: Sequence[RemoteCompletion], group: Sequence[Completion], url: str, vocab_size: int
 ) -> None:
-    """Checks that a server's completions are what was asked for.
-
-    Raises:
-        RunError: Their number, their tokens or their log-probs cannot be right.
-        RefusedError: One was not finished.
-    """
+    """Raises a `RunError` if a server's completions cannot be right, a `RefusedError` if one was not finished."""
     if len(completions) != len(group):
         raise RunError(f"{url} responds with {len(completions)} completions instead of {len(group)}")
     most = group[0].params.max_tokens
@@ -393,8 +383,7 @@ class BroadcastSession:
     def step(self) -> Iterator[tuple[Completion, int]]:
         """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
 
-        Raises:
-            RunError: See `RemoteSession.step`; raised in all processes.
+        Errors (see `RemoteSession.step`) are raised in all processes.
         """
         for number, values in processes.run_on_primary(self._finished):
             sequence = self._under_way.pop(number)

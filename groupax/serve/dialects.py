@@ -1,4 +1,4 @@
-"""What servers are asked for rollouts: those of groupax, vLLM and SGLang.
+"""The dialects of servers that sample rollouts: groupax, vLLM and SGLang.
 
 groupax:       changed tensors ──► uploads in pieces ──► taken over between two chunks
 vLLM, SGLang:  weights ──► a shared folder ──► the server loads it, and clears its prefix cache
@@ -217,12 +217,7 @@ class VLLM:
         self.pushed = UNKNOWN
 
     def complete(self, group: list[Completion], connection: HTTPConnection) -> list[RemoteCompletion]:
-        """Samples the completions of a prompt.
-
-        Raises:
-            RefusedError: The server refuses for now.
-            RunError: The server cannot do it at all, e.g. because its log-probs are not those of its samples.
-        """
+        """Samples the completions of a prompt; a `RunError` tells that the server cannot do it at all."""
         if not samples_from_logits(group[0].params):
             self._check_mode()
         response = self._server.request("POST", "/v1/completions", vllm_request(group, self._model), connection)

@@ -39,7 +39,7 @@ class Delta:
 
 @dataclass
 class Completion:
-    """What has been reported of a completion."""
+    """A completion, accumulated from its deltas."""
 
     tokens: list[int] = field(default_factory=list)
     policy_logps: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From a request to what the engine runs: the chat template, token ids, sampling parameters, grammars of calls."""
+"""Prepares requests for the engine: the chat template, token ids, sampling parameters, grammars of calls."""
 
 import contextlib
 import json

@@ -135,11 +135,7 @@ class Extent:
 
 
 def manifest_of(tensors: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Returns the manifest of concatenated tensors.
-
-    Raises:
-        ValueError: A tensor has a dtype that cannot be uploaded.
-    """
+    """Returns the manifest of concatenated tensors, or raises a `ValueError` for a dtype that cannot be uploaded."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     manifest, start = {}, 0
     for name, tensor in tensors.items():

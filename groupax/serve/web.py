@@ -1,4 +1,4 @@
-"""What every HTTP endpoint needs: errors in OpenAI's format, checks of callers, bodies and deadlines."""
+"""Parts that all HTTP endpoints share: errors in OpenAI's format, checks of callers, bodies and deadlines."""
 
 import asyncio
 import hmac
