@@ -94,7 +94,8 @@ class Serve:
     """Names by which clients may call a server without keys (the Host of their requests), in addition to addresses and,
     where others can reach it, this machine's own names. Other names are refused: another site's page could use them."""
     max_connections: int = 1024
-    """Most connections at once; requests of further ones get status 503. A proxy in front keeps slow clients away."""
+    """Most connections at once; while there are more, requests get status 503. A proxy in front keeps slow clients
+    away."""
     receive_timeout_s: float = 30.0
     """Seconds in which the body of a request must arrive; else it gets status 408."""
     log_requests: bool = True
@@ -156,7 +157,7 @@ def _uvicorn_config(
     write_line = partial(print, flush=True) if command.log_requests else lambda _: None
     return uvicorn.Config(
         create_app(loop, limits, models, write_line),
-        limit_concurrency=command.max_connections,
+        limit_concurrency=command.max_connections + 1,
         ws="none",
         log_level="error",  # not a line for each malformed request
         access_log=False,

@@ -94,25 +94,20 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Returns a content as one text, or as parts of a chat if some are images."""
-    if not isinstance(content, list) or not any(map(_is_image, content)):
+    listed = content if isinstance(content, list) else []
+    images = [isinstance(part, Mapping) and part.get("type") == "input_image" for part in listed]
+    if not any(images):
         return text_of(content, TEXTS, where)
-    return [
-        {"type": "image_url", "image_url": {"url": _image_url(part, where)}}
-        if _is_image(part)
-        else {"type": "text", "text": text_of([part], TEXTS, where)}
-        for part in content
-    ]
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "input_image"
-
-
-def _image_url(part: Mapping[str, Any], where: str) -> str:
-    if part.get("file_id") is not None or not isinstance(part.get("image_url"), str):
-        message = f"{where} must have images as image_url, a data: URL, got {short(part)}; this server has no files"
-        raise ApiError(400, message, "input", "unsupported_value")
-    return part["image_url"]
+    parts: list[dict[str, Any]] = []
+    for part, is_image in zip(listed, images, strict=True):
+        if not is_image:
+            parts.append({"type": "text", "text": text_of([part], TEXTS, where)})
+        elif part.get("file_id") is not None or not isinstance(part.get("image_url"), str):
+            message = f"{where} must have images as image_url, a data: URL, got {short(part)}; this server has no files"
+            raise ApiError(400, message, "input", "unsupported_value")
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+    return parts
 
 
 def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]:
