@@ -12,7 +12,7 @@ import pytest
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, tool
 

@@ -12,7 +12,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import Seat, score_arguments
 from groupax.episodes.record import Question
 from groupax.episodes.rules import Kind
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import ToolResult
 from groupax.tools.threads import Outcome

@@ -10,8 +10,8 @@ from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.episodes.program import ProgramClass
 from groupax.parallel import processes
-from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.formats.choose import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from

@@ -10,7 +10,7 @@ import numpy as np
 
 from groupax.runs.report.contents import repeating_command
 from groupax.runs.report.record import changed_settings
-from groupax.settings.steps import UNSEEN
+from groupax.settings.run import UNSEEN
 from groupax.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.view.runs import Run
 
