@@ -12,8 +12,8 @@ from groupax.engine.prompt_logps import score
 from groupax.models.adapted import apply_adapter, changes_of, stack_adapters
 from groupax.models.lora import adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
+from groupax.serve.web import ApiError
 from groupax.serve.weights import Weights
 
 from .test_decoding_tp import push

@@ -25,7 +25,7 @@ from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.serve.loop import EngineLoop
-from groupax.serve.protocol import manifest_of, pieces_of
+from groupax.serve.remote import manifest_of, pieces_of
 from groupax.serve.weights import Weights
 
 from .conftest import TINY, one_device_mesh, rest_heavy

@@ -427,7 +427,7 @@ def test_an_option_is_a_field_and_a_rule(monkeypatch):
     assert not settings.SamplingParams(top_a=0.4).is_plain
     requests = loaded_with(monkeypatch, "groupax.serve.requests")
     assert requests.request_of({"prompt": "a", "top_a": 0.4}, is_chat=False).sampling_params(8).top_a == 0.4
-    assert "top_a" in loaded_with(monkeypatch, "groupax.serve.protocols.incoming").EXTENSIONS
+    assert "top_a" in loaded_with(monkeypatch, "groupax.serve.requests").EXTENSIONS
 
     with pytest.raises(TypeError, match="no rule of the sampler reads top_a"):
         loaded_with(monkeypatch, "groupax.engine.sampling")

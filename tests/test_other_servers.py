@@ -14,15 +14,14 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax import GRPOConfig, GRPOTrainer, SamplingParams, load_model, program
+from groupax import GRPOTrainer, SamplingParams, load_model, program
 from groupax.engine.engine import new_sequences
 from groupax.episodes.play import play_episodes
 from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
-from groupax.serve.remote import RemoteServer
-from groupax.serve.vllm_sglang import (
+from groupax.serve.dialects import (
     RemoteCompletion,
     WeightsFolder,
     identify_server,
@@ -33,6 +32,7 @@ from groupax.serve.vllm_sglang import (
     sglang_request,
     vllm_request,
 )
+from groupax.serve.remote import RemoteServer
 
 from .other_servers import SGLANG_FIELDS, VLLM, VLLM_FIELDS, SGLang
 from .test_config_and_data import a_tokenizer
@@ -84,28 +84,19 @@ def test_answers_become_tokens_with_their_log_probs():
 
 
 def test_rows_have_seeds_of_their_own():
-    keys = np.array([[0, 1], [1, 0], [2**32 - 1, 2**32 - 1]], np.uint32)
-    seeds = [seed_from_key(key) for key in keys]
-    assert len({*seeds}) == 3
-    assert min(seeds) >= 0
-    assert max(seeds) < 2**62
+    seeds = {seed_from_key(key) for key in np.array([[0, 1], [1, 0], [2**32 - 1, 2**32 - 1]], np.uint32)}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**62 for seed in seeds)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"n": 4, "seed": 3, "stop_token_ids": (3,), "stop": ("a",), "max_tokens": 9}, True),
-        ({"temperature": 0.9}, False),
-        ({"top_p": 0.9}, False),
-        ({"min_tokens": 3}, False),
-        ({"logit_bias": {3: 1.0}}, False),
-    ],
-)
-def test_settings_that_leave_the_logits_alone_are_known(settings, expected):
-    assert samples_from_logits(SamplingParams(**settings)) is expected
+def test_settings_that_leave_the_logits_alone_are_known():
+    assert samples_from_logits(SamplingParams(n=4, seed=3, stop_token_ids=(3,), stop=("a",), max_tokens=9))
+    for change in ({"temperature": 0.9}, {"top_p": 0.9}, {"min_tokens": 3}, {"logit_bias": {3: 1.0}}):
+        assert not samples_from_logits(SamplingParams(**change))
 
 
-def test_servers_that_take_no_weights_are_refused():
+def test_servers_that_take_no_weights_are_refused(tiny_model, tmp_path):
+    shared = WeightsFolder(tmp_path, tiny_model, jnp.float32)
     cards = [{"id": "gpt", "object": "model", "owned_by": "somebody"}]
 
     async def models(_):
@@ -113,21 +104,20 @@ def test_servers_that_take_no_weights_are_refused():
 
     with listening(Starlette(routes=[Route("/v1/models", models)])) as address:
         server = RemoteServer(address, None, 10.0)
-        with pytest.raises(
-            RunError, match=r"a server of 'somebody', which is not supported; use groupax serve, vLLM or SGLang"
+        for owner, model, folder, message in (
+            ("somebody", None, shared, "a server of 'somebody', which is not supported; use groupax serve, vLLM or"),
+            ("vllm", "other", shared, "has no model 'other'; it has gpt"),
+            ("vllm", None, None, "is a server of vLLM.*set rollout_correction, e.g. to 'token_truncate'"),
+            ("sglang", None, None, "is a server of SGLang.*set rollout_correction"),
         ):
-            identify_server(server, None)
-        cards[0]["owned_by"] = "groupax"
-        assert identify_server(server, None) is None
-        cards[0]["owned_by"] = "vllm"
-        with pytest.raises(RunError, match="has no model 'other'; it has gpt"):
-            identify_server(server, "other")
-        assert identify_server(server, None).name == "vLLM"
-
-
-def test_a_folder_without_servers_is_refused():
-    with pytest.raises(ValueError, match="rollout_folder is for rollout_servers"):
-        GRPOConfig(rollout_folder="/shared")
+            cards[0]["owned_by"] = owner
+            with pytest.raises(RunError, match=message):
+                identify_server(server, model, tiny_model.config, None, folder)
+        found = []
+        for owner in ("groupax", "vllm", "sglang"):
+            cards[0]["owned_by"] = owner
+            found.append(type(identify_server(server, None, tiny_model.config, None, shared)).__name__)
+        assert found == ["Groupax", "VLLM", "SGLang"]
 
 
 # -- servers that do not do it at once
@@ -303,17 +293,6 @@ def test_a_run_that_fails_gives_up_the_next_rollout(tmp_path, scripted):
     assert scripted.left.wait(60)
 
 
-@pytest.mark.heavy
-def test_the_next_rollout_is_sampled_while_rewards_run(tmp_path, scripted):
-    def waits(completion_ids):
-        assert scripted.four_asked.wait(60), "the next rollout was not sampled"
-        return [float(len(ids)) for ids in completion_ids]
-
-    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2, "max_steps": 2}
-    a_trainer(tmp_path, waits, rollout_servers=scripted.address, **settings).train()
-    assert scripted.num_asked == 4  # two prompts of each of two rollouts
-
-
 # -- servers
 
 
@@ -393,14 +372,6 @@ def test_programs_are_sampled_by_them_too(tmp_path, folder, servers, name):
     assert all(line["rollout/logp_diff_max"] < 1e-3 for line in lines)
     assert len(lines) == 2
     assert server.num_sampled - before == 2 * 16 * 3
-
-
-@pytest.mark.heavy
-def test_without_correction_they_are_refused(tmp_path, folder, servers):
-    for name, (_, address) in servers.items():
-        trainer = a_trainer(tmp_path / name, model=str(folder), rollout_servers=address)
-        with pytest.raises(RunError, match=r"is a server of .*set rollout_correction, e.g. to 'token_truncate'"):
-            trainer.train()
 
 
 @pytest.mark.heavy

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.engine.prompt_logps import PIECE, compile_for, num_columns, prompts_per_call, score
+from groupax.engine.prompt_logps import PIECE, compile_for, num_columns, score
 from groupax.models.decoder import logits
 
 from .test_engine import engine_for
@@ -17,7 +17,7 @@ def test_log_probs_of_prompts_are_those_of_the_model(tiny_model, temperature):
     engine = engine_for(tiny_model, 2 if temperature else 1)
     prompts = [np.random.default_rng(size).integers(0, 96, size).astype(np.int32) for size in (1, 5, 128, 129, 200)]
     compile_for(engine, 200)
-    for prompt, found in zip(prompts, score(engine, prompts, temperature, 3), strict=True):
+    for prompt, found in zip(prompts, score(engine, prompts, temperature, 3, max_pieces=1), strict=True):
         expected = logits(tiny_model.config, tiny_model.params, jnp.asarray(prompt[None]))[0, :-1] / (
             temperature or 1.0
         )
@@ -31,7 +31,5 @@ def test_log_probs_of_prompts_are_those_of_the_model(tiny_model, temperature):
             assert rank > 3 or own == pairs[rank - 1][1]
 
 
-def test_there_are_few_programs(tiny_model):
-    engine = engine_for(tiny_model, 1)
+def test_there_are_few_programs():
     assert [num_columns(length) for length in (1, PIECE, PIECE + 1, 1000)] == [PIECE, PIECE, 2 * PIECE, 1024]
-    assert [prompts_per_call(engine, columns) for columns in (PIECE, 4096, 8192)] == [32, 1, 1]

@@ -24,8 +24,8 @@ from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import play_episodes
 from groupax.runs.build import eval_params
-from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
+from groupax.serve.web import ApiError
 from groupax.settings.fields import read_mapping
 
 from .chat_tokenizers import chat_tokenizer

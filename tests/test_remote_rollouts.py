@@ -22,7 +22,7 @@ from groupax import GRPOConfig, SamplingParams, init_model, save_model
 from groupax.errors import RunError
 from groupax.runs.build import sampler_for
 from groupax.serve.client import RemoteSampler
-from groupax.serve.vllm_sglang import WeightsFolder
+from groupax.serve.dialects import WeightsFolder
 
 from . import episodes_run
 from .conftest import TINY

@@ -1,49 +1,74 @@
-"""The server's parts by themselves: requests, texts that grow, answers, counts."""
+"""The server's parts by themselves: requests, prompts of chats, turns and texts that grow, responses, metrics."""
 
 import asyncio
 import gc
 import json
-import queue
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams, save_model
 from groupax.cli.serve import Serve, engines_of, models_of
+from groupax.constraints import ConstraintCompiler
 from groupax.data.tokenizer import context_tokens, decode, decode_after
 from groupax.engine.sequence import text_before_stop
 from groupax.parallel import memory as peak
-from groupax.serve.app import EventStream, Limits, Server
-from groupax.serve.errors import ApiError
-from groupax.serve.exchange import Completion, Exchange, TokenTexts
-from groupax.serve.jobs import Delta
+from groupax.serve.exchange import Completion, Delta, Exchange, TextStream, TokenTexts
 from groupax.serve.loop import EngineLoop
-from groupax.serve.metrics import Metrics
-from groupax.serve.prepare import encoded, prepare
-from groupax.serve.protocols.incoming import Incoming
-from groupax.serve.protocols.table import PROTOCOLS
-from groupax.serve.requests import SETTINGS, parse, parse_json
-from groupax.serve.responses import ResponseBuilder
-from groupax.serve.text import TextStream
-from groupax.serve.turns import Turn
+from groupax.serve.metrics import Metrics, RequestRecord
+from groupax.serve.prompts import ServedModel, chat_prompt, encoded, encoded_chat, prepare
+from groupax.serve.protocols import PROTOCOLS, EventStream
+from groupax.serve.protocols.openai import ResponseBuilder
+from groupax.serve.requests import SETTINGS, ChatRequest, Incoming, parse, parse_json
+from groupax.serve.turns import Turn, TurnFormat, TurnFormats, TurnReader, TurnStream
+from groupax.serve.web import ApiError
 from groupax.serve.weights import Weights
-from groupax.settings import command_line
+from groupax.tools.formats.choose import FORMATS, CallFormat
 
+from .test_bridge import HERMES, LOOKUP, byte_tokenizer
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
+from .test_tool_formats import written
+
+THINKING = HERMES.replace("{{ m.content }}", "{% if m.x %}</think>{% endif %}{{ m.content }}").replace(
+    "assistant\n{% endif %}", "assistant\n{% if think %}<think>\n{% endif %}{% endif %}"
+)
+USER = [{"role": "user", "content": "What is a word?"}]
+NAMED = {"type": "function", "function": {"name": "lookup"}}
+CALLS = '<tool_call>{"name": "lookup", "arguments": {"value": "a<b"}}</tool_call>'
+CALLED = {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "lookup", "arguments": "{}"}}]}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "3"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
 def parsed(is_chat=False, **fields):
     return parse(json.dumps({"prompt": "x", **fields} if not is_chat else fields).encode(), is_chat)
+
+
+def chat(**fields):
+    request = parse(json.dumps({"messages": USER, **fields}).encode(), True)
+    assert isinstance(request, ChatRequest)
+    return request
+
+
+def served(tokenizer):
+    compiler = ConstraintCompiler(tokenizer, 300, (1,))
+    return ServedModel("m", tokenizer, TurnFormats(tokenizer), TokenTexts(tokenizer), compiler, 300, 4096)
+
+
+def reader_of(tokenizer, **fields):
+    return encoded_chat(chat(**fields), served(tokenizer), {})[2]
+
+
+# -- requests
 
 
 def test_settings_of_a_request():
@@ -70,67 +95,114 @@ def test_settings_of_a_chat():
     assert parsed(True, messages=messages, tools=[], response_format={"type": "text"}).logprobs is None
 
 
+def test_settings_default_to_those_of_the_engine():
+    own = parsed(seed=0).sampling_params(16)
+    assert own == SamplingParams(max_tokens=16)
+    assert {*SETTINGS, "max_tokens", "logprobs", "grammar"} == {each.name for each in fields(SamplingParams)}
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "constraint"),
     [
-        ({"prompt": None}, "prompt is missing"),
-        ({"prompt": []}, "prompt must be"),
-        ({"prompt": [True]}, "a prompt must be"),
-        ({"prompt": [1, 2.5]}, "a prompt must be"),
-        ({"prompt": {"a": 1}}, "prompt must be"),
-        ({"temperature": "hot"}, "temperature must be a valid number"),
-        ({"temperature": 1e300}, "temperature must be less than or equal to 1000000000, got 1e\\+300"),
-        ({"temperature": True}, "temperature must be a valid number"),
-        ({"temperature": 1e-36}, "temperature must be 0 or between 1e-06 and 1000, got 1e-36"),
-        ({"n": 1.5}, "n must be a valid integer, got 1.5"),
-        ({"n": 1 << 40}, "n must be less than 2147483648, got 1099511627776"),
-        ({"seed": 1 << 70}, "seed must be less than 9223372036854775808"),
-        ({"stop": [1]}, "stop.0 must be a valid string, got 1"),
-        ({"stop": ["a"] * 17}, "stop must have at most 16 items, not 17"),
-        ({"stop": [""]}, "stop must be texts that are not empty"),
-        ({"logit_bias": {"a": 1}}, "logit_bias must have token ids as its keys"),
-        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias must have token ids as its keys"),
-        ({"logit_bias": {"1": 101}}, "logit_bias.1 must be less than or equal to 100, got 101"),
-        ({"logit_bias": [1]}, "logit_bias must be a valid object"),
-        ({"logprobs": 21}, "logprobs must be less than or equal to 20, got 21"),
-        ({"echo": 1}, "echo must be a valid boolean, got 1"),
-        ({"max_tokens": 0}, "max_tokens is 0, but nothing of the prompt is requested"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed"),
-        ({"stream_options": 1}, "stream_options must be a valid object"),
-        ({"best_of": 3}, "best_of=3 is not supported"),
-        ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
-        ({"messages": []}, "unknown field 'messages'"),
-        ({"model": 3}, "model must be a valid string"),
-        ({"min_tokens": 20}, "min_tokens must be in"),
-        ({"row_keys": [[1]]}, "row_keys.0 must have at least 2 items, not 1"),
-        ({"row_keys": [[1, -1]]}, "row_keys.0.1 must be greater than or equal to 0, got -1"),
+        ({"response_format": FORMAT}, ("json_schema", json.dumps(SCHEMA))),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type": "object"}')),
+        ({"response_format": {"type": "text"}, "regex": "a+"}, ("regex", "a+")),
+        ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", json.dumps(SCHEMA))),
+        ({"guided_json": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
+        ({"guided_regex": "a|b"}, ("regex", "a|b")),
+        ({"guided_choice": ["a.", "b"]}, ("regex", "a\\.|b")),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json_object": True}}, ("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("regex", "yes|no")),
+        ({"structured_outputs": {}, "response_format": None}, None),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(fields, message):
+def test_constraints_under_the_names_of_all_servers(fields, constraint):
+    assert parsed(**fields).sampling_params(16).constraint == constraint
+
+
+FAULTS = [
+    ({"prompt": None}, "prompt is missing"),
+    ({"prompt": []}, "prompt must be"),
+    ({"prompt": [True]}, "a prompt must be"),
+    ({"prompt": [1, 2.5]}, "a prompt must be"),
+    ({"prompt": {"a": 1}}, "prompt must be"),
+    ({"temperature": "hot"}, "temperature must be a valid number"),
+    ({"temperature": 1e300}, "temperature must be less than or equal to 1000000000, got 1e\\+300"),
+    ({"temperature": True}, "temperature must be a valid number"),
+    ({"temperature": 1e-36}, "temperature must be 0 or between 1e-06 and 1000, got 1e-36"),
+    ({"n": 1.5}, "n must be a valid integer, got 1.5"),
+    ({"n": 1 << 40}, "n must be less than 2147483648, got 1099511627776"),
+    ({"seed": 1 << 70}, "seed must be less than 9223372036854775808"),
+    ({"stop": [1]}, "stop.0 must be a valid string, got 1"),
+    ({"stop": ["a"] * 17}, "stop must have at most 16 items, not 17"),
+    ({"stop": [""]}, "stop must be texts that are not empty"),
+    ({"logit_bias": {"a": 1}}, "logit_bias must have token ids as its keys"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias must have token ids as its keys"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1 must be less than or equal to 100, got 101"),
+    ({"logit_bias": [1]}, "logit_bias must be a valid object"),
+    ({"logprobs": 21}, "logprobs must be less than or equal to 20, got 21"),
+    ({"echo": 1}, "echo must be a valid boolean, got 1"),
+    ({"max_tokens": 0}, "max_tokens is 0, but nothing of the prompt is requested"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed"),
+    ({"stream_options": 1}, "stream_options must be a valid object"),
+    ({"best_of": 3}, "best_of=3 is not supported"),
+    ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
+    ({"messages": []}, "unknown field 'messages'"),
+    ({"model": 3}, "model must be a valid string"),
+    ({"min_tokens": 20}, "min_tokens must be in"),
+    ({"row_keys": [[1]]}, "row_keys.0 must have at least 2 items, not 1"),
+    ({"row_keys": [[1, -1]]}, "row_keys.0.1 must be greater than or equal to 0, got -1"),
+    ({"response_format": {"type": "xml"}}, "response_format must have the type text, json_object or json_schema"),
+    ({"response_format": "json"}, "response_format must have the type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "an object with a schema"),
+    ({"guided_json": 3}, "guided_json must be a JSON schema, got 3"),
+    ({"guided_choice": []}, "guided_choice must be a list of texts"),
+    ({"regex": 1}, "regex must be a text"),
+    ({"regex": "a", "guided_json": SCHEMA}, "regex and guided_json are several constraints"),
+    ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs has 'grammar', which is not supported"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "several constraints"),
+    ({"guided_grammar": "x"}, "unknown field 'guided_grammar'"),
+    ({"grammar": 'start: "x"'}, "unknown field 'grammar'"),
+]
+CHAT_FAULTS = [
+    ({"messages": None}, "messages is missing"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role is missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a message must be {'type'"),
+    ({"top_logprobs": 1}, "top_logprobs needs logprobs=true"),
+    ({"tools": [{}]}, "tools.0.function must have a name"),
+    ({"prompt": "x"}, "unknown field 'prompt'"),
+    ({"tools": 3}, "tools must be a list of at most 256 functions, got 3"),
+    ({"tools": [LOOKUP] * 257}, "tools must be a list of at most 256"),
+    ({"tools": [LOOKUP, LOOKUP]}, "two tools have the name 'lookup'"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0 must be .* got {'type': 'web_search'}"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "must be a JSON schema, got 3"),
+    ({"tools": [LOOKUP], "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
+    ({"tool_choice": "required"}, "tool_choice is required, but there are no tools"),
+    ({"tools": [LOOKUP], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "function 'x'"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has 'tools'"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs must be a mapping"),
+    ({"continue_final_message": True}, "needs add_generation_prompt=false"),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "needs a last message with a text of the"),
+    ({"messages": [*USER, {"role": "tool", "tool_call_id": "a"}]}, "messages.1.content is missing"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls must be a list of calls"),
+    ({"messages": [*USER, RESULT]}, "1, a tool's, is the result of the call 'a'; there is no call"),
+    ({"messages": [*USER, CALLED, RESULT]}, r"the calls before it have the ids 'b'"),
+    ({"messages": [*USER, CALLED, {"role": "tool", "content": "3"}]}, "messages.2, a tool's, has no tool_call_id"),
+    ({"messages": [RESULT, {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": "a"}]}]}, "no call before"),
+]
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "fields", "message"), [(False, *each) for each in FAULTS] + [(True, *each) for each in CHAT_FAULTS]
+)
+def test_requests_that_make_no_sense_are_refused(is_chat, fields, message):
     with pytest.raises(ApiError, match=message) as caught:
-        parsed(**fields).sampling_params(16)
+        (chat if is_chat else parsed)(**fields).sampling_params(16)
     assert caught.value.status == 400
     assert set(caught.value.body["error"]) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "messages is missing"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
-        ({"messages": [{"content": "x"}]}, "messages.0.role is missing"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "a part of a message must be {'type': 'image_url'",
-        ),
-        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs needs logprobs=true"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools.0.function must have a name"),
-        ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, "unknown field 'prompt'"),
-    ],
-)
-def test_chats_that_make_no_sense_are_refused(fields, message):
-    with pytest.raises(ApiError, match=message):
-        parsed(True, **fields)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"a": NaN}', b"\xff", b"[" * 100_000, b"1"])
@@ -163,29 +235,188 @@ def test_values_that_a_response_could_not_repeat_are_refused(path, value, messag
     assert json.loads(json.dumps(body, ensure_ascii=False).encode())["error"]["message"].endswith(r" \ud800, é")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("stop", [(), ("lo w",), ("xyz", "rld!", "world?")])
-def test_streamed_texts_are_never_taken_back(size, stop):
-    text = "héllo wörld — ✓ hello world"
-    data = text.encode()
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), stop)
-    whole = text[: min([text.find(each) for each in stop if each in text], default=None)]
-    told = ""
-    for start in range(0, len(data), size):
-        told += stream.add(list(data[start : start + size]))
-        assert whole.startswith(told)
-    assert told + stream.end(whole) == whole
+def test_many_results_of_tools_are_checked_in_linear_time():
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for number in range(20_000)
+    ]
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages += [{"role": "tool", "content": "", "tool_call_id": "19999"}] * 20_000
+    begun_s = time.process_time()
+    parse(json.dumps({"messages": messages}).encode(), True)
+    assert time.process_time() - begun_s < 6  # of a slow core; 30 with a search for each
+
+
+def test_prompts_are_counted_before_they_are_encoded():
+    tokenizer = a_tokenizer()
+    mixed = parsed(prompt=["ab", [3, 4], "c", [5]])
+    expected = [tokenizer("ab")["input_ids"], [3, 4], tokenizer("c")["input_ids"], [5]]
+    assert [ids.tolist() for ids in encoded(mixed, tokenizer, 256)] == expected
+    model = replace(served(byte_tokenizer()), tokenizer=None)  # with which nothing can be encoded
+    for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
+        with pytest.raises(ApiError, match="a request may have 4 completions"):
+            prepare(Incoming(request), model, 4, 1024)
+
+
+# -- prompts and turns of chats
+
+
+def test_prompts_have_the_tools_and_results_of_earlier_calls():
+    history = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": '{"value": "word"}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "call00001", "content": [{"type": "text", "text": "42"}]},
+    ]  # fmt: skip
+    text = chat_prompt(chat(messages=history, tools=[LOOKUP]), byte_tokenizer(), {}).text
+    assert "Looks a word up." in text
+    assert '<tool_call>{"name": "lookup", "arguments": {"value": "word"}}</tool_call>' in text
+    assert text.endswith("<tool_response>42</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert "Looks" not in chat_prompt(chat(tools=[LOOKUP], tool_choice="none"), byte_tokenizer(), {}).text
+
+
+def test_a_required_call_is_begun_by_the_prompt():
+    required = chat_prompt(chat(tools=[LOOKUP], tool_choice="required"), byte_tokenizer(), {})
+    assert required.text.endswith('<|im_start|>assistant\n<tool_call>{"name": "')
+    named = chat_prompt(chat(tools=[LOOKUP], tool_choice=NAMED), byte_tokenizer(THINKING), {"think": True})
+    assert named.text.endswith('<|im_start|>assistant\n<tool_call>{"name": "lookup", "')
+    reader = reader_of(byte_tokenizer(), tools=[LOOKUP], tool_choice=NAMED)
+    turn = reader.read('arguments": {"value": "w"}}</tool_call>', "stop", [1])
+    assert [(call.name, call.arguments) for call in turn.calls] == [("lookup", '{"value": "w"}')]
+    assert (turn.content, turn.finish_reason) == ("", "tool_calls")
+
+
+def test_a_last_message_can_be_continued():
+    messages = [*USER, {"role": "assistant", "content": "It is "}]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert chat_prompt(chat(**fields), byte_tokenizer(), {}).text.endswith("<|im_start|>assistant\nIt is")
+    assert chat_prompt(chat(add_generation_prompt=False), byte_tokenizer(), {}).text.endswith("word?<|im_end|>\n")
+
+
+def test_template_arguments_open_reasoning():
+    tokenizer = byte_tokenizer(THINKING)
+    reader = reader_of(tokenizer, chat_template_kwargs={"think": True})
+    turn = reader.read("Hm.\n</think>\n\nYes.", "stop", [])
+    assert (turn.reasoning, turn.content, turn.calls) == ("Hm.", "Yes.", ())
+    assert reader_of(tokenizer).read("Yes.", "stop", []).content == "Yes."
+    plain = reader_of(byte_tokenizer()).read("<think>Hm.</think> Yes. ", "stop", [])
+    assert (plain.reasoning, plain.content) == ("", "<think>Hm.</think> Yes. ")  # the template knows no reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "message"),
+    [
+        (HERMES, {"chat_template_kwargs": {"thinking": True}}, "the chat template reads no 'thinking'"),
+        (HERMES, {"reasoning_effort": "high"}, "the chat template reads no 'reasoning_effort'"),
+        ("{{ messages[0].content }}", {"tools": [LOOKUP]}, "m has no tools: the chat template writes no tool calls"),
+        (None, {}, "the model has no chat template"),
+    ],
+)
+def test_chats_that_a_template_cannot_write_are_refused(template, fields, message):
+    with pytest.raises(ApiError, match=message):
+        prepare(Incoming(chat(**fields)), served(byte_tokenizer(template)), 8, 8)
+
+
+def joined(pieces):
+    return Turn(
+        "".join(piece.content for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        tuple(call for piece in pieces for call in piece.calls),
+        pieces[-1].finish_reason,
+        pieces[-1].stop_string,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"<think>\nHm <b>.\n</think>\n\nLook: {CALLS}\n{CALLS} and <tool"),
+        ("hermes", 'Broken: <tool_call>{"name": "lookup", "arguments": {"value": }}</tool_call> more'),
+        ("hermes", f"{CALLS}<tool_call>{{"),
+        ("qwen_xml", "Fine.\n" + written("qwen_xml", [("lookup", {"value": "7"})])),
+        ("mistral", "[THINK]Hm.[/THINK]Fine. " + written("mistral", [("lookup", {"value": "a"})])),
+        ("llama", '{"name": "lookup", "parameters": {"value": "a"}}; {"name": "lookup", "parameters": {}}'),
+        ("llama", '{"answer": 4}'),
+        (
+            "gpt_oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        ),
+        ("gpt_oss", "<|channel|>analysis<|message|>H<|end|><|start|>assistant" + written("gpt_oss", [("lookup", {})])),
+    ],
+)  # fmt: skip
+def test_turns_that_grow_are_the_whole_turn(name, text, size):
+    reader, marks = FORMATS[name]
+    turn_reader = TurnReader(TurnFormat(None, CallFormat(name, reader, (), ""), marks), [LOOKUP])
+    whole = turn_reader.read(text, "stop", [1, 2])
+    stream = TurnStream(turn_reader, [1, 2])
+    pieces = [stream.add(text[start : start + size]) for start in range(0, len(text), size)]
+    assert joined([*pieces, stream.end(text, "stop", None)]) == whole
+    assert whole.content + whole.reasoning + "".join(call.arguments for call in whole.calls)
+    assert len({call.id for call in whole.calls}) == len(whole.calls)
+    if size == 1 and name != "llama":  # most of it comes early
+        early = joined([*pieces, Turn()])
+        assert (early.reasoning, len(early.calls)) == (whole.reasoning, len(whole.calls))
+
+
+def test_arguments_without_types_get_those_of_the_schema():
+    tool = {"type": "function", "function": {"name": "add", "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]
+    }}}  # fmt: skip
+
+    def arguments(**given):
+        reader = TurnReader(TurnFormat(None, CallFormat("qwen_xml", FORMATS["qwen_xml"][0], (), "")), [tool])
+        [call] = reader.read(written("qwen_xml", [("add", given)]), "stop", []).calls
+        return json.loads(call.arguments)
+
+    assert arguments(a=7, b="7") == {"a": 7, "b": "7"}
+    assert arguments(a="x") == {"a": "x"}  # the client sees what the model wrote
+
+
+def test_a_turn_has_one_call_if_more_are_not_wanted():
+    reader = reader_of(byte_tokenizer(), tools=[LOOKUP], parallel_tool_calls=False)
+    assert len(reader.read(CALLS + CALLS, "stop", []).calls) == 1
+    cut = reader_of(byte_tokenizer(), tools=[LOOKUP]).read(CALLS + "<tool_call>{", "length", [])
+    assert (len(cut.calls), cut.content, cut.finish_reason) == (1, "<tool_call>{", "length")
+
+
+def test_special_tokens_that_are_no_marks_are_left_out():
+    tokenizer = byte_tokenizer()
+    reader = reader_of(tokenizer, tools=[LOOKUP], stop=["b"])
+    ids = tokenizer(CALLS + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert reader.text([], ids) == (CALLS.partition("b")[0], "b")
+    assert reader_of(tokenizer, tools=[LOOKUP]).text([], ids) == (CALLS, None)
+
+
+def test_ids_of_calls_depend_on_prompt_and_seed():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(CALLS, add_special_tokens=False)["input_ids"]
+
+    def call_id(seed, index):
+        given = Incoming(chat(tools=[LOOKUP], seed=seed, n=2))
+        exchange = prepare(given, served(tokenizer), 8, 8).exchange
+        return exchange.reader.read(exchange.reader.text([], ids)[0], "stop", exchange.seed(index)).calls[0].id
+
+    assert call_id(3, 0) == call_id(3, 0)
+    assert len({call_id(3, 0), call_id(3, 1), call_id(4, 0)}) == 3
+
+
+# -- texts that grow
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 40])
-@pytest.mark.parametrize("min_tokens", [0, 5, 7, 8, 26, 40])
-def test_streamed_texts_are_cut_only_behind_min_tokens(size, min_tokens):
-    text, stop = "hello, hello — hello world", "hello"
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens"),
+    [
+        *(("héllo wörld — ✓ hello world", stop, 0) for stop in ((), ("lo w",), ("xyz", "rld!", "world?"))),
+        *(("hello, hello — hello world", ("hello",), min_tokens) for min_tokens in (0, 5, 7, 8, 26, 40)),
+    ],
+)
+def test_streamed_texts_are_never_taken_back(text, stop, min_tokens, size):
     data = text.encode()
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), (stop,), min_tokens=min_tokens)
-    exempt = len(data[:min_tokens].decode(errors="ignore"))
-    whole = text_before_stop(text, (stop,), exempt)
-    assert whole == {0: "", 5: "hello, ", 7: "hello, ", 8: "hello, ", 26: text, 40: text}.get(min_tokens)
+    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), stop, min_tokens=min_tokens)
+    whole = text_before_stop(text, stop, len(data[:min_tokens].decode(errors="ignore")))
     told = ""
     for start in range(0, len(data), size):
         told += stream.add(list(data[start : start + size]))
@@ -247,6 +478,9 @@ def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
     assert (behind.tokens, behind.text, first.tokens, first.text) == ([3], "", [3, 3], "b")
 
 
+# -- responses, metrics, engines
+
+
 def test_answers_in_pieces_are_the_whole_one():
     tokenizer = a_tokenizer(eos_token="<eos>")
     request = parsed(logprobs=1, n=1, return_token_ids=True, stream_options={"include_usage": True})
@@ -287,12 +521,6 @@ def test_an_upload_for_no_model_is_refused(model):
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("dtype", ["int8", "auto"])
-def test_a_dtype_that_weights_cannot_have_is_refused_at_once(dtype):
-    with pytest.raises(ValueError, match=f"--dtype must be one of float32, bfloat16, float16 or None, got '{dtype}'"):
-        command_line.parsed(Serve, "serve", ["--model", "x", "--dtype", dtype])
-
-
 def test_metrics_have_the_names_that_dashboards_use():
     metrics = Metrics(EngineLoop({}))
     metrics.requests.labels("/v1/models", 200).inc()
@@ -302,112 +530,19 @@ def test_metrics_have_the_names_that_dashboards_use():
     assert lines['groupax_requests_total{path="/v1/models",status="200"}'] == "1.0"
     assert lines['groupax_request_seconds_bucket{le="0.03"}'] == "2.0"
     assert lines['groupax_request_seconds_bucket{le="+Inf"}'] == lines["groupax_request_seconds_count"] == "3.0"
-    metrics.first_token_s.labels("m").observe(0.05)
-    metrics.add_tokens("m", 4, 0.2)
+    record = RequestRecord(metrics, time.monotonic(), "m")
+
+    async def deltas():
+        for start, tokens in ((0, [3]), (1, [4] * 4)):
+            yield Delta(0, start, tokens, [], [], [], [], None, "")
+
+    async def watch():
+        return [delta async for delta in record.watch(deltas())]
+
+    assert len(asyncio.run(watch())) == 2
     lines = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
-    assert lines['vllm:time_to_first_token_seconds_sum{model_name="m"}'] == "0.05"
+    assert lines['vllm:time_to_first_token_seconds_count{model_name="m"}'] == "1.0"
     assert lines['vllm:inter_token_latency_seconds_count{model_name="m"}'] == "4.0"
-
-
-def test_settings_default_to_those_of_the_engine():
-    own = parsed(seed=0).sampling_params(16)
-    assert own == SamplingParams(max_tokens=16)
-    assert {*SETTINGS, "max_tokens", "logprobs", "grammar"} == {each.name for each in fields(SamplingParams)}
-
-
-# -- the loop
-
-
-PROMPT = np.array([5, 6, 7], np.int32)
-
-
-@pytest.fixture
-def loop(tiny_model):
-    loop = EngineLoop({"tiny": engine_for(tiny_model, 1, kv_bytes=1 << 26)})
-    yield loop
-    loop.close()
-
-
-def test_what_is_told_has_been_counted(loop):
-    told = queue.Queue()
-    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
-
-    def ask():
-        loop.submit("tiny", [PROMPT], params, lambda growth: told.put((growth, loop.counts)))
-
-    ask()
-    loop.start()
-    growths = [told.get()]
-    while not (growths[-1][0].finish_reason and growths[-1][0].index):
-        growths.append(told.get())
-    assert [counts.num_tokens for _, counts in growths] == [2 * (each.start + len(each.tokens)) for each, _ in growths]
-    assert [counts.num_chunks for _, counts in growths] == [1 + index // 2 for index in range(len(growths))]
-    assert [growth.finish_reason for growth, _ in growths][-2:] == ["length", "length"]
-    last = growths[-1][1]
-    assert (last.num_running, last.num_waiting, last.num_finished, last.num_prompt_tokens) == (0, 0, 2, 3)
-
-    def broken():
-        loop.engines["tiny"].params = {}
-
-    loop.between_chunks(broken).result()
-    ask()
-    assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
-    assert (loop.counts.num_chunks, loop.counts.num_finished) == (last.num_chunks, 2)
-
-
-def test_what_was_cancelled_before_it_began_is_not_run(loop):
-    run = []
-    given_up = loop.between_chunks(lambda: run.append("given up"))
-    assert given_up.cancel()
-    done = loop.between_chunks(lambda: run.append("done"))
-    loop.start()
-    done.result()
-    assert run == ["done"]
-    assert loop.is_alive
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("dies", [False, True])
-def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
-    begun, may_end, told = threading.Event(), threading.Event(), queue.Queue()
-
-    def last():
-        begun.set()
-        may_end.wait()
-        if dies:
-            raise SystemExit
-
-    loop.start()
-    loop.between_chunks(last)
-    begun.wait()
-    loop.submit("tiny", [PROMPT], SamplingParams(n=2, max_tokens=12), told.put)
-    waiting = loop.between_chunks(lambda: "done")
-    if not dies:
-        closing = threading.Thread(target=loop.close)
-        closing.start()
-        while not loop._closed:
-            pass
-    may_end.set()
-    assert [told.get().finish_reason for _ in range(2)] == ["abort"] * 2
-    assert waiting.result() == "done"
-    loop.close()
-    assert (loop._num_sequences, loop.is_alive) == (0, False)
-
-
-# -- the server
-
-
-def test_prompts_are_counted_before_they_are_encoded(loop):
-    loop.engines["tiny"].tokenizer = tokenizer = a_tokenizer()
-    server = Server(loop, Limits(max_completions=4), Weights(loop, {}))
-    mixed = parsed(prompt=["ab", [3, 4], "c", [5]])
-    assert [ids.tolist() for ids in encoded(mixed, tokenizer, 256)] == [
-        tokenizer("ab")["input_ids"], [3, 4], tokenizer("c")["input_ids"], [5],
-    ]  # fmt: skip
-    model = replace(server.models["tiny"], tokenizer=None)  # with which nothing can be encoded
-    for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
-        with pytest.raises(ApiError, match="a request may have 4 completions"):
-            prepare(Incoming(request), model, server.limits.max_completions, 1024)
 
 
 def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):
@@ -457,7 +592,7 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
 def test_training_imports_no_server_and_its_rollout_clients_no_package_of_servers():
     code = (
         "import sys, groupax.trainer; assert not any(name.startswith('groupax.serve') for name in sys.modules); "
-        "import groupax.serve.client, groupax.serve.broadcast_sampler; "
+        "import groupax.serve.client; "
         "assert not {'pydantic', 'starlette', 'uvicorn', 'httptools', 'prometheus_client'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

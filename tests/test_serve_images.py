@@ -14,9 +14,9 @@ from groupax.engine.engine import Engine
 from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import draw, scenes
 from groupax.serve.app import create_app
-from groupax.serve.errors import ApiError
-from groupax.serve.images import decoded_images
+from groupax.serve.chats import decoded_images
 from groupax.serve.loop import EngineLoop
+from groupax.serve.web import ApiError
 from groupax.settings.sampling import SamplingParams
 
 from .test_server import listening

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -27,7 +26,6 @@ from groupax.models.weights.checkpoint import add_adapter
 from groupax.parallel.mesh import AXES
 from groupax.recipes import load_recipe
 from groupax.serve.app import Limits, create_app
-from groupax.serve.connections import limited
 from groupax.serve.loop import EngineLoop
 
 pytestmark = pytest.mark.heavy
@@ -58,8 +56,7 @@ def demo_engines():
 def listening(app, port=0):
     """The address of a server with the application."""
     listener = socket.create_server(("127.0.0.1", port))
-    http = limited(1024, send_timeout_s=2.0)
-    server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -170,32 +167,17 @@ def test_a_stream_is_the_answer_in_pieces(client, engine):
     given = {"model": "demo", "prompt": ["8*(2+5)-17=", "4*4="], "n": 2, "seed": 11, "max_tokens": 60, "logprobs": 1}
     given |= {"stop": ["answer>3", "</th"], "extra_body": {"return_token_ids": True}, "echo": False}
     whole = client.completions.create(**given)
-    pieces = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
-    texts, tokens, logps, reasons, offsets = ({index: [] for index in range(4)} for _ in range(5))
-    for piece in pieces[:-1]:
-        [choice] = piece.choices
-        texts[choice.index].append(choice.text)
-        tokens[choice.index] += choice.token_ids
-        logps[choice.index] += choice.logprobs.token_logprobs
-        offsets[choice.index] += choice.logprobs.text_offset
-        reasons[choice.index].append(choice.finish_reason)
-    assert any(len(parts) > 1 for parts in texts.values())
+    *pieces, last = client.completions.create(**given, stream=True, stream_options={"include_usage": True})
     for index, choice in enumerate(whole.choices):
-        assert "".join(texts[index]) == choice.text
-        assert tokens[index] == choice.token_ids
-        assert logps[index] == choice.logprobs.token_logprobs
-        assert offsets[index] == choice.logprobs.text_offset
-        assert reasons[index] == [None] * (len(reasons[index]) - 1) + [choice.finish_reason]
-    assert pieces[-1].choices == []
-    assert pieces[-1].usage == whole.usage
-
-
-def test_echo_puts_the_prompt_first(client):
-    given = {"model": "demo", "prompt": "4*4=", "seed": 1, "max_tokens": 8}
-    plain, echoed = (client.completions.create(**given, echo=echo).choices[0].text for echo in (False, True))
-    assert echoed == "4*4=" + plain
-    pieces = client.completions.create(**given, echo=True, stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces) == echoed
+        own = [piece.choices[0] for piece in pieces if piece.choices[0].index == index]
+        assert own
+        assert "".join(each.text for each in own) == choice.text
+        assert [token for each in own for token in each.token_ids] == choice.token_ids
+        for name in ("token_logprobs", "text_offset"):
+            assert [x for each in own for x in getattr(each.logprobs, name)] == getattr(choice.logprobs, name)
+        assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+    assert last.choices == []
+    assert last.usage == whole.usage
 
 
 def test_chats_are_the_engines(client, engine):
@@ -276,55 +258,16 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; this server has demo") as caught:
         client.completions.create(model="gpt", prompt="1")
     assert caught.value.code == "model_not_found"
-    refused = [
-        ({"max_tokens": 600}, "exceeds the model's 512 positions"),
-        ({"temperature": -1}, "temperature must be 0"),
-        ({"temperature": 1e-36, "logprobs": 1}, "temperature must be 0"),
-        ({"n": 49}, "a request may have 48"),
-        ({"n": 0}, "n must be at least 1"),
-        ({"logprobs": 21}, "logprobs must be less than or equal to 20, got 21"),
-        ({"prompt": [1, 2, 5000]}, "vocabulary has 104 tokens"),
-        ({"prompt": []}, "prompt must be"),
-        ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean top_"),
-        ({"extra_body": {"logit_bias": {"500": 1}}}, "logit_bias names token 500; the vocabulary has 104 tokens"),
-        ({"suffix": "x"}, "suffix='x' is not supported"),
-    ]
-    for given, message in refused:
-        with pytest.raises(openai.BadRequestError, match=message):
+    for given, code in (({"max_tokens": 600}, "context_length_exceeded"), ({"prompt": "1+" * 100_000}, None)):
+        with pytest.raises(openai.BadRequestError, match="exceeds the model's 512 positions") as caught:
             client.completions.create(**{"model": "demo", "prompt": "1", **given})
-    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.role is missing"):
-        client.chat.completions.create(model="demo", messages=[{"content": "x"}])
+        assert code in (None, caught.value.code)
+    with pytest.raises(openai.APIStatusError, match="the body has more than 1048576 bytes"):
+        client.completions.create(model="demo", prompt="1+" * 5_000_000)
     with openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger:
-        with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
-            stranger.models.list()
-        with pytest.raises(openai.AuthenticationError):
-            stranger.completions.create(model="demo", prompt="1")
-
-
-def post(address, body, path="/v1/completions", key=KEY):
-    request = urllib.request.Request(
-        address + path, body, {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
-def test_bodies_that_are_no_requests_get_errors(address):
-    bodies = [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "\\ud800"}']
-    bodies.append(b'{"prompt": "1", "\\ud800": 1}')
-    for body in bodies:
-        status, answer = post(address, body)
-        assert status == 400
-        assert answer["error"]["type"] == "invalid_request_error"
-    status, answer = post(address, json.dumps({"model": "demo", "prompt": "1+" * 5_000_000}).encode())
-    assert (status, answer["error"]["message"][:8]) == (413, "the body")
-    status, answer = post(address, json.dumps({"model": "demo", "prompt": "1+" * 100_000}).encode())
-    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert post(address, b"{}", "/v1/nowhere")[0] == 404
+        for ask in (stranger.models.list, lambda: stranger.completions.create(model="demo", prompt="1")):
+            with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+                ask()
 
 
 def test_a_full_queue_says_so(client, loop):
@@ -358,10 +301,6 @@ def metrics_of(address):
 
 
 def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
-    def num_gone():
-        return float(metrics_of(address).get('groupax_requests_total{path="/v1/completions",status="499"}', 0))
-
-    before = num_gone()
     body = json.dumps(
         {"prompt": "1+1=", "n": 48, "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 20}
     )
@@ -374,9 +313,8 @@ def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
         slow.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}{body}".encode())
         assert slow.recv(15) == b"HTTP/1.1 200 OK"
         assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
-        wait_until(lambda: num_gone() == before + 1)
-        wait_until(lambda: is_idle(loop))
-        assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
+    wait_until(lambda: is_idle(loop))
+    assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
 
 
 def test_health_and_metrics(address, client):
@@ -396,23 +334,10 @@ def test_health_and_metrics(address, client):
     assert not [name for name in values if 'status="500"' in name]
 
 
-def test_the_command_serves_and_drains(tmp_path):
+def test_the_command_serves_and_drains():
     settings = ["--model", str(load_recipe("arithmetic").model), "--name", "demo", "--port", "0", "--chunk_steps", "8"]
-    command = [
-        sys.executable,
-        "-m",
-        "groupax",
-        "serve",
-        *settings,
-        "--mesh",
-        "-1",
-        "1",
-        "1",
-        "1",
-        "1",
-        "--api_key",
-        KEY,
-    ]
+    settings += ["--mesh", "-1", "1", "1", "1", "1", "--api_key", KEY]
+    command = [sys.executable, "-m", "groupax", "serve", *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = server.stdout.readline().split(" at ")[1].strip()

@@ -12,8 +12,8 @@ import pytest
 from groupax import Engine, init_model
 from groupax.models.decoder import logits
 from groupax.serve.app import Limits, create_app
+from groupax.serve.exchange import tokens_of_text
 from groupax.serve.loop import EngineLoop
-from groupax.serve.token_logprobs import tokens_of_text
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import TINY

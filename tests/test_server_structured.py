@@ -12,58 +12,12 @@ from pydantic import BaseModel, Field
 from groupax import Engine, init_model, load_model
 from groupax.data.tokenizer import load_tokenizer
 from groupax.serve.app import Limits, create_app
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
 
 from .chat_tokenizers import chat_tokenizer
 from .conftest import TINY
-from .test_serve import parsed
+from .test_serve import SCHEMA
 from .test_server import KEY, listening
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "constraint"),
-    [
-        ({"response_format": FORMAT}, ("json_schema", json.dumps(SCHEMA))),
-        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type": "object"}')),
-        ({"response_format": {"type": "text"}, "regex": "a+"}, ("regex", "a+")),
-        ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", json.dumps(SCHEMA))),
-        ({"guided_json": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
-        ({"guided_regex": "a|b"}, ("regex", "a|b")),
-        ({"guided_choice": ["a.", "b"]}, ("regex", "a\\.|b")),
-        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json_schema", json.dumps(SCHEMA))),
-        ({"structured_outputs": {"json_object": True}}, ("json_schema", '{"type": "object"}')),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("regex", "yes|no")),
-        ({"structured_outputs": {}, "response_format": None}, None),
-    ],
-)
-def test_constraints_under_the_names_of_all_servers(fields, constraint):
-    assert parsed(**fields).sampling_params(16).constraint == constraint
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format must have the type text, json_object or json_schema"),
-        ({"response_format": "json"}, "response_format must have the type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "an object with a schema"),
-        ({"guided_json": 3}, "guided_json must be a JSON schema, got 3"),
-        ({"guided_choice": []}, "guided_choice must be a list of texts"),
-        ({"regex": 1}, "regex must be a text"),
-        ({"regex": "a", "guided_json": SCHEMA}, "regex and guided_json are several constraints"),
-        ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs has 'grammar', which is not supported"),
-        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "several constraints"),
-        ({"guided_grammar": "x"}, "unknown field 'guided_grammar'"),
-        ({"grammar": 'start: "x"'}, "unknown field 'grammar'"),
-    ],
-)
-def test_constraints_that_make_no_sense_are_refused(fields, message):
-    with pytest.raises(ApiError, match=message) as caught:
-        parsed(**fields).sampling_params(16)
-    assert caught.value.status == 400
 
 
 class Pet(BaseModel):

@@ -1,7 +1,6 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/test_view_page.py)."""
 
-import asyncio
 import csv
 import http.client
 import inspect
@@ -31,18 +30,17 @@ from groupax.runs.diagnostics import SEVERITIES, severity_of
 from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
+from groupax.runs.rollout_log import rollout_table, write_table
+from groupax.runs.severity import SEVERITIES, severity_of
+from groupax.storage.lock import check_unlocked
 from groupax.types import Rollout
-from groupax.view.axes import mean_and_spread
-from groupax.view.distributions import heat_map, row_means, spread_out
+from groupax.view.curves import heat_map, mean_and_spread, row_means, smoothed, spread_out, thinned
 from groupax.view.evaluations import item_page
 from groupax.view.groups import group_summaries
 from groupax.view.rollouts import Step, StepCache, read_step
-from groupax.view.runs import Run, Runs
-from groupax.view.series import smoothed, thinned
-from groupax.view.server import Visits, make_server
-from groupax.view.tail import Tail
-from groupax.view.token_values import LossBounds, pushes, token_values
-from groupax.view.tokens import TokenTexts
+from groupax.view.runs import Run, Runs, Tail
+from groupax.view.server import make_server
+from groupax.view.token_values import LossBounds, TokenTexts, pushes, token_values
 from groupax.view.why import exact_shares
 
 STATIC = Path(__file__).parents[1] / "groupax" / "view" / "static"
@@ -169,25 +167,11 @@ def test_series_are_what_was_logged(port):
     assert found["reward"] == {"x": [1, 2, 3, 4, 5, 6], "y": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "num_points": 6}
     assert found["kl"]["y"] == [None] * 6
     assert "none" not in found
+    for points in ("-5", "0", "inf", "-inf", "1e300"):
+        assert ask(port, "series", run="alpha", name="reward", points=points)["alpha"]["reward"]["x"][0] == 1
     part = ask(port, "series", **{"run": "alpha", "name": "reward", "from": 2.5, "to": 4, "smooth": 0.5})
     assert part["alpha"]["reward"]["x"] == [3, 4]
     assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
-
-
-def test_series_by_tokens_and_time(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.start({})
-    for step in (2, 4, 6):
-        run.write_metrics({"step": float(step), "reward": step / 10, "step_time": 3.0, "num_tokens": 100.0 * step})
-    with serving(run.path) as port:
-        ask(port, "runs")
-        by_tokens = ask(port, "series", **{"run": "run", "name": "reward", "by": "tokens", "from": 300})
-        assert by_tokens["run"]["reward"]["x"] == [400, 600]
-        assert ask(port, "series", run="run", name="reward", by="time")["run"]["reward"]["x"] == [6, 12, 18]
-        assert (
-            "by='x' is none of step, tokens, time"
-            in ask(port, "series", 400, run="run", name="reward", by="x")["error"]
-        )
 
 
 def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
@@ -195,7 +179,9 @@ def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
     run.start({})
     for step in (1, 2, 3):
         reward = float("nan") if step == 2 else step / 4
-        run.write_metrics({"step": float(step), "reward": reward, 'a,"b"': 2.0, "step_time": 3.0})
+        run.write_metrics(
+            {"step": float(step), "reward": reward, 'a,"b"': 2.0, "step_time": 3.0, "num_tokens": 1e2 * step}
+        )
     run.write_diagnostic(2, "kl_runaway", "")
     with (run.path / "diagnostics.jsonl").open("a") as log:
         log.write('{"name": "of the future"}\n')
@@ -216,6 +202,8 @@ def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
         rows = list(csv.reader(request(port, f"/api/csv?{asked}")[2].decode().splitlines()))
         assert rows[0] == ["run", "metric", "step", "value", "smoothed"]
         assert float(rows[3][4]) == pytest.approx((0.25 * 0.5 + 0.75) / 1.5)
+        by_tokens = ask(port, "series", run="=1+1", name="reward", by="tokens")["=1+1"]["reward"]
+        assert by_tokens["x"] == [100, 200, 300]
         assert request(port, "/api/csv?run=nobody")[0] == 404
         assert request(port, f"/api/csv?{asked}&by=x")[0] == 400
         marks = ask(port, "diagnostics", run="=1+1", by="time")["=1+1"]
@@ -370,6 +358,18 @@ def test_the_overview_says_what_a_run_is_how_far_it_is_and_what_changed(tmp_path
         row = ask(port, "table")["run"]
         assert (row["last"], row["best"], row["num_steps"]) == (2.0, 2.0, 1000)
         assert row["held_out"]["difference"]["low"] == 0.25
+        early = {"started_at": "then", "step": 0, "settings": {"beta": 0.1, "output_dir": "a"}}
+        late = {**process, "step": 7, "settings": {"beta": 0.25, "output_dir": "b"}, "commit": "0"}
+        late["mesh"] = {"dp": 2, "tp": 1}
+        (run.path / "run.json").write_text(json.dumps({"processes": [early, late]}))
+        found = ask(port, "overview", run="run")
+        assert (found["facts"]["commit"], found["facts"]["continued"]) == ("0", "now")
+        assert found["facts"]["changed settings"] == "after step 7: beta 0.1 → 0.25"
+        assert found["progress"]["started_at"] == "then"
+        found = ask(port, "config")["run"]
+        assert found["defaults"] == {"learning_rate": 1e-6, "reward_weights": None}
+        hardware = {"devices": "1 x cpu", "mesh": "dp 2", "processor": "P, 2 cores", "commit": "0"}
+        assert found["machine"] == {**hardware, "Python": "3.11", "jax": "1"}
         for name in ("run.json", "result.json", "command.json"):
             (run.path / name).write_text('{"processes": [7], "sets": 3, "recipe": []}')
         assert ask(port, "overview", run="run")["facts"]["folder"] == str(run.path)
@@ -398,32 +398,6 @@ def ask_of_empty(folder, route):
     with serving(folder) as port:
         ask(port, "runs")
         return ask(port, route, run=folder.name)
-
-
-def test_settings_come_with_their_defaults_and_the_machine(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.start({"beta": 0.25, "epsilon": 0.2})
-    early = {"started_at": "2026-01-01T00:00:00+00:00", "step": 0, "settings": {"beta": 0.1, "output_dir": "a"}}
-    late = {
-        "step": 7,
-        "settings": {"beta": 0.25, "output_dir": "b"},
-        "started_at": "2026-01-02T00:00:00+00:00",
-        "commit": f"{'0' * 40}-dirty",
-        "python": "3.11",
-        "versions": {"jax": "1"},
-        "mesh": {"dp": 2, "tp": 1},
-    }
-    (run.path / "run.json").write_text(json.dumps({"processes": [early, late]}))
-    with serving(run.path) as port:
-        ask(port, "runs")
-        found = ask(port, "config")["run"]
-        assert found["defaults"] == {"beta": 0.0}
-        assert found["machine"] == {"mesh": "dp 2", "commit": f"{'0' * 40}-dirty", "Python": "3.11", "jax": "1"}
-        overview = ask(port, "overview", run="run")
-        assert overview["facts"]["commit"] == f"{'0' * 40}-dirty"
-        assert overview["facts"]["continued"] == late["started_at"]
-        assert overview["facts"]["changed settings"] == "after step 7: beta 0.1 → 0.25"
-        assert overview["progress"]["started_at"] == early["started_at"]
 
 
 def test_every_diagnostic_has_a_severity():
@@ -478,7 +452,7 @@ def test_a_run_is_live_quiet_or_done(tmp_path):
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.view.tail.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("groupax.view.runs.MAX_LINE_BYTES", 64)
     (tmp_path / "f").write_text('{"a": 1}\n{"a": "' + "x" * 500 + '"}\n{"a": 2}\n{"a": "' + "y" * 500)
     tail = Tail(tmp_path / "f")
     assert list(tail.new_objects()) == [{"a": 1}, {"a": 2}]
@@ -676,10 +650,28 @@ def indexed(port, run, num_steps):
         time.sleep(0.02)
 
 
+def test_a_small_file_that_repeats_a_long_text_stays_small(tmp_path):
+    text, num_rows = "needle " + "x" * 1_000_000, 3000
+    rows = [replace(a_rollout(1, 0, 0), sample_index=index, text="") for index in range(num_rows)]
+    table = rollout_table(1, rows, {})
+    values = pyarrow.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), [text])
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    path = tmp_path / "run" / "rollouts" / "step_000001.parquet"
+    write_table(path, table.set_column(table.column_names.index("completion"), "completion", values))
+    assert path.stat().st_size < 1_000_000
+    with serving(tmp_path / "run") as port:
+        ask(port, "runs")
+        assert read_step(path).table.nbytes < 10_000_000
+        found = ask(port, "group", run="run", step=1, prompt=0)["rows"]
+        assert sum(len(row["text"]) for row in found) <= 4_000_000
+        assert all(row["is_cut"] for row in found)
+        assert len(ask(port, "search", run="run", q="NEEDLE")["hits"]) == 50
+        assert ask(port, "search", run="run", q="nowhere")["hits"] == []
+
+
 def test_bytes_that_are_no_text_are_shown(tmp_path):
     import pyarrow as pa
-
-    from groupax.runs.rollout_log import rollout_table, write_table
 
     write_run(tmp_path / "run", {}, num_steps=1)
     (tmp_path / "run" / "config.json").write_bytes(b'{"name": "\xff\xfe"}')
@@ -948,32 +940,14 @@ def test_odd_questions_are_answered_with_what_is_wrong(port, name, parameters, s
     assert told in ask(port, name, status, **parameters)["error"]
 
 
-def test_numbers_out_of_bounds_do_no_harm(port):
-    for points in ("-5", "0", "inf", "-inf", "1e300"):
-        assert ask(port, "series", run="alpha", name="reward", points=points)["alpha"]["reward"]["x"][0] == 1
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/static/../app.py",
-        "/static/%2e%2e/app.py",
-        "/static/..%2fapp.py",
-        "/static//etc/passwd",
-        "/../../../../etc/passwd",
-        "/static/js/../../app.py",
-        "/%2e%2e/%2e%2e/secret.jsonl",
-        "/etc/passwd",
-        "/static",
-        "/static/",
-        "//etc/passwd",
-        "/static/vendor/uPlot.LICENSE",
-    ],
-)
-def test_files_outside_the_page_are_not_given(port, path):
-    status, _, body = request(port, path)
-    assert status == 404
-    assert body == b"Not Found"
+def test_files_outside_the_page_are_not_given(port):
+    for path in (
+        *("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static//etc/passwd", "//etc/passwd"),
+        *("/../../../../etc/passwd", "/static/js/../../app.py", "/%2e%2e/%2e%2e/secret.jsonl", "/etc/passwd"),
+        *("/static", "/static/", "/static/vendor/uPlot.LICENSE"),
+    ):
+        status, _, body = request(port, path)
+        assert (status, body) == (404, b"Not Found"), path
 
 
 def test_requests_of_others_are_refused(port):
@@ -994,6 +968,9 @@ def test_requests_of_others_are_refused(port):
     assert status("/", **link, Sec_Fetch_Dest="iframe") == 403
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert status(method=method) == 403
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nHost: evil.example\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_browser_may_do_nothing_but_show_the_page(port):
@@ -1122,33 +1099,6 @@ def test_one_group_may_have_all_of_a_large_step():
     [each] = group_summaries(a_step(np.zeros(num_rows, int), {"a": np.arange(num_rows), "b": -np.arange(num_rows)}))
     assert each["size"] == num_rows
     assert each["disagree"]
-
-
-def test_the_reader_of_long_logs_waits_for_requests(monkeypatch):
-    begun, ended = threading.Event(), threading.Event()
-
-    async def app(*_):
-        begun.set()
-        await asyncio.to_thread(ended.wait)
-
-    visits = Visits(app)
-    visits.wait_for_quiet()  # nobody has asked
-    request = threading.Thread(target=lambda: asyncio.run(visits({}, None, None)))
-    request.start()
-    begun.wait()
-    monkeypatch.setattr("groupax.view.server.LONGEST_WAIT_S", 0.05)
-    visits.wait_for_quiet()  # not for ever, where somebody always asks
-    monkeypatch.undo()
-    reader = threading.Thread(target=visits.wait_for_quiet)
-    reader.start()
-    reader.join(0.1)
-    assert reader.is_alive(), "a request waits for its answer"
-    ended.set()
-    request.join()
-    reader.join(0.1)
-    assert reader.is_alive(), "a page asks again at once"
-    reader.join(5)
-    assert not reader.is_alive()
 
 
 def make_pipe(path):

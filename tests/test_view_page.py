@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
@@ -224,6 +225,17 @@ def page(browser, address):
     reader.run("localStorage.clear()")
 
 
+@contextmanager
+def reading(browser, folder):
+    """The page of a server of its own."""
+    with serving(folder) as port:
+        reader = a_reader(browser, f"http://127.0.0.1:{port}")
+        yield reader
+        assert reader.errors() == []
+        reader.run("localStorage.clear()")
+        browser.get("about:blank")
+
+
 def test_groups_are_opened_filtered_and_searched(page):
     from selenium.webdriver.common.keys import Keys
 
@@ -351,8 +363,7 @@ def test_a_diagnostic_leads_to_what_it_asks_to_read(browser, tmp_path):
     begun = "Traceback (most recent call last):\n"
     cause = f'{begun}  File "/home/me/other.py", line 1, in f\nKeyError: 1\n\nDuring handling:\n\n'
     run.write_diagnostic(3, "reward right", f"right failed: {cause}{begun}{own}{library}{error}")
-    with serving(run.path) as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, run.path) as page:
         page.open("diagnostics")
         until(lambda: page.all(".trace"))
         assert page.text(".trace") == f"{own}{error}"
@@ -363,15 +374,12 @@ def test_a_diagnostic_leads_to_what_it_asks_to_read(browser, tmp_path):
         page.open("diagnostics")
         page.click('.diagnostics a[href*="sort=longest"]')
         until(lambda: page.text(".card[aria-current] .facts") == "6 tokens · #3")
-        assert page.errors() == []
-        browser.get("about:blank")
 
 
 def test_clipped_tokens_are_hatched_and_say_why(browser, tmp_path):
     settings = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None}
     run = write_run(tmp_path / "run", {**settings, "mask_truncated_completions": True, "delta": None}, num_steps=1)
-    with serving(run.path) as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, run.path) as page:
         page.open("rollouts?run=run&step=1&prompt=0")
         until(lambda: page.all(".card .tok"))
         page.choose("channel", "advantage x ratio")
@@ -386,9 +394,6 @@ def test_clipped_tokens_are_hatched_and_say_why(browser, tmp_path):
             "arguments[0].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))", page.all(".dropped.tok")[0]
         )
         assert page.text(".token-reading").endswith("push is 0")
-        assert page.errors() == []
-        page.run("localStorage.clear()")
-        browser.get("about:blank")
 
 
 def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
@@ -400,8 +405,7 @@ def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
     other = write_run(tmp_path / HOSTILE_NAME, {}, num_steps=1)
     other.write_items("after.eval", items([False, True, True]))
     other.write_items("after.elsewhere", items([True]))
-    with serving(tmp_path) as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, tmp_path) as page:
         page.open("evaluations?run=one")
         until(lambda: page.text(".summary") == "1 to 3 of 3 items")
         assert page.texts('select[name="before"] option') == ["none", f"after.eval of {HOSTILE_NAME}"]
@@ -422,8 +426,6 @@ def test_an_evaluation_is_compared_with_that_of_another_run(browser, tmp_path):
         until(lambda: page.run("return innerWidth") < 520)
         assert page.run("return document.documentElement.scrollWidth <= innerWidth")
         browser.set_window_size(1400, 1000)
-        assert page.errors() == []
-        browser.get("about:blank")
 
 
 def test_a_button_tells_why_a_step_is_what_it_is(page):
@@ -603,8 +605,7 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
     from selenium.webdriver.common.keys import Keys
 
     write_episodes(tmp_path / "run")
-    with serving(tmp_path / "run") as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, tmp_path / "run") as page:
         page.open("rollouts?run=run&step=1&prompt=0")
         until(lambda: page.all(".card .chat"))
         page.choose("channel", "")
@@ -654,8 +655,6 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
         assert not page.all("main script, main img")
         page.open("curves")
         until(lambda: page.all('[data-title="Ends of episodes"]'))
-        assert page.errors() == []
-        browser.get("about:blank")
 
 
 class OtherOrigin(http.server.BaseHTTPRequestHandler):
@@ -703,8 +702,7 @@ def test_a_server_that_is_gone_is_told(page, runs):
 def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
     run = write_run(tmp_path / "run", {}, num_steps=2)
     item = Item("k", 0, "a question", {}, [Completion("an answer", 2, "stop", {}, 1.0, True)])
-    with serving(run.path) as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, run.path) as page:
         page.open("curves")
         until(lambda: page.last_point("Reward") == 2)
         lines = (run.path / "metrics.jsonl").read_bytes()
@@ -724,8 +722,6 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
         until(lambda: "0 items became better, 0 worse, 1 did not change" in page.text(".summary"))
         page.click(".item summary")
         until(lambda: len(page.all(".item .card")) == 2)
-        assert page.errors() == []
-        browser.get("about:blank")
 
 
 HOLD = """const { fetch } = window;
@@ -747,8 +743,7 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
     write_run(tmp_path / "some", {}, num_steps=1)
     run = RunFolder(tmp_path / "some")
     run.write_rollouts(2, [replace(a_rollout(1, 0, 0), example={"prompt": "a" * 50_000})])
-    with serving(tmp_path) as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, tmp_path) as page:
         page.open("settings")
         until(lambda: page.all("main h1"))
         page.run(HOLD, "/steps?run=none")
@@ -763,16 +758,13 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
         until(lambda: page.text(".prompt button").startswith("Show all (50 kB"))
         page.click(".prompt button")
         until(lambda: page.run("return document.querySelector('.prompt .text').textContent.length") == 50_000)
-        assert page.errors() == []
-        browser.get("about:blank")
 
 
 def test_what_is_shown_stays_when_another_run_comes_and_changes_when_its_own_goes(browser, tmp_path):
     from selenium.webdriver.common.keys import Keys
 
     write_run(tmp_path / "some", {}, num_steps=3)
-    with serving(tmp_path) as port:
-        page = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, tmp_path) as page:
         page.open("rollouts?run=some")
         until(lambda: page.all(".card .tok"))
         page.run(HOLD, "/search?")
@@ -806,7 +798,6 @@ def test_what_is_shown_stays_when_another_run_comes_and_changes_when_its_own_goe
         write_run(tmp_path / "late", {}, num_steps=1)
         until(lambda: page.value('select[name="run"]') == "late")
         assert all("404" in each for each in page.errors()), "of a run that went while it was asked for"
-        browser.get("about:blank")
 
 
 def test_a_curve_grows_without_a_reload(page, runs):
@@ -884,14 +875,10 @@ def sweep(folder, num_runs, num_steps=4):
 def swept(browser, tmp_path):
     """The page of five such runs."""
     sweep(tmp_path, 5)
-    with serving(tmp_path) as port:
-        reader = a_reader(browser, f"http://127.0.0.1:{port}")
+    with reading(browser, tmp_path) as reader:
         reader.browser.get(reader.address)
         reader.run("localStorage.clear()")
         yield reader
-        assert reader.errors() == []
-        reader.run("localStorage.clear()")
-        browser.get("about:blank")
 
 
 def test_the_page_opens_on_the_overview_of_the_run_that_wrote_last(swept):

@@ -19,9 +19,18 @@ from groupax.models.weights.checkpoint import add_adapter
 from groupax.models.weights.saving import host_tensors, param_leaves, replace_tensors, trained_params
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
+from groupax.serve.dialects import Groupax
 from groupax.serve.loop import EngineLoop
-from groupax.serve.protocol import DTYPES, checksum, manifest_of, pieces_of, read_manifest, tensors_in
-from groupax.serve.remote import RefusedError, RemoteServer
+from groupax.serve.remote import (
+    DTYPES,
+    RefusedError,
+    RemoteServer,
+    checksum,
+    manifest_of,
+    pieces_of,
+    read_manifest,
+    tensors_in,
+)
 
 from .test_server import KEY, demo_model, listening, wait_until
 
@@ -164,10 +173,8 @@ def test_of_an_adapter_only_the_changes_travel(local, monkeypatch):
     engine, prompts = local
     server, (model, _) = Running(), demo_model()
     sent = []
-    real = RemoteSampler._upload
-    monkeypatch.setattr(
-        RemoteSampler, "_upload", lambda self, *args: (sent.append(sorted(args[-1])), real(self, *args))[1]
-    )
+    real = Groupax.upload
+    monkeypatch.setattr(Groupax, "upload", lambda self, *args: (sent.append(sorted(args[-1])), real(self, *args))[1])
     try:
         adapted = add_adapter(model, LORA)
         trained = perturbed(adapted.adapter.trained, 1)

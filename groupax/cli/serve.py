@@ -93,9 +93,10 @@ class Serve:
     """Names by which clients may call a server without keys (the Host of their requests), in addition to addresses and,
     where others can reach it, this machine's own names. Other names are refused: another site's page could use them."""
     max_connections: int = 1024
-    """Most connections at once. One more closes the connection that has waited longest for its client."""
+    """Most connections at once; while there are more, requests get status 503. A proxy in front keeps slow clients
+    away."""
     receive_timeout_s: float = 30.0
-    """Seconds in which a request must arrive, plus one second for each 64 KiB."""
+    """Seconds in which the body of a request must arrive; else it gets status 408."""
     log_requests: bool = True
     """Print a line for each finished request: status, model, tokens and seconds, not its text."""
     drain_s: int = 60
@@ -141,7 +142,6 @@ def _uvicorn_config(
     import uvicorn
 
     from groupax.serve.app import Limits, create_app
-    from groupax.serve.connections import limited
 
     limits = Limits(
         api_keys=keys,
@@ -149,13 +149,14 @@ def _uvicorn_config(
         max_completions=command.max_completions,
         default_max_tokens=command.default_max_tokens,
         request_timeout_s=command.request_timeout_s,
+        receive_timeout_s=command.receive_timeout_s,
         host=command.host,
         allowed_hosts=command.allowed_hosts,
     )
     write_line = partial(print, flush=True) if command.log_requests else lambda _: None
     return uvicorn.Config(
         create_app(loop, limits, models, write_line),
-        http=limited(command.max_connections, command.receive_timeout_s),  # pyright: ignore[reportArgumentType]
+        limit_concurrency=command.max_connections + 1,
         ws="none",
         log_level="error",  # not a line for each malformed request
         access_log=False,

@@ -1,5 +1,6 @@
 """The command `groupax view`."""
 
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from pathlib import Path
 from groupax.errors import require
 from groupax.parallel.processes import is_loopback, listen
 from groupax.settings.command_line import Positional, parsed
-from groupax.view.guard import new_token
 
 PORT = 4747
 
@@ -42,7 +42,7 @@ def view(arguments: Sequence[str]) -> None:
 
     runs = Runs(command.run_dirs)
     listening = _listen(command.host, command.port)
-    token = new_token() if command.token or not is_loopback(command.host) else None
+    token = secrets.token_urlsafe(32) if command.token or not is_loopback(command.host) else None
     serve(runs, listening, command.host, token)
 
 

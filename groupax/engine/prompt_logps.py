@@ -1,7 +1,8 @@
-"""Log-probs of the tokens of prompts, computed apart from decoding."""
+"""Log-probs of the tokens of prompts, computed apart from decoding, a few columns at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from groupax.engine.cache import ROWS, layer_caches, num_cached_heads, num_recurrent
+from groupax.engine.cache import ROWS, layer_caches, num_cached_heads, num_recurrent, pspec_of
 from groupax.engine.core import EngineCore
 from groupax.engine.prefill import Piece
 from groupax.engine.sampling import TokenLogps, token_logps
@@ -23,11 +24,10 @@ from groupax.models.params import gather_weight, layout_of, partition_specs
 from groupax.models.recurrent import empty_state
 from groupax.models.specs import Params
 from groupax.parallel.collectives import all_gather
-from groupax.parallel.mesh import DATA, Layout, num_data_shards
+from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import MAX_LOGPROBS
 
 PIECE = 128  # columns that are computed at a time
-BATCH_TOKENS = 4096  # of a call on each device, between two of which decoding continues
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,71 @@ def num_columns(length: int) -> int:
     return max(PIECE, 1 << (length - 1).bit_length())
 
 
-def prompts_per_call(engine: EngineCore, columns: int) -> int:
-    """Returns the number of prompts that a program computes."""
-    return max(1, BATCH_TOKENS // columns) * num_data_shards(engine.mesh)
-
-
 def compile_for(engine: EngineCore, length: int) -> None:
-    """Compiles the program for prompts of up to a length; a call of `score` finds it. Safe in any thread."""
-    _score.trace(*_arguments(engine, [np.zeros(length, np.int32)], 1.0, None), **_static(engine)).lower().compile()
+    """Compiles the programs for prompts of up to a length; a `Scoring` finds them. Safe in any thread."""
+    S, mesh = num_columns(length), engine.mesh
+    rows, replicated = NamedSharding(mesh, ROWS), NamedSharding(mesh, PartitionSpec())
+    make = _maker(engine.config, mesh, S, jnp.dtype(engine.kv_dtype))
+    found = jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, pspec_of(x))), jax.eval_shape(make))
+    tokens = jax.ShapeDtypeStruct((num_data_shards(mesh), S), jnp.int32, sharding=rows)
+    temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    adapter = number if engine.adapters else None
+    given = engine.params, found, tokens, temperature, adapter, number, number
+    _advance.trace(*given, config=engine.config, mesh=mesh).lower().compile()
+
+
+class Scoring:
+    """The log-probs of prompts, one on each device, while they are computed.
+
+    Args:
+        engine: Has the weights, of which those that it has now are used to the end.
+        prompts: Token ids of prompts, at most one for each shard of the data axes.
+        temperature: Divisor of the logits; 0 counts as 1.
+        adapter: Name of the engine's adapter; None for the base.
+    """
+
+    def __init__(
+        self, engine: EngineCore, prompts: list[np.ndarray], temperature: float, adapter: str | None = None
+    ) -> None:
+        self._config, self._mesh, self._params = engine.config, engine.mesh, engine.params
+        self._lengths = [len(prompt) for prompt in prompts]
+        S = num_columns(max(self._lengths))
+        tokens = np.zeros((num_data_shards(engine.mesh), S), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        replicated = self._replicated = NamedSharding(engine.mesh, PartitionSpec())
+        self._tokens = jax.device_put(tokens, NamedSharding(engine.mesh, ROWS))
+        self._temperature = jax.device_put(np.float32(temperature or 1.0), replicated)
+        index = np.int32(engine.adapter_index(adapter)) if engine.adapters else None
+        self._adapter = None if index is None else jax.device_put(index, replicated)
+        self._found = _maker(engine.config, engine.mesh, S, jnp.dtype(engine.kv_dtype))()
+        self._next, self._end = 0, -(-max(self._lengths) // PIECE)
+
+    @property
+    def is_done(self) -> bool:
+        """True when all columns are computed."""
+        return self._next == self._end
+
+    def advance(self, num_pieces: int) -> None:
+        """Computes the next pieces of columns. No other program of the engine may run meanwhile."""
+        end = min(self._next + num_pieces, self._end)
+        bounds = jax.device_put((np.int32(self._next), np.int32(end)), self._replicated)
+        given = self._params, self._found, self._tokens, self._temperature, self._adapter, *bounds
+        self._found = jax.block_until_ready(_advance(*given, config=self._config, mesh=self._mesh))
+        self._next = end
+
+    def results(self, num_alternatives: int) -> list[PromptLogps]:
+        """Returns the log-probs of each prompt, with at most `MAX_LOGPROBS` alternatives for each token."""
+        found = jax.device_get(self._found[1])
+        results = []
+        for row, length in enumerate(self._lengths):
+            logps, ranks = found.logp[row, : length - 1].tolist(), found.rank[row, : length - 1].tolist()
+            tokens = found.alternatives[row, : length - 1, :num_alternatives].tolist()
+            values = found.alternative_logps[row, : length - 1, :num_alternatives].tolist()
+            pairs = [list(zip(*both, strict=True)) for both in zip(tokens, values, strict=True)]
+            results.append(PromptLogps(logps, ranks, pairs))
+        return results
 
 
 def score(
@@ -66,105 +123,78 @@ def score(
     temperature: float,
     num_alternatives: int,
     adapter: str | None = None,
+    max_pieces: int = 1 << 20,
 ) -> list[PromptLogps]:
-    """Returns the log-probs of prompts. No other program of the engine may run meanwhile.
-
-    Args:
-        temperature: Divisor of the logits; 0 counts as 1.
-    """
-    found = jax.device_get(_score(*_arguments(engine, prompts, temperature, adapter), **_static(engine)))
-    return [_on_host(found, index, len(prompt) - 1, num_alternatives) for index, prompt in enumerate(prompts)]
-
-
-def _arguments(
-    engine: EngineCore, prompts: list[np.ndarray], temperature: float, adapter: str | None
-) -> tuple[Any, ...]:
-    S = num_columns(max(map(len, prompts)))
-    tokens = np.zeros((prompts_per_call(engine, S), S), np.int32)
-    lengths = np.zeros(len(tokens), np.int32)
-    for index, prompt in enumerate(prompts):
-        tokens[index, : len(prompt)], lengths[index] = prompt, len(prompt)
-    of_rows, replicated = NamedSharding(engine.mesh, ROWS), NamedSharding(engine.mesh, PartitionSpec())
-    divisor = jax.device_put(np.float32(temperature or 1.0), replicated)
-    index = jax.device_put(np.int32(engine.adapter_index(adapter)), replicated) if engine.adapters else None
-    return engine.params, jax.device_put(tokens, of_rows), jax.device_put(lengths, of_rows), divisor, index
+    """Returns the log-probs of any number of prompts (see `Scoring`), computed in as many calls as needed."""
+    size, found = num_data_shards(engine.mesh), []
+    for first in range(0, len(prompts), size):
+        scoring = Scoring(engine, prompts[first : first + size], temperature, adapter)
+        while not scoring.is_done:
+            scoring.advance(max_pieces)
+        found += scoring.results(num_alternatives)
+    return found
 
 
-def _static(engine: EngineCore) -> dict[str, Any]:
-    return {"config": engine.config, "mesh": engine.mesh, "kv_dtype": jnp.dtype(engine.kv_dtype)}
+@lru_cache(maxsize=64)
+def _maker(config: ModelConfig, mesh: Mesh, S: int, kv_dtype: Any) -> Callable[[], tuple[list[Any], TokenLogps]]:
+    """Returns a jitted function that creates empty caches and log-probs of one row per device."""
+    K, H, A = num_cached_heads(config, mesh.shape["tp"]), config.head_dim, min(MAX_LOGPROBS, config.vocab_size)
+    P = num_data_shards(mesh)
+
+    def make() -> tuple[list[Any], TokenLogps]:
+        kept = [(jnp.zeros((P, K, H, S), kv_dtype), jnp.zeros((P, K, S, H), kv_dtype)) for _ in config.attention_layers]
+        caches = layer_caches(config, kept, [empty_state(config, P) for _ in range(num_recurrent(config))])
+        alternatives = jnp.zeros((P, S, A), jnp.int32), jnp.zeros((P, S, A), jnp.float32)
+        return caches, TokenLogps(jnp.zeros((P, S)), jnp.zeros((P, S), jnp.int32), *alternatives)
+
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, pspec_of(x)), jax.eval_shape(make))
+    return jax.jit(make, out_shardings=shardings)
 
 
-def _on_host(found: TokenLogps, row: int, num: int, num_alternatives: int) -> PromptLogps:
-    tokens, logps = (x[row, :num, :num_alternatives].tolist() for x in (found.alternatives, found.alternative_logps))
-    pairs = [list(zip(*both, strict=True)) for both in zip(tokens, logps, strict=True)]
-    return PromptLogps(found.logp[row, :num].tolist(), found.rank[row, :num].tolist(), pairs)
-
-
-@partial(jax.jit, static_argnames=("config", "mesh", "kv_dtype"))
-def _score(
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnums=1)
+def _advance(
     params: Params,
+    found: tuple[list[Any], TokenLogps],
     tokens: Int[Array, "P S"],
-    lengths: Int[Array, "P"],
     temperature: Float[Array, ""],
-    adapter: Int[Array, ""] | None = None,
+    adapter: Int[Array, ""] | None,
+    first: Int[Array, ""],
+    last: Int[Array, ""],
     *,
     config: ModelConfig,
     mesh: Mesh,
-    kv_dtype: Any,
-) -> TokenLogps:
-    """Computes the log-probs of right-padded prompts, each by itself, in pieces of columns."""
+) -> tuple[list[Any], TokenLogps]:
+    """Computes the log-probs of right-padded prompts, one on each device, in the pieces from `first` up to `last`."""
     layout = layout_of(config, mesh)
 
-    def local(params: Params, tokens: Array, lengths: Array, temperature: Array, adapter: Array | None) -> TokenLogps:
+    def local(
+        params: Params, found: Any, tokens: Array, temperature: Array, adapter: Any, first: Array, last: Array
+    ) -> Any:
         params = select_adapters(params, None if adapter is None else jnp.full(PIECE, adapter))
-        return lax.map(
-            lambda row: _score_row(config, params, row[0], row[1], temperature, kv_dtype, mesh.shape["tp"], layout),
-            (tokens, lengths),
-        )
+        head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
+        [row] = tokens
+        columns, targets = jnp.arange(len(row))[None, :], jnp.concatenate([row[1:], jnp.zeros(1, row.dtype)])
 
-    of_adapter = None if adapter is None else PartitionSpec()
-    in_specs = (partition_specs(config, mesh, params), ROWS, ROWS, PartitionSpec(), of_adapter)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
-    return program(params, tokens, lengths, temperature, adapter)
+        def compute(index: Array, found: Any) -> Any:
+            caches, logps = found
+            begin = index * PIECE
+            own = begin + jnp.arange(PIECE)
+            distance = (own[:, None] - columns)[None]
+            attend = Piece(
+                jnp.int32(0), begin, jnp.zeros(1, jnp.int32), distance >= 0, distance, own[None, :, None], None, False
+            )
+            piece = lax.dynamic_slice_in_dim(row, begin, PIECE)
+            hidden, caches, _ = forward(config, params, piece, own, attend, caches, PassOptions(layout=layout, recur=attend.recur))
+            logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
+            new = token_logps(logits / temperature, lax.dynamic_slice_in_dim(targets, begin, PIECE))
+            return caches, jax.tree.map(
+                lambda x, y: lax.dynamic_update_slice_in_dim(x, y[None], begin, axis=1), logps, new
+            )
 
+        return lax.fori_loop(first, last, compute, found)
 
-def _score_row(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array, "S"],
-    length: Int[Array, ""],
-    temperature: Float[Array, ""],
-    kv_dtype: Any,
-    num_shards: int,
-    layout: Layout,
-) -> TokenLogps:
-    S, K, A = len(tokens), num_cached_heads(config, num_shards) // num_shards, min(MAX_LOGPROBS, config.vocab_size)
-    H = config.head_dim
-    head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
-    columns, targets = jnp.arange(S)[None, :], jnp.concatenate([tokens[1:], jnp.zeros(1, tokens.dtype)])
-    kept = [(jnp.zeros((1, K, H, S), kv_dtype), jnp.zeros((1, K, S, H), kv_dtype)) for _ in config.attention_layers]
-    caches = layer_caches(config, kept, [empty_state(config, 1) for _ in range(num_recurrent(config))])
-    empty = TokenLogps(
-        jnp.zeros(S), jnp.zeros(S, jnp.int32), jnp.zeros((S, A), jnp.int32), jnp.zeros((S, A), jnp.float32)
-    )
-    num_pieces = (length + PIECE - 1) // PIECE
-    if layout.axes:
-        num_pieces = lax.pmax(num_pieces, DATA)
-
-    def compute(index: Array, carry: tuple[Any, TokenLogps]) -> tuple[Any, TokenLogps]:
-        caches, found = carry
-        first = index * PIECE
-        own = first + jnp.arange(PIECE)
-        distance = (own[:, None] - columns)[None]
-        begin = jnp.zeros(1, jnp.int32)
-        attend = Piece(jnp.int32(0), first, begin, distance >= 0, distance, own[None, :, None], None, False)
-        piece = lax.dynamic_slice_in_dim(tokens, first, PIECE)
-        hidden, caches, _ = forward(
-            config, params, piece, own, attend, caches, PassOptions(layout=layout, recur=attend.recur)
-        )
-        logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
-        target = lax.dynamic_slice_in_dim(targets, first, PIECE)
-        new = token_logps(logits / temperature, target)
-        return caches, jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, axis=0), found, new)
-
-    return lax.fori_loop(0, num_pieces, compute, (caches, empty))[1]
+    one = PartitionSpec()
+    of_found = jax.tree.map(pspec_of, found)
+    in_specs = (partition_specs(config, mesh, params), of_found, ROWS, one, None if adapter is None else one, one, one)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=of_found, check_vma=False)
+    return program(params, found, tokens, temperature, adapter, first, last)

@@ -7,7 +7,7 @@ request count its messages and tools, the number of turns, and what ends them.
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,38 +23,15 @@ from groupax.engine.sequence import text_before_stop
 from groupax.episodes.asked import Asked
 from groupax.episodes.program import BASE, MODEL, Answer, Session
 from groupax.episodes.transcript import Templates
-from groupax.serve.api_key import check_key
-from groupax.serve.body import json_body
-from groupax.serve.chat_prompt import template_kwargs
-from groupax.serve.errors import ApiError
-from groupax.serve.exchange import Completion, Exchange, PieceStream, Writer
-from groupax.serve.protocols.incoming import Incoming
-from groupax.serve.protocols.table import PROTOCOLS, Protocol
-from groupax.serve.requests import ChatRequest, CompletionRequest, Request
-from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, unless_disconnected
+from groupax.serve.exchange import Completion, Delta, Exchange, PieceStream, Writer
+from groupax.serve.prompts import template_kwargs
+from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol
+from groupax.serve.requests import ChatRequest, CompletionRequest, Incoming, Request
+from groupax.serve.web import CLIENT_GONE, ApiError, as_api_error, check_key, json_body, unless_disconnected
 
 MAX_BODY_BYTES = 64 << 20
 MAX_TURNS = 64  # of one request
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
-
-
-@dataclass(frozen=True)
-class WholeTurn:
-    """A turn that arrives at once (see `serve.exchange.NewTokens`)."""
-
-    index: int
-    tokens: list[int]
-    policy_logps: list[float]
-    sampler_logps: list[float]
-    finish_reason: str
-    text: str
-    start: int = 0
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def alternatives(self) -> list[list[tuple[int, float]]]:
-        """No alternatives for each token."""
-        return [[] for _ in self.tokens]
 
 
 @dataclass(frozen=True)
@@ -165,24 +142,27 @@ class _Handlers:
         return answer
 
 
-def _turns(tokenizer: Any, request: Request, answer: Answer) -> list[WholeTurn]:
+def _turns(tokenizer: Any, request: Request, answer: Answer) -> list[Delta]:
     context = context_tokens(tokenizer, answer.prompt_ids)
     turns = zip(answer.tokens, answer.policy_logps, answer.sampler_logps, answer.ended, strict=True)
     return [
-        WholeTurn(
-            index,
-            tokens,
-            policy_logps,
-            sampler_logps,
-            "stop" if has_ended else "length",
-            text_before_stop(decode_after(tokenizer, context, tokens), tuple(request.stop), 0),
+        Delta(
+            index=index,
+            start=0,
+            tokens=tokens,
+            policy_logps=policy_logps,
+            sampler_logps=sampler_logps,
+            alternatives=[[] for _ in tokens],
+            versions=[],
+            finish_reason="stop" if has_ended else "length",
+            text=text_before_stop(decode_after(tokenizer, context, tokens), tuple(request.stop), 0),
         )
         for index, (tokens, policy_logps, sampler_logps, has_ended) in enumerate(turns)
     ]
 
 
 async def _events(
-    tokenizer: Any, exchange: Exchange, writer: Writer, turns: list[WholeTurn]
+    tokenizer: Any, exchange: Exchange, writer: Writer, turns: list[Delta]
 ) -> AsyncIterator[dict[str, Any]]:
     """Yields the events of a streamed response."""
     completions = [Completion() for _ in turns]
@@ -201,7 +181,7 @@ def _nothing() -> None:
     """Does nothing at the end of a stream, whose turns were complete before."""
 
 
-def _completed(turn: WholeTurn) -> Completion:
+def _completed(turn: Delta) -> Completion:
     completion = Completion()
     completion.add(turn)
     return completion

@@ -17,7 +17,6 @@ from groupax.parallel import processes
 from groupax.parallel.processes import listen
 
 START_S = 30.0
-MAX_CONNECTIONS = 1 << 16  # of programs, which may all wait for a turn
 
 _taken: dict[Listening, tuple["ProgramServer", int]] = {}  # with the numbers of those that use them
 _lock = threading.Lock()
@@ -41,7 +40,6 @@ class ProgramServer:
         import uvicorn
 
         from groupax.episodes.program_http import OpenSession, application
-        from groupax.serve.connections import limited
 
         self.listening = listening
         self._sessions: dict[str, OpenSession] = {}
@@ -53,7 +51,6 @@ class ProgramServer:
         self._url = listening.url(self._socket.getsockname()[1])
         config = uvicorn.Config(
             application(self._sessions),
-            http=limited(MAX_CONNECTIONS),  # pyright: ignore[reportArgumentType]
             log_config=None,
             access_log=False,
             lifespan="off",

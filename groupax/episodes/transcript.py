@@ -20,8 +20,7 @@ from groupax.data.chat import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
 from groupax.episodes.asked import Asked
 from groupax.serve.exchange import TokenTexts
-from groupax.serve.turn_format import TurnFormats
-from groupax.serve.turns import Turn, TurnReader
+from groupax.serve.turns import Turn, TurnFormats, TurnReader
 from groupax.tools.formats.choose import call_opening
 
 KINDS = 64  # of tools and template arguments that are kept ready

@@ -13,7 +13,7 @@ from groupax.replay.trainer import ReplayTrainer
 from groupax.runs.files import replace_text
 from groupax.runs.rollout_log import beginning, prompt_text
 from groupax.types import Rollout
-from groupax.view.texts import shown_prompt
+from groupax.view.rollouts import shown_prompt
 
 SHOWN_ROWS = 8
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 40, 60

@@ -423,9 +423,8 @@ def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, 
     """Returns what samples rollouts: the engine, or servers that start with the weights `params`."""
     if not args.rollout_servers:
         return engine
-    from groupax.serve.broadcast_sampler import BroadcastSampler
-    from groupax.serve.client import RemoteSampler
-    from groupax.serve.vllm_sglang import WeightsFolder
+    from groupax.serve.client import BroadcastSampler, RemoteSampler
+    from groupax.serve.dialects import WeightsFolder
 
     shared, key = None, os.environ.get(env.API_KEY)
     if args.rollout_correction != "none":

@@ -5,12 +5,13 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -21,27 +22,44 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax.models.weights.checkpoint import Model
-from groupax.serve.api_key import check_key
-from groupax.serve.body import json_body
-from groupax.serve.cross_origin import CallerCheck
-from groupax.serve.deltas import arriving_deltas, collect, no_tokens, to_queue
-from groupax.serve.errors import ApiError, stopping
-from groupax.serve.exchange import Completion, Exchange, PieceStream, TokenTexts, Writer
-from groupax.serve.jobs import ClosedError, Delta, Job, QueueFullError
-from groupax.serve.loop import EngineLoop, adapter_of
-from groupax.serve.metrics import CONTENT_TYPE, Metrics
-from groupax.serve.pause import pause_mode
-from groupax.serve.prepare import Prepared, ServedModel, check_constraint, encoded_chat, prepare
-from groupax.serve.prompt_scoring import PromptScorer
-from groupax.serve.protocols import anthropic_messages
-from groupax.serve.protocols.table import PROTOCOLS, Protocol
-from groupax.serve.request_record import RequestRecord
-from groupax.serve.requests import ChatRequest, Request
-from groupax.serve.stream import CLIENT_GONE, EventStream, as_api_error, timeout_error, unless_disconnected
-from groupax.serve.tokenizing import detokenize, tokenize, tokenizer_info
-from groupax.serve.tokenizing import parse as parse_tokenizing
-from groupax.serve.turn_format import TurnFormats
-from groupax.serve.weight_uploads import Handler, WeightUploads
+from groupax.serve.exchange import (
+    Completion,
+    Delta,
+    Exchange,
+    PieceStream,
+    TokenTexts,
+    Writer,
+    arriving_deltas,
+    collect,
+    no_tokens,
+)
+from groupax.serve.loop import ClosedError, EngineLoop, Job, PauseMode, PromptScorer, QueueFullError, adapter_of
+from groupax.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
+from groupax.serve.prompts import (
+    Prepared,
+    ServedModel,
+    check_constraint,
+    detokenize,
+    encoded_chat,
+    prepare,
+    tokenize,
+    tokenizer_info,
+)
+from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol, anthropic
+from groupax.serve.requests import ChatRequest, Request, parse_json
+from groupax.serve.turns import TurnFormats
+from groupax.serve.web import (
+    CLIENT_GONE,
+    ApiError,
+    CallerCheck,
+    as_api_error,
+    check_key,
+    json_body,
+    several_hosts,
+    stopping,
+    timeout_error,
+    unless_disconnected,
+)
 from groupax.serve.weights import Weights
 
 RETRY_S = 1
@@ -49,7 +67,14 @@ PREPARING_THREADS = 8
 LARGE_BYTES = 64 << 10  # requests with more, or with images, share LARGE_THREADS, so that others go on meanwhile
 LARGE_THREADS = 2
 COMPILING_THREADS = 1  # of constraints, for which other requests do not wait
+# Fields of vLLM's pauses that are refused, with the reason.
+REFUSED_OF_PAUSES = {
+    "clear_cache": "clear_cache is not supported: a kept request continues with the keys and values that it has, and "
+    "the prefix cache is cleared when the weights change; leave it out",
+    "wait_for_inflight_requests": "wait_for_inflight_requests is not supported; set mode=wait",
+}
 T = TypeVar("T")
+Handler = Callable[[HttpRequest], Awaitable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +87,7 @@ class Limits:
         max_completions: Prompts times `n` of one request.
         default_max_tokens: Longest completion of a chat that sets no limit.
         request_timeout_s: Time after which a request is cancelled.
+        receive_timeout_s: Time in which the body of a request must arrive.
         host: Address that the server listens on; without keys it determines by which names requests may call it.
         allowed_hosts: Further such names.
     """
@@ -71,6 +97,7 @@ class Limits:
     max_completions: int = 256
     default_max_tokens: int = 1024
     request_timeout_s: float = 600.0
+    receive_timeout_s: float = 30.0
     host: str = "127.0.0.1"
     allowed_hosts: tuple[str, ...] = ()
 
@@ -90,44 +117,11 @@ def create_app(
         write_line: Receives a line for each request that is not a GET; by default nothing is written.
     """
     server = Server(loop, limits or Limits(), Weights(loop, models or {}), write_line)
-    routes = [
-        *[
-            Route(path, server.endpoint(partial(server.complete, protocol), protocol.error_body), methods=["POST"])
-            for path, protocol in PROTOCOLS.items()
-        ],
-        Route(
-            "/v1/messages/count_tokens",
-            server.endpoint(server.count_tokens, anthropic_messages.error_body),
-            methods=["POST"],
-        ),
-        Route("/tokenize", server.endpoint(partial(server.tokenizing, tokenize)), methods=["POST"]),
-        Route("/detokenize", server.endpoint(partial(server.tokenizing, detokenize)), methods=["POST"]),
-        Route("/tokenizer_info", server.endpoint(server.get_tokenizer_info)),
-        Route("/version", server.endpoint(server.get_version)),
-        Route("/v1/models", server.endpoint(server.list_models)),
-        Route("/v1/models/{model:path}", server.endpoint(server.get_model)),
-        Route("/metrics", server.endpoint(server.get_metrics)),
-        Route("/health", server.health),
-        Route("/ready", server.ready),
-        Route("/pause", server.endpoint(server.pause), methods=["POST"]),
-        Route("/resume", server.endpoint(server.resume), methods=["POST"]),
-        Route("/is_paused", server.endpoint(server.is_paused)),
-        *WeightUploads(loop, server.weights, server.limits.api_keys, server.limits.max_body_bytes).routes(
-            server.endpoint
-        ),
-    ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    return Starlette(routes=server.routes(), exception_handlers={HTTPException: _http_error})
 
 
 class Server:
-    """The handlers of all routes.
-
-    Args:
-        loop: The engines.
-        limits: Limits of requests.
-        weights: Weights that clients may change.
-        write_line: Receives a line for each request that is not a GET.
-    """
+    """The handlers of all routes (see `create_app`), which return responses, or the JSON of one."""
 
     def __init__(
         self,
@@ -148,7 +142,41 @@ class Server:
         for model in self.models.values():  # requests that need one that fails report it
             self._threads_of_constraints.submit(model.constraints.load_tokens)
 
-    def endpoint(self, handler: Handler, error_body: Callable[[ApiError], Any] = lambda error: error.body) -> Handler:
+    def routes(self) -> list[Route]:
+        """Returns all routes."""
+        weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
+        handlers: list[tuple[str, str, Handler]] = [
+            ("POST", "/tokenize", partial(self._tokenizing, tokenize)),
+            ("POST", "/detokenize", partial(self._tokenizing, detokenize)),
+            ("GET", "/tokenizer_info", self._tokenizer_info),
+            ("GET", "/version", self._version),
+            ("GET", "/v1/models", self._list_models),
+            ("GET", "/v1/models/{model:path}", self._get_model),
+            ("GET", "/metrics", self._get_metrics),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+            ("GET", "/is_paused", self._is_paused),
+            ("GET", weights, self._list_weights),
+            ("POST", weights, self._begin_upload),
+            ("DELETE", upload, self._abort_upload),
+            ("PUT", upload + "/{piece:int}", self._put_piece),
+            ("POST", upload + "/commit", self._commit_upload),
+        ]
+        counting = self._endpoint(self._count_tokens, anthropic.error_body)
+        return [
+            *(
+                Route(path, self._endpoint(partial(self._complete, protocol), protocol.error_body), methods=["POST"])
+                for path, protocol in PROTOCOLS.items()
+            ),
+            Route("/v1/messages/count_tokens", counting, methods=["POST"]),
+            *(Route(path, self._endpoint(handler), methods=[method]) for method, path, handler in handlers),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+        ]
+
+    def _endpoint(
+        self, handler: Handler, error_body: Callable[[ApiError], Any] = lambda error: error.body
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
         """Wraps a handler: checks the caller, converts errors to the protocol's format, and counts the request."""
 
         async def respond(request: HttpRequest) -> Response:
@@ -156,7 +184,8 @@ class Server:
             request.state.record, message = record, ""
             try:
                 self._check_caller(request)
-                response = await handler(request)
+                found = await handler(request)
+                response = found if isinstance(found, Response) else JSONResponse(found)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001 - sent, and logged
@@ -171,23 +200,39 @@ class Server:
 
         return respond
 
-    async def complete(self, protocol: Protocol, http: HttpRequest) -> Response:
+    def _check_caller(self, http: HttpRequest) -> None:
+        """Checks the key; on a server without keys, that the request is not another site's."""
+        if refusal := several_hosts(http.headers.raw):
+            raise ApiError(400, refusal)
+        if self.limits.api_keys:
+            check_key(http.headers, self.limits.api_keys)
+        elif refusal := self._caller_check.refusal(http.headers):
+            raise ApiError(403, refusal, code="forbidden")
+
+    def _count(self, http: HttpRequest, status: int, record: RequestRecord, message: str = "") -> None:
+        path = getattr(http.scope.get("route"), "path", http.url.path)
+        self.metrics.requests.labels(path, status).inc()
+        self.metrics.seconds.observe(time.monotonic() - record.started_s)
+        record.end()
+        if http.method != "GET":
+            self._write_line(record.line(http.method, path, status, message))
+
+    async def _complete(self, protocol: Protocol, http: HttpRequest) -> Response:
         """Handles requests for completions in any protocol."""
         record: RequestRecord = http.state.record
-        deadline_s = record.started_s + self.limits.request_timeout_s
-        body = await json_body(http, self.limits.max_body_bytes)
+        deadline_s = self._deadline_s(http)
+        body = await self._body(http)
         incoming = await self._in_time(partial(protocol.parse, body), deadline_s, self._threads_for(body))
         request = incoming.request
-        name = self._model_name(request.model)
+        model = self._model(request.model)
+        name = model.name
         if request.weights_state not in (None, self.weights.state(name)):
             message = f"{name} has other weights than {request.weights_state!r}"
             raise ApiError(409, message, param="weights_state", code="other_weights")
-        work = partial(
-            prepare, incoming, self.models[name], self.limits.max_completions, self.limits.default_max_tokens
-        )
+        work = partial(prepare, incoming, model, self.limits.max_completions, self.limits.default_max_tokens)
         prepared = await self._in_time(work, deadline_s, self._threads_for(body, request))
         if prepared.params.constraint is not None:
-            work = partial(check_constraint, self.models[name], prepared.params)
+            work = partial(check_constraint, model, prepared.params)
             await self._in_time(work, deadline_s, self._threads_of_constraints)
         exchange = await self._with_prompt_logps(prepared, http, deadline_s)
         record.begin(name, sum(map(len, exchange.prompts)))
@@ -196,7 +241,13 @@ class Server:
             arriving, cancel = no_tokens(num), lambda: None
         else:
             deltas: asyncio.Queue[Delta] = asyncio.Queue()
-            job = await run_in_threadpool(self._submit, prepared, name, to_queue(deltas))
+            call_here = asyncio.get_running_loop().call_soon_threadsafe
+
+            def listener(delta: Delta) -> None:
+                with suppress(RuntimeError):  # the server was stopped without waiting
+                    call_here(deltas.put_nowait, delta)
+
+            job = await run_in_threadpool(self._submit, prepared, name, listener)
             record.job = job
             arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
         writer = protocol.writer(exchange)
@@ -211,84 +262,6 @@ class Server:
             cancel()
         return await run_in_threadpool(lambda: JSONResponse(writer.full(completions)))
 
-    async def count_tokens(self, http: HttpRequest) -> Response:
-        """Handles /v1/messages/count_tokens."""
-        deadline_s = http.state.record.started_s + self.limits.request_timeout_s
-        body = await json_body(http, self.limits.max_body_bytes)
-        parse = partial(anthropic_messages.parse, body, counts_only=True)
-        incoming = await self._in_time(parse, deadline_s, self._threads_for(body))
-        model = self.models[self._model_name(incoming.request.model)]
-        assert isinstance(incoming.request, ChatRequest), "messages are chats"
-        work = partial(encoded_chat, incoming.request, model, incoming.hints)
-        [ids], _, _ = await self._in_time(work, deadline_s, self._threads_for(body, incoming.request))
-        return JSONResponse({"input_tokens": len(ids)})
-
-    async def tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Response:
-        """Handles /tokenize and /detokenize."""
-        deadline_s = http.state.record.started_s + self.limits.request_timeout_s
-        body = await json_body(http, self.limits.max_body_bytes)
-        name, given = await self._in_time(partial(parse_tokenizing, body), deadline_s, self._threads_for(body))
-        model = self.models[self._model_name(name)]
-        return await self._in_time(lambda: JSONResponse(work(given, model)), deadline_s, self._threads_for(body))
-
-    async def get_tokenizer_info(self, _: HttpRequest) -> Response:
-        """Handles /tokenizer_info, for the first model."""
-        return JSONResponse(tokenizer_info(next(iter(self.models.values()))))
-
-    async def get_version(self, _: HttpRequest) -> Response:
-        """Handles /version."""
-        return JSONResponse({"version": version("groupax")})
-
-    async def list_models(self, _: HttpRequest) -> Response:
-        """Handles /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.models]})
-
-    async def get_model(self, http: HttpRequest) -> Response:
-        """Handles /v1/models/NAME."""
-        return JSONResponse(self._model_card(self._model_name(http.path_params["model"])))
-
-    async def get_metrics(self, _: HttpRequest) -> Response:
-        """Handles /metrics."""
-        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
-
-    async def pause(self, http: HttpRequest) -> Response:
-        """Handles POST /pause?mode=keep|wait|abort: returns when the engines have stopped."""
-        self._check_may_pause()
-        try:
-            await asyncio.wrap_future(self.loop.pause(pause_mode(http.query_params, http.headers)))
-        except ClosedError as error:
-            raise stopping() from error
-        return JSONResponse({"status": "paused"})
-
-    async def resume(self, _: HttpRequest) -> Response:
-        """Handles POST /resume."""
-        self._check_may_pause()
-        try:
-            await asyncio.wrap_future(self.loop.resume())
-        except ClosedError as error:
-            raise stopping() from error
-        return JSONResponse({"status": "resumed"})
-
-    async def is_paused(self, _: HttpRequest) -> Response:
-        """Handles /is_paused."""
-        return JSONResponse({"is_paused": self.loop.pause_state.is_paused})
-
-    def _check_may_pause(self) -> None:
-        if not self.limits.api_keys:
-            raise ApiError(403, "a server can be paused only with one of its keys; start it with --api_key")
-
-    async def health(self, _: HttpRequest) -> Response:
-        """Handles /health: 200 while the engine runs."""
-        alive = self.loop.is_alive
-        return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
-
-    async def ready(self, _: HttpRequest) -> Response:
-        """Handles /ready: 200 when requests of usual sizes need no compilation."""
-        if not self.loop.is_alive:
-            return JSONResponse({"status": "the engine has stopped"}, 503)
-        is_ready = self.loop.is_ready
-        return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
-
     async def _with_prompt_logps(self, prepared: Prepared, http: HttpRequest, deadline_s: float) -> Exchange:
         """Returns the exchange with the log-probs of its prompts, if the request wants them."""
         exchange, num = prepared.exchange, prepared.exchange.request.num_prompt_logprobs
@@ -298,35 +271,27 @@ class Server:
         work = asyncio.ensure_future(scores)
         try:
             found = await unless_disconnected(work, http.receive, deadline_s)
-        except ClosedError as error:
-            raise stopping() from error
+        except (ClosedError, QueueFullError) as error:
+            raise stopping() if isinstance(error, ClosedError) else self._queue_full() from error
         finally:
             work.cancel()
         return replace(exchange, prompt_logps=found)
 
-    def _threads_for(self, body: bytes, request: Request | None = None) -> ThreadPoolExecutor:
-        has_images = isinstance(request, ChatRequest) and bool(request.image_urls)
-        return self._threads_of_large if len(body) > LARGE_BYTES or has_images else self._threads
-
-    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor) -> T:
-        """Returns the result of work in a thread, which nobody waits for after the deadline."""
-        try:
-            async with asyncio.timeout(deadline_s - time.monotonic()):
-                return await asyncio.get_running_loop().run_in_executor(threads, work)
-        except TimeoutError as error:
-            raise timeout_error() from error
-
     def _submit(self, prepared: Prepared, name: str, listener: Callable[[Delta], None]) -> Job:
         try:
-            given = name, prepared.prompts, prepared.params, listener, prepared.row_keys
-            return self.loop.submit(*given, images=prepared.images)
+            return self.loop.submit(
+                name, prepared.prompts, prepared.params, listener, prepared.row_keys, images=prepared.images
+            )
         except ValueError as error:
             raise ApiError(400, str(error), param="row_keys" if "row_keys" in str(error) else None) from error
         except QueueFullError as error:
-            message = f"{self.loop.max_sequences} completions wait or run; try again later"
-            raise ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)}) from error
+            raise self._queue_full() from error
         except ClosedError as error:
             raise stopping() from error
+
+    def _queue_full(self) -> ApiError:
+        message = f"{self.loop.max_sequences} completions wait or run; try again later"
+        return ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)})
 
     async def _events(
         self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]
@@ -346,13 +311,40 @@ class Server:
         for event in writer.last_events(completions):
             yield event
 
-    def _model_name(self, name: str | None) -> str:
-        if name is None:
-            return next(iter(self.models))
-        if name not in self.models:
-            message = f"there is no model {name!r}; this server has {', '.join(self.models)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name
+    async def _count_tokens(self, http: HttpRequest) -> Any:
+        body = await self._body(http)
+
+        def count() -> Any:
+            incoming = anthropic.parse(body, counts_only=True)
+            assert isinstance(incoming.request, ChatRequest), "messages are chats"
+            [ids], _, _ = encoded_chat(incoming.request, self._model(incoming.request.model), incoming.hints)
+            return {"input_tokens": len(ids)}
+
+        return await self._in_time(count, self._deadline_s(http), self._threads_for(body))
+
+    async def _tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Any:
+        body = await self._body(http)
+
+        def respond() -> Response:
+            given = {name: value for name, value in parse_json(body).items() if value is not None}
+            name = given.get("model")
+            if not isinstance(name, str | None):
+                raise ApiError(400, f"model must be a valid string, got {name!r:.80}", "model")
+            return JSONResponse(work(given, self._model(name)))
+
+        return await self._in_time(respond, self._deadline_s(http), self._threads_for(body))
+
+    async def _tokenizer_info(self, _: HttpRequest) -> Any:
+        return tokenizer_info(self._model(None))
+
+    async def _version(self, _: HttpRequest) -> Any:
+        return {"version": version("groupax")}
+
+    async def _list_models(self, _: HttpRequest) -> Any:
+        return {"object": "list", "data": [self._model_card(name) for name in self.models]}
+
+    async def _get_model(self, http: HttpRequest) -> Any:
+        return self._model_card(self._model(http.path_params["model"]).name)
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
@@ -360,36 +352,125 @@ class Server:
         version = engine.version_of(adapter_of(engine, name))
         return {**card, "max_model_len": self.models[name].max_positions, "weights_version": version}
 
-    def _check_caller(self, http: HttpRequest) -> None:
-        """Checks the key; on a server without keys, that the request is not another site's."""
-        if len(hosts := http.headers.getlist("host")) > 1:
-            raise ApiError(400, f"the request has {len(hosts)} Host headers; HTTP allows one")
-        if not self.limits.api_keys:
-            refusal = self._caller_check.refusal(http.headers)
-            if refusal:
-                raise ApiError(403, refusal, code="forbidden")
-            return
-        check_key(http.headers, self.limits.api_keys)
+    async def _get_metrics(self, _: HttpRequest) -> Any:
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
-    def _count(self, http: HttpRequest, status: int, record: RequestRecord, message: str = "") -> None:
-        path = getattr(http.scope.get("route"), "path", http.url.path)
-        self.metrics.requests.labels(path, status).inc()
-        self.metrics.seconds.observe(time.monotonic() - record.started_s)
-        record.end()
-        if http.method != "GET":
-            self._write_line(record.line(http.method, path, status, message))
+    async def _pause(self, http: HttpRequest) -> Any:
+        self._check_has_keys("a server can be paused")
+        await self._done(self.loop.pause(_pause_mode(http)))
+        return {"status": "paused"}
+
+    async def _resume(self, _: HttpRequest) -> Any:
+        self._check_has_keys("a server can be paused")
+        await self._done(self.loop.resume())
+        return {"status": "resumed"}
+
+    async def _is_paused(self, _: HttpRequest) -> Any:
+        return {"is_paused": self.loop.is_paused}
+
+    async def _health(self, _: HttpRequest) -> Response:
+        alive = self.loop.is_alive
+        return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+
+    async def _ready(self, _: HttpRequest) -> Response:
+        """Handles /ready: 200 when requests of usual sizes need no compilation."""
+        if not self.loop.is_alive:
+            return JSONResponse({"status": "the engine has stopped"}, 503)
+        is_ready = self.loop.is_ready
+        return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
+
+    async def _list_weights(self, _: HttpRequest) -> Any:
+        return self.weights.describe()
+
+    async def _begin_upload(self, http: HttpRequest) -> Any:
+        self._check_has_keys("weights can be changed")
+        return self.weights.begin(await run_in_threadpool(parse_json, await self._body(http)))
+
+    async def _put_piece(self, http: HttpRequest) -> Any:
+        self._check_has_keys("weights can be changed")
+        upload, piece = http.path_params["upload"], http.path_params["piece"]
+        return await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream())
+
+    async def _abort_upload(self, http: HttpRequest) -> Any:
+        self._check_has_keys("weights can be changed")
+        return self.weights.abort(http.path_params["upload"])
+
+    async def _commit_upload(self, http: HttpRequest) -> Any:
+        self._check_has_keys("weights can be changed")
+        upload = self.weights.close(http.path_params["upload"])
+        held = await run_in_threadpool(self.weights.prepared, upload)
+        return await self._done(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
+
+    def _check_has_keys(self, what: str) -> None:
+        if not self.limits.api_keys:
+            raise ApiError(403, f"{what} only on a server with keys; start it with --api_key")
+
+    def _model(self, name: str | None) -> ServedModel:
+        """Returns a model by its name; the first one for a request that names none."""
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            message = f"there is no model {name!r}; this server has {', '.join(self.models)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.models[name]
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        return await json_body(http, self.limits.max_body_bytes, self.limits.receive_timeout_s)
+
+    def _deadline_s(self, http: HttpRequest) -> float:
+        return http.state.record.started_s + self.limits.request_timeout_s
+
+    def _threads_for(self, body: bytes, request: Request | None = None) -> ThreadPoolExecutor:
+        has_images = isinstance(request, ChatRequest) and bool(request.image_urls)
+        return self._threads_of_large if len(body) > LARGE_BYTES or has_images else self._threads
+
+    async def _in_time(self, work: Callable[[], T], deadline_s: float, threads: ThreadPoolExecutor) -> T:
+        """Returns the result of work in a thread, which nobody waits for after the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                return await asyncio.get_running_loop().run_in_executor(threads, work)
+        except TimeoutError as error:
+            raise timeout_error() from error
+
+    async def _done(self, future: Future[T]) -> T:
+        """Returns what the loop's thread has done."""
+        try:
+            return await asyncio.wrap_future(future)
+        except ClosedError as error:
+            raise stopping() from error
 
 
 def _served_model(name: str, loop: EngineLoop) -> ServedModel:
     engine = loop.engines[name]
     if engine.tokenizer is None:
         raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
-    config = engine.config
-    tokenizer, texts = engine.tokenizer, TokenTexts(engine.tokenizer)
-    limits = config.vocab_size, config.max_positions
     return ServedModel(
-        name, tokenizer, TurnFormats(tokenizer), texts, engine.constraints, *limits, engine.image_encoder
+        name=name,
+        tokenizer=engine.tokenizer,
+        turn_formats=TurnFormats(engine.tokenizer),
+        token_texts=TokenTexts(engine.tokenizer),
+        constraints=engine.constraints,
+        vocab_size=engine.config.vocab_size,
+        max_positions=engine.config.max_positions,
+        encoder=engine.image_encoder,
     )
+
+
+def _pause_mode(http: HttpRequest) -> PauseMode:
+    """Returns the mode in the query of a request to pause; "abort" by default, as in vLLM."""
+    query, headers = http.query_params, http.headers
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        raise ApiError(400, "a pause has no body; its mode is in the query, as in /pause?mode=keep", param="mode")
+    unknown = sorted(query.keys() - {"mode"})
+    if unknown:
+        message = f"unknown query field {unknown[0][:80]!a}; a pause has only mode"
+        is_known = unknown[0] in REFUSED_OF_PAUSES
+        raise ApiError(400, REFUSED_OF_PAUSES.get(unknown[0], message), param=unknown[0] if is_known else "mode")
+    for mode in get_args(PauseMode):
+        if query.get("mode", "abort") == mode:
+            return mode
+    message = f"mode must be one of {', '.join(get_args(PauseMode))}, got {query['mode'][:80]!a}"
+    raise ApiError(400, message, param="mode")
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

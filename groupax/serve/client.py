@@ -1,11 +1,12 @@
 """Samples completions on servers instead of an engine in this process. Needs no server packages.
 
-params = newest weights            each server receives them before it samples (`serve.weights`)
+params = newest weights            each server receives them before it samples (`serve.dialects`)
 stream ──► a request per prompt ──► server 0, 1, ... ──► sequences, the completions of a prompt together
                   └────── if one server cannot run it now, the next one is tried
 """
 
 import http.client
+import itertools
 import math
 import socket
 import threading
@@ -14,40 +15,40 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
+import jax
 import numpy as np
 
 from groupax.engine.engine import new_sequences
 from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.config import ModelConfig
-from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
-from groupax.models.specs import Params, model_specs
-from groupax.models.weights.saving import host_tensors, param_leaves, specs_by_name, trained_params
+from groupax.models.lora import Adapter
+from groupax.models.specs import Params
+from groupax.parallel import processes
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.preemption import RolloutCancelled
-from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
-from groupax.serve.remote import RefusedError, RemoteServer, reading
-from groupax.serve.vllm_sglang import ForeignServer, RemoteCompletion, WeightsFolder, identify_server
+from groupax.serve.dialects import UNKNOWN, Dialect, RemoteCompletion, WeightsFolder, identify_server
+from groupax.serve.remote import RefusedError, RemoteServer
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason
 
 MAX_REQUESTS = 64  # simultaneous
-NUM_SENDERS = 2  # threads that send pieces: one computes checksums while the server receives the other's
-PIECE_ATTEMPTS = 4
 RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server
+RETRIED_CODES = ("other_weights", "torn")  # of uploads that another one has overtaken, or that did not arrive intact
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 LONGEST_STEP_S = 0.05  # of waiting for a request, after which a session's user may submit others
+UPDATED_FIELDS = ("tokens", "policy_logps", "sampler_logps", "versions", "text", "finish_reason")
 
 
 class RemoteSampler:
     """Samples completions on servers with the current weights: a `engine.sampler.PolicySampler`.
 
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
-    Other programs' servers have their own arithmetic and randomness (see `serve.vllm_sglang`).
+    Other programs' servers have their own arithmetic and randomness (see `serve.dialects`).
 
     Args:
         urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
@@ -80,10 +81,8 @@ class RemoteSampler:
         self.config, self.eos_ids, self.model = config, eos_ids, model
         self.timeout_s, self.patience_s = timeout_s, patience_s
         self.servers = [RemoteServer(url, api_key, timeout_s) for url in urls]
-        self._shared = shared
-        self._foreign: dict[RemoteServer, ForeignServer | None] = {}  # None for servers of groupax
-        self._settings = None if adapter is None else adapter_config_dict(adapter, config)
-        self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
+        self._adapter, self._shared = adapter, shared
+        self._dialects: dict[RemoteServer, Dialect] = {}
         self.begun: set[_RolloutRequests] = set()
         self.version = 0
         self._params: Params | None = None
@@ -113,12 +112,7 @@ class RemoteSampler:
         return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
-        """Runs sequences to their ends and yields those of a prompt when all of them are finished.
-
-        Raises:
-            RunError: no server can sample, or the servers do not fit the model.
-            RolloutCancelled: `cancel` was called.
-        """
+        """Runs sequences to their ends; yields those of a prompt together (see `RemoteSession.step` for errors)."""
         with closing(self.session()) as session:
             session.submit(sequences)
             while session.busy:
@@ -143,8 +137,8 @@ class RemoteSampler:
             try:
                 return self._sample_on(server, group, requests)
             except RefusedError as refused:
-                if refused.code == "other_weights":
-                    server.state = None
+                if refused.code in RETRIED_CODES:
+                    self._forget_weights(server)
                 elif refused.status not in RETRIED:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
                 last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
@@ -152,8 +146,7 @@ class RemoteSampler:
             except (OSError, http.client.HTTPException) as error:
                 if requests.cancelled.is_set():
                     break
-                if self._foreign.get(server) is not None:
-                    server.state = None  # it may have restarted, which it does not report
+                self._forget_weights(server)  # it may have restarted
                 last = f"{server.url}: {error!r}"
                 is_slow = isinstance(error, TimeoutError) and error.errno is None  # our timeout, not the system's
             now_s = time.monotonic()
@@ -179,29 +172,30 @@ class RemoteSampler:
             "(--request_timeout_s of groupax serve), or sample fewer or shorter ones"
         )
 
+    def push(self, server: RemoteServer) -> tuple[Dialect, int]:
+        """Gives a server the current weights, unless it has them; returns its dialect and their version."""
+        with server.lock:
+            if server not in self._dialects:
+                dialect = identify_server(server, self.model, self.config, self._adapter, self._shared)
+                self._dialects[server] = dialect
+            dialect = self._dialects[server]
+            if dialect.pushed != self.version:
+                dialect.push(self.params, self.version)
+            return dialect, dialect.pushed
+
+    def _forget_weights(self, server: RemoteServer) -> None:
+        """Has the weights of a server looked at before it samples again."""
+        if (dialect := self._dialects.get(server)) is not None:
+            dialect.pushed = UNKNOWN
+
     def _sample_on(
         self, server: RemoteServer, group: list[Completion], requests: "_RolloutRequests"
     ) -> list[Completion]:
         if group[0].params.grammar is not None:
             raise RunError("servers take no grammar; set regex or json_schema, or sample without rollout_servers")
-        with server.lock:
-            if server not in self._foreign:
-                self._foreign[server] = self._identify(server)
-            foreign = self._foreign[server]
-            if server.pushed != self.version or server.state is None:
-                self.push(server)
-            state, version = server.state, server.version
+        dialect, made_by = self.push(server)
         with requests.connection(server) as connection:
-            if foreign is not None:
-                completions, made_by = foreign.complete(group, connection), version
-            else:
-                body = self._request_body(group, state)
-                response = server.request("POST", "/v1/completions", body, connection)
-                with reading(server.url, "token ids, log-probs and the version of the weights of each token"):
-                    completions, versions = _completions(response)
-                if versions != {version}:
-                    raise RefusedError(409, f"sampled with weights {sorted(versions)}, not {version}", "other_weights")
-                made_by = self.version
+            completions = dialect.complete(group, connection)
         check_completions(completions, group, server.url, self.config.vocab_size)
         for sequence, each in zip(group, completions, strict=True):
             sequence.tokens, sequence.text = each.tokens, each.text
@@ -210,106 +204,9 @@ class RemoteSampler:
             sequence.finish_reason = FINISH_REASONS[each.finish_reason]
         return group
 
-    def _request_body(self, group: list[Completion], state: str | None) -> dict[str, Any]:
-        params = group[0].params
-        return {
-            **{name: value for name, value in asdict(params).items() if name != "logprobs" and value is not None},
-            "prompt": group[0].prompt.tolist(),
-            "n": len(group),
-            "seed": None,
-            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
-            "stop_token_ids": list(group[0].stop_ids),
-            "ignore_eos": True,  # stop_token_ids include the end-of-sequence tokens
-            "row_keys": [sequence.key.tolist() for sequence in group],
-            "weights_state": state,
-            "return_token_ids": True,
-            "model": self.model,
-        }
-
-    def push(self, server: RemoteServer) -> None:
-        """Sends the weights to a server: only what has changed, if it still has the previous ones.
-
-        Raises:
-            RefusedError: the server refuses.
-            OSError, http.client.HTTPException: the server is gone; its weights are unchanged.
-        """
-        if (foreign := self._foreign.get(server)) is not None:
-            assert self._shared is not None, "such servers are refused without"
-            server.state = None
-            version = self.version
-            foreign.reload(self._shared.save(self.params, version))
-            server.state, server.version, server.pushed = f"version {version}", version, version
-            return
-        part = self.params if self._settings is None else trained_params(self._specs, self.params)
-        leaves = param_leaves(self._specs, part)
-        with closing(server.connection()) as connection:
-            held = self._held_by(server, connection)
-            known = server.leaves if held["state"] == server.state else []
-            same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
-            server.state = None
-            at = specs_by_name(self._specs)
-            wanted = {name for name, parts in at.items() if not all(index in same for index, _ in parts)}
-            if wanted:
-                held = self._upload(server, connection, held, host_tensors(self._specs, leaves, wanted))
-        server.state, server.version, server.pushed = held["state"], held["version"], self.version
-        server.leaves = [weakref.ref(leaf) for leaf in leaves]
-
-    def _identify(self, server: RemoteServer) -> ForeignServer | None:
-        foreign = identify_server(server, self.model)
-        if foreign is not None and self._shared is None:
-            raise RunError(
-                f"{server.url} is a server of {foreign.name}, whose log-probs differ from those of training; set "
-                "rollout_correction, e.g. to 'token_truncate', which corrects for the difference, or use groupax serve"
-            )
-        return foreign
-
-    def _held_by(self, server: RemoteServer, connection: http.client.HTTPConnection) -> dict[str, Any]:
-        response = server.request("GET", "/groupax/v1/weights", None, connection)
-        with reading(server.url, "a list of models with the state of their weights"):
-            models = [{name: each[name] for name in ("model", "state")} for each in response["models"]]
-        found = [each for each in models if self.model in (None, each["model"])]
-        if not found:
-            names = ", ".join(each["model"] for each in models) or "none"
-            raise RunError(f"{server.url} has no model {self.model!r} whose weights can be changed; it has {names}")
-        return found[0]
-
-    def _upload(
-        self,
-        server: RemoteServer,
-        connection: http.client.HTTPConnection,
-        held: dict[str, Any],
-        tensors: dict[str, np.ndarray],
-    ) -> dict[str, Any]:
-        begin = {"model": held["model"], "version": self.version, "replaces": held["state"]}
-        begin |= {"adapter": self._settings, "tensors": manifest_of(tensors), "piece_bytes": PIECE_BYTES}
-        path = "/groupax/v1/weights"
-        path += "/" + server.request("POST", path, begin, connection)["upload"]
-        pieces, lock = enumerate(pieces_of(tensors)), threading.Lock()
-
-        def send() -> None:
-            with closing(server.connection()) as own:
-                while True:
-                    with lock:
-                        item = next(pieces, None)
-                    if item is None:
-                        return
-                    number, (parts, crc) = item
-                    _put(server, own, f"{path}/{number}", parts, crc)
-
-        with ThreadPoolExecutor(NUM_SENDERS) as pool:
-            for sender in [pool.submit(send) for _ in range(NUM_SENDERS)]:
-                sender.result()
-        return server.request(
-            "POST", f"{path}/commit"
-        )  # a new connection: the other one may have been idle for too long
-
 
 class RemoteSession:
-    """The requests of a rollout, one per prompt: a `engine.sampler.SamplingSession`.
-
-    Args:
-        sampler: Sends the requests.
-    """
+    """The requests of a rollout, one per prompt: a `engine.sampler.SamplingSession`."""
 
     def __init__(self, sampler: RemoteSampler) -> None:
         self._sampler, self._requests = sampler, _RolloutRequests()
@@ -336,7 +233,7 @@ class RemoteSession:
         """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
 
         Raises:
-            RunError: no server can sample, or the servers do not fit the model.
+            RunError: No server can sample, or the servers do not fit the model.
             RolloutCancelled: `RemoteSampler.cancel` was called.
         """
         done, self._work = wait(self._work, LONGEST_STEP_S, FIRST_COMPLETED)
@@ -361,12 +258,7 @@ class _RolloutRequests:
 
     @contextmanager
     def connection(self, server: RemoteServer) -> Iterator[http.client.HTTPConnection]:
-        """Opens a connection that `cancel` shuts down.
-
-        Raises:
-            OSError: the server cannot be reached.
-            RolloutCancelled: the rollout is cancelled already.
-        """
+        """Opens a connection that `cancel` shuts down; raises a `RolloutCancelled` after that."""
         with closing(server.connection()) as connection:
             connection.connect()
             opened = connection.sock  # the connection forgets it at the start of the response
@@ -389,28 +281,16 @@ class _RolloutRequests:
                     opened.shutdown(socket.SHUT_RDWR)
 
 
-def _completions(response: Any) -> tuple[list[RemoteCompletion], set[int]]:
-    """Returns the completions in a response of `groupax serve`, and the versions of the weights that sampled them."""
-    names, choices = ("token_ids", "policy_logps", "text", "finish_reason", "sampler_logps"), response["choices"]
-    completions = [RemoteCompletion(*(choice[name] for name in names)) for choice in choices]
-    return completions, {made_by for choice in choices for made_by, _ in choice["weight_versions"]}
-
-
 def check_completions(
     completions: Sequence[RemoteCompletion], group: Sequence[Completion], url: str, vocab_size: int
 ) -> None:
-    """Checks that a server's completions are what was asked for.
-
-    Raises:
-        RunError: Their number, their tokens or their log-probs cannot be right.
-        RefusedError: One was not finished.
-    """
+    """Raises a `RunError` if a server's completions cannot be right, a `RefusedError` if one was not finished."""
     if len(completions) != len(group):
         raise RunError(f"{url} responds with {len(completions)} completions instead of {len(group)}")
     most = group[0].params.max_tokens
     for each in completions:
         if each.finish_reason not in FINISH_REASONS:
-            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"a completion ended with {each.finish_reason!r}", None)
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"a completion ended with {each.finish_reason!r}")
         if not _is_list(each.tokens, int) or not all(0 <= token < vocab_size for token in each.tokens):
             raise RunError(
                 f"{url} responds with token ids outside of the model's vocabulary of {vocab_size}, so it has another "
@@ -429,14 +309,99 @@ def _is_list(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
 
 
-def _put(
-    server: RemoteServer, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int
-) -> None:
-    """Sends a piece, again if it does not arrive intact."""
-    for attempt in range(PIECE_ATTEMPTS):
-        try:
-            server.request("PUT", path, parts, connection, x_crc32=f"{crc:08x}")
-            return
-        except RefusedError as refused:
-            if refused.code != "torn" or attempt == PIECE_ATTEMPTS - 1:
-                raise
+class BroadcastSampler:
+    """A `engine.sampler.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
+
+    Args:
+        sampler: Samples on the servers.
+        params: The weights; set them before each rollout. The primary process keeps a copy of them in host memory.
+    """
+
+    def __init__(self, sampler: RemoteSampler, params: Params) -> None:
+        self.params = params
+        self._sampler = sampler
+        self._sent: Params | None = None
+        self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
+
+    def release(self) -> None:
+        """Does nothing: the servers have their own copies of the weights."""
+
+    def sequences(
+        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+    ) -> list[Completion]:
+        """Returns unstarted sequences (see `Engine.sequences`)."""
+        return self._sampler.sequences(prompts, params, step, first_prompt)
+
+    def session(self) -> "BroadcastSession":
+        """Returns a new session. All processes must submit the same sequences to it."""
+        if self.params is not self._sent:
+            copies = self._copied(self.params)
+            if processes.is_primary():
+                self._sampler.params = copies
+            self._sent = self.params
+        return BroadcastSession(self._sampler.session() if processes.is_primary() else None)
+
+    def _copied(self, params: Params) -> Params:
+        """Returns the weights in host memory of the primary process; arrays that were copied before are reused."""
+        copies = {}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):  # a number, as an adapter's scale
+                return leaf
+            known, copy = self._copies.get(id(leaf), (None, None))
+            if known is None or known() is not leaf:
+                copy = to_host_on_primary(leaf)
+            copies[id(leaf)] = weakref.ref(leaf), copy
+            return copy
+
+        result = jax.tree.map(copied, params)
+        self._copies = copies
+        return result
+
+
+class BroadcastSession:
+    """Sequences that the primary process samples (the session is its own): a `engine.sampler.SamplingSession`."""
+
+    def __init__(self, session: RemoteSession | None) -> None:
+        self._session = session
+        self._numbers = itertools.count()
+        self._under_way: dict[int, Completion] = {}  # by number, which the processes give alike
+
+    @property
+    def busy(self) -> bool:
+        """True while any sequence waits or runs."""
+        return bool(self._under_way)
+
+    def submit(self, sequences: Iterable[Completion]) -> None:
+        """Adds unstarted sequences."""
+        given = list(sequences)
+        for sequence in given:
+            self._under_way[next(self._numbers)] = sequence
+        if self._session is not None:
+            self._session.submit(given)
+
+    def step(self) -> Iterator[tuple[Completion, int]]:
+        """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
+
+        Errors (see `RemoteSession.step`) are raised in all processes.
+        """
+        for number, values in processes.run_on_primary(self._finished):
+            sequence = self._under_way.pop(number)
+            for name, value in zip(UPDATED_FIELDS, values, strict=True):
+                setattr(sequence, name, value)
+            yield sequence, len(sequence.tokens)
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+        self._under_way.clear()
+        if self._session is not None:
+            self._session.close()
+
+    def _finished(self) -> list[tuple[int, list[Any]]]:
+        """Returns the numbers and the new values of sequences that have finished, in the primary process."""
+        assert self._session is not None, "of the primary process"
+        numbers = {id(sequence): number for number, sequence in self._under_way.items()}
+        return [
+            (numbers[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS])
+            for sequence, _ in self._session.step()
+        ]

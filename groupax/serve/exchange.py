@@ -1,43 +1,90 @@
 """A request with what its response is made of, whatever the protocol. Imports no jax."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from groupax.data.tokenizer import context_tokens, decode
+from groupax.data.tokenizer import REPLACEMENT, context_tokens, decode
+from groupax.engine.sequence import text_before_stop
 from groupax.serve.requests import Request
-from groupax.serve.text import TextStream
-from groupax.serve.turns import Turn, TurnReader, TurnStream
+from groupax.serve.turns import Call, Turn, TurnReader, TurnStream
+from groupax.serve.web import ApiError
+from groupax.types import FinishReason
 
 
-@runtime_checkable
-class NewTokens(Protocol):
-    """New tokens of a completion (see `loop.Delta`)."""
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """New tokens of a completion since the previous report.
 
-    @property
-    def index(self) -> int:
-        """Index of the completion in its request."""
-        ...
+    Attributes:
+        index: Index of the completion in its request; completions of one prompt are adjacent.
+        start: Position of the first new token; 0 if the completion was restarted and new weights changed it.
+        tokens, policy_logps, sampler_logps, alternatives, versions: The new ones (see `engine.sequence.Sequence`).
+        finish_reason: None while it runs; "abort" if the engine failed, or gave up the completion.
+        text: The whole text of a finished completion; of one that was given up, the reason.
+    """
 
-    @property
-    def start(self) -> int:
-        """Position of the first new token."""
-        ...
+    index: int
+    start: int
+    tokens: list[int]
+    policy_logps: list[float]
+    sampler_logps: list[float]
+    alternatives: list[list[tuple[int, float]]]
+    versions: list[int]
+    finish_reason: FinishReason | None
+    text: str
 
-    @property
-    def tokens(self) -> list[int]:
-        """The new tokens."""
-        ...
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Reason of the end; None while the completion continues."""
-        ...
+@dataclass
+class Completion:
+    """A completion, accumulated from its deltas."""
 
-    @property
-    def text(self) -> str:
-        """The whole text of a finished completion."""
-        ...
+    tokens: list[int] = field(default_factory=list)
+    policy_logps: list[float] = field(default_factory=list)
+    sampler_logps: list[float] = field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    text: str = ""
+    num_characters: int = 0  # of the texts of its tokens, as `text_offset` counts them
+
+    def add(self, delta: Delta) -> None:
+        """Adds new tokens, which replace earlier ones if the completion was restarted."""
+        for name in ("tokens", "policy_logps", "sampler_logps", "alternatives", "versions"):
+            getattr(self, name)[delta.start :] = getattr(delta, name)
+        self.finish_reason, self.text = delta.finish_reason, delta.text
+
+
+async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIterator[Delta]:
+    """Yields the deltas of a job until all its completions are finished.
+
+    Raises:
+        ApiError: The engine failed, or gave up the request.
+    """
+    while num:
+        delta = await deltas.get()
+        if delta.finish_reason == "abort":
+            if delta.text:
+                raise ApiError(400, delta.text)
+            raise ApiError(503, "the engine gave up this request; try again", code="aborted")
+        num -= delta.finish_reason is not None
+        yield delta
+
+
+async def no_tokens(num: int) -> AsyncIterator[Delta]:
+    """Yields the ends of completions of which no token is requested."""
+    for index in range(num):
+        yield Delta(index, 0, [], [], [], [], [], "length", "")
+
+
+async def collect(arriving: AsyncIterator[Delta], num: int) -> list[Completion]:
+    """Returns the completions when all deltas have arrived."""
+    completions = [Completion() for _ in range(num)]
+    async for delta in arriving:
+        completions[delta.index].add(delta)
+    return completions
 
 
 class TokenTexts:
@@ -58,46 +105,6 @@ class TokenTexts:
         return self._texts[token]
 
 
-@dataclass
-class Completion:
-    """A completion as far as it was reported, accumulated from `NewTokens`."""
-
-    tokens: list[int] = field(default_factory=list)
-    policy_logps: list[float] = field(default_factory=list)
-    sampler_logps: list[float] = field(default_factory=list)
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    text: str = ""
-    num_characters: int = 0  # of the texts of its tokens, as `text_offset` counts them
-
-    def add(self, delta: NewTokens) -> None:
-        """Adds new tokens, which replace earlier ones if the completion was restarted."""
-        for name in ("tokens", "policy_logps", "sampler_logps", "alternatives", "versions"):
-            getattr(self, name)[delta.start :] = getattr(delta, name)
-        self.finish_reason, self.text = delta.finish_reason, delta.text
-
-
-@runtime_checkable
-class PromptLogps(Protocol):
-    """Log-probs of the tokens of a prompt after the first one (see `engine.prompt_logps`)."""
-
-    @property
-    def logps(self) -> list[float]:
-        """Log-prob of each token."""
-        ...
-
-    @property
-    def ranks(self) -> list[int]:
-        """Rank of each token, from 1."""
-        ...
-
-    @property
-    def alternatives(self) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens in place of each, with their log-probs."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """A request and what its response is made of.
@@ -110,7 +117,7 @@ class Exchange:
         prompt_texts: Texts of the prompts, if they are echoed.
         token_texts: Texts of the model's tokens, for log-probs.
         reader: Reads turns of a chat; None for completions of texts.
-        prompt_logps: Log-probs of each prompt, if they are requested.
+        prompt_logps: Log-probs of each prompt (`engine.prompt_logps.PromptLogps`), if they are requested.
     """
 
     request: Request
@@ -120,15 +127,10 @@ class Exchange:
     prompt_texts: list[str]
     token_texts: TokenTexts
     reader: TurnReader | None = None
-    prompt_logps: Sequence[PromptLogps] = ()
+    prompt_logps: Sequence[Any] = ()
 
     def turn(self, index: int, completion: Completion) -> Turn:
-        """Returns a finished completion as a turn.
-
-        Args:
-            index: Its index in the request.
-            completion: Its tokens and its text.
-        """
+        """Returns the finished completion of this index as a turn."""
         assert completion.finish_reason is not None, "finished"
         if self.reader is None:
             return Turn(completion.text, finish_reason=completion.finish_reason)
@@ -146,36 +148,29 @@ class Exchange:
         """Returns the numbers of tokens of the prompts, each of which counts once, and of the completions."""
         return sum(map(len, self.prompts)), sum(len(completion.tokens) for completion in completions)
 
+    def token_name(self, token: int) -> str:
+        """Returns a token's text, or its id as "token_id:7" if the request wants that."""
+        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.token_texts.text(token)
 
-class PieceStream:
-    """A completion that grows, as text that later tokens cannot change.
+    def logprob_entries(self, completion: Completion) -> list[dict[str, Any]]:
+        """Returns the log-prob of each token with its alternatives, as entries of OpenAI's chats and responses."""
+        alternatives = completion.alternatives if self.request.logprobs else [[] for _ in completion.tokens]
+        return [
+            {**self._entry(token, logp), "top_logprobs": [self._entry(*other) for other in others]}
+            for token, logp, others in zip(completion.tokens, completion.policy_logps, alternatives, strict=True)
+        ]
 
-    Args:
-        exchange: The request that it answers.
-        index: Its index there.
-        tokenizer: Tokenizer of the model.
-    """
+    def _entry(self, token: int, logp: float) -> dict[str, Any]:
+        text = self.token_texts.text(token)
+        data = None if "\ufffd" in text else [*text.encode()]
+        return {"token": self.token_name(token), "logprob": logp, "bytes": data}
 
-    def __init__(self, exchange: Exchange, index: int, tokenizer: Any) -> None:
-        request, reader = exchange.request, exchange.reader
-        prompt = exchange.prompts[index // request.n]
-        self._context = context_tokens(tokenizer, prompt)
-        self._reader, self._tokens = reader, []
-        self._turn = None if reader is None else TurnStream(reader, exchange.seed(index))
-        decode_text = (lambda ids: decode(tokenizer, [ids])[0]) if reader is None else reader.format.decode
-        self._text = TextStream(decode_text, request.stop, self._context, request.min_tokens)
-
-    def add(self, delta: NewTokens) -> Turn:
-        """Returns what new tokens add to the turn."""
-        self._tokens += delta.tokens
-        text = self._text.add(delta.tokens)
-        if self._turn is None or self._reader is None:
-            rest = self._text.end(delta.text) if delta.finish_reason else ""
-            return Turn(text + rest, finish_reason=delta.finish_reason)
-        if delta.finish_reason is None:
-            return self._turn.add(text)
-        whole, stop_string = self._reader.text(self._context, self._tokens)
-        return self._turn.end(whole, delta.finish_reason, stop_string)
+    def token_details(self, completion: Completion) -> dict[str, Any]:
+        """Returns the token ids and log-probs of the answer to the first prompt, if the request wants them."""
+        if not self.request.return_token_ids:
+            return {}
+        details = {name: getattr(completion, name) for name in ("policy_logps", "sampler_logps")}
+        return {"prompt_token_ids": self.prompts[0], "token_ids": completion.tokens, **details}
 
 
 @runtime_checkable
@@ -190,16 +185,135 @@ class Writer(Protocol):
         """Returns the first events of a streamed response."""
         ...
 
-    def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
-        """Returns the events of new tokens.
-
-        Args:
-            delta: The new tokens.
-            piece: What they add to the turn.
-            completion: The completion before these tokens.
-        """
+    def events(self, delta: Delta, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
+        """Returns the events of new tokens: `piece` is what they add to the turn, `completion` what came before."""
         ...
 
     def last_events(self, completions: list[Completion]) -> list[dict[str, Any]]:
         """Returns the last events of a streamed response."""
         ...
+
+
+def parts_of(turn: Turn) -> Iterator[tuple[str, str | Call]]:
+    """Yields what a turn has, in order: ("reasoning", text), ("content", text), then ("call", call) for each."""
+    if turn.reasoning:
+        yield "reasoning", turn.reasoning
+    if turn.content:
+        yield "content", turn.content
+    for call in turn.calls:
+        yield "call", call
+
+
+def tokens_of_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str, before: str = "") -> range:
+    """Returns the positions of the tokens that a part of a turn is made of; none if the turn does not have the part.
+
+    Args:
+        decode: Returns the text of tokens.
+        tokens: All tokens of the turn.
+        text: The part.
+        before: Another part, which comes earlier in the turn.
+    """
+    whole = decode(tokens)
+    at = whole.find(before)
+    first = whole.find(text, at + len(before) if at >= 0 else 0) if text else -1
+    if first < 0:
+        return range(0)
+    num = range(len(tokens) + 1)
+    begin = bisect_right(num, first, key=lambda n: len(decode(tokens[:n]))) - 1
+    end = bisect_left(num, first + len(text), key=lambda n: len(decode(tokens[:n])))
+    return range(max(begin, 0), end)
+
+
+class PieceStream:
+    """A completion that grows, as text that later tokens cannot change.
+
+    Args:
+        exchange: The request that it answers.
+        index: Its index there.
+        tokenizer: Tokenizer of the model.
+    """
+
+    def __init__(self, exchange: Exchange, index: int, tokenizer: Any) -> None:
+        request, self._reader = exchange.request, exchange.reader
+        self._context = context_tokens(tokenizer, exchange.prompts[index // request.n])
+        self._tokens: list[int] = []
+        self._turn = None if self._reader is None else TurnStream(self._reader, exchange.seed(index))
+        decode_text = (lambda ids: decode(tokenizer, [ids])[0]) if self._reader is None else self._reader.format.decode
+        self._text = TextStream(decode_text, request.stop, self._context, request.min_tokens)
+
+    def add(self, delta: Delta) -> Turn:
+        """Returns what new tokens add to the turn."""
+        self._tokens += delta.tokens
+        text = self._text.add(delta.tokens)
+        if self._turn is None or self._reader is None:
+            rest = self._text.end(delta.text) if delta.finish_reason else ""
+            return Turn(text + rest, finish_reason=delta.finish_reason)
+        if delta.finish_reason is None:
+            return self._turn.add(text)
+        whole, stop_string = self._reader.text(self._context, self._tokens)
+        return self._turn.end(whole, delta.finish_reason, stop_string)
+
+
+class TextStream:
+    """Decodes tokens incrementally into text that later tokens cannot change.
+
+    It holds back characters with missing bytes, and what may be the start of a stop string.
+
+    Args:
+        decode: Decodes tokens to text.
+        stop: Stop strings.
+        context: The preceding tokens (see `tokenizer.context_tokens`).
+        min_tokens: Number of tokens in which a stop string may not end.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str],
+        context: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._decode, self._stop = decode, stop
+        self._num_exempt_tokens, self._num_exempt_characters = min_tokens, 0  # the tokens are those still to come
+        self._tokens = list(context)
+        # A token's text may depend on the last token with a text: tokens from `_start` on are decoded twice.
+        self._start, self._num_decoded = 0, len(self._tokens)
+        self._text, self._num_returned = "", 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Adds tokens and returns the text that has become final."""
+        if self._num_exempt_tokens > 0:
+            early, tokens = tokens[: self._num_exempt_tokens], tokens[self._num_exempt_tokens :]
+            self._num_exempt_tokens -= len(early)
+            self._decode_more(early)
+            self._num_exempt_characters = len(self._text)
+        self._decode_more(tokens)
+        return self.end(self._final_text())
+
+    def end(self, text: str) -> str:
+        """Returns the rest of the whole text."""
+        new = text[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(text))
+        return new
+
+    def _decode_more(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+        earlier = self._decode(self._tokens[self._start : self._num_decoded])
+        both = self._decode(self._tokens[self._start :])
+        if both.endswith(REPLACEMENT):
+            return
+        self._text += both[len(earlier) :]
+        if len(both) > len(earlier):
+            self._start = self._num_decoded
+        self._num_decoded = len(self._tokens)
+
+    def _final_text(self) -> str:
+        text = text_before_stop(self._text, self._stop, self._num_exempt_characters)
+        first_held = len(text)
+        for stop in self._stop:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= start < first_held:
+                if stop.startswith(text[start:]):
+                    first_held = start
+                start = text.find(stop[0], start + 1)
+        return text[:first_held]

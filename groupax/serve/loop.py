@@ -7,6 +7,7 @@ between_chunks ───────► commands ─┤
           the thread: commands, then a step of every session that has work ──► listeners
 """
 
+import asyncio
 import logging
 import threading
 import time
@@ -14,33 +15,95 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
+from groupax.engine.prompt_logps import PromptLogps, Scoring, compile_for, num_columns
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.serve.jobs import ClosedError, Delta, EngineLoad, Job, Listener, LoopCounts, QueueFullError
-from groupax.serve.pause import Pause, PauseMode
+from groupax.parallel.mesh import num_data_shards
+from groupax.serve.exchange import Delta
 from groupax.settings.sampling import SamplingParams
 from groupax.types import PromptImages
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Listener = Callable[[Delta], None]
+PauseMode = Literal["keep", "wait", "abort"]
 
 # Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
+# What one turn of the loop may take while other requests wait, in seconds: a wide request joins in parts of PART
+# completions, more of them at a time as long as chunks take less, and prompts are scored some columns at a time.
+LONGEST_TURN_S = 0.25
+PART = 32
+
+
+class QueueFullError(Exception):
+    """The loop has as many sequences as it takes."""
+
+
+class ClosedError(Exception):
+    """The loop takes no more requests."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the loop.
+
+    Attributes:
+        model: Name of its engine.
+        sequences: Its sequences, which belong to the loop's thread.
+        listener: Called with every delta, in that thread; it must be quick and must not raise.
+        reported: Tokens of each sequence that the listener has received.
+    """
+
+    model: str
+    sequences: list[Sequence]
+    listener: Listener
+    reported: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """The current load of the loop, and totals since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_chunks: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The current load of an engine.
+
+    Attributes:
+        num_running: Sequences in slots.
+        num_waiting: Sequences without a slot.
+        kv_frac: Fraction of the KV cache that they use.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_frac: float = 0.0
 
 
 class EngineLoop:
     """Drives engines in one thread, which decodes a chunk of each that has work in turn.
 
     A completion depends on its prompt, its settings including the seed, its index in the request, and the weights: it
-    equals that of `Engine.generate`.
+    equals that of `Engine.generate`. Methods may be called from any thread; they raise a `ClosedError`, or return a
+    future that does, once the loop has stopped.
 
     Args:
         engines: Engines by the name of their model; adapters that an engine decodes together with its model have it
@@ -52,22 +115,28 @@ class EngineLoop:
         counts: Load and totals; the record is replaced, so that any thread may read it.
         loads: The current load of each engine, by the name of its first model, replaced in the same way.
         programs: Programs of each engine, by the same names, compiled in the background.
-        pause_state: Whether the engines are paused (see `pause`).
+        pausing: The mode of the current pause; None while the engines run.
+        is_paused: Whether no chunk is decoded; with "wait" only after the last running request has finished.
         is_ready: Whether the usual programs are compiled; set by the caller of `warm_up`.
     """
 
     def __init__(self, engines: Mapping[str, Engine], max_sequences: int = 1024) -> None:
         self.engines = dict(engines)
-        self._firsts = _first_names(self.engines)
+        firsts: dict[int, str] = {}
+        self._firsts = {name: firsts.setdefault(id(engine), name) for name, engine in engines.items()}
         own = {name: engine for name, engine in self.engines.items() if self._firsts[name] == name}
         self.max_sequences = max_sequences
         self.counts = LoopCounts()
-        self.pause_state = Pause()
+        self.pausing: PauseMode | None = None
+        self.is_paused = False
+        self._pauses: list[Future[None]] = []  # which wait for the engines to stop
         self._arrived_while_paused: list[Job] = []
         self.programs = {name: Programs(engine, self._wake) for name, engine in own.items()}
         self._sessions = {name: self._new_session(name) for name in own}
         self.loads = {name: EngineLoad() for name in own}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
+        self._parts: dict[str, deque[list[Sequence]]] = {name: deque() for name in own}  # of wide requests, which wait
+        self._widths = dict.fromkeys(own, PART)  # most sequences at once while such parts wait
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -99,9 +168,6 @@ class EngineLoop:
 
         Returns:
             The number of programs that were compiled.
-
-        Raises:
-            ClosedError: the loop has stopped.
         """
         clients, before = list(clients), sum(programs.num_compiled for programs in self.programs.values())
         for name, programs in self.programs.items():
@@ -111,6 +177,7 @@ class EngineLoop:
                 programs.request(missing)
                 programs.wait(missing)
             for number in sorted(clients):  # requests compile the small rest, and load the programs
+                self._widths[name] = max(self._widths[name], number)
                 self._run_dummies(name, min(number, self.max_sequences))
         return sum(programs.num_compiled for programs in self.programs.values()) - before
 
@@ -139,7 +206,7 @@ class EngineLoop:
         row_keys: np.ndarray | None = None,
         images: PromptImages | None = None,
     ) -> Job:
-        """Starts a request. Safe in any thread.
+        """Starts a request.
 
         Args:
             model: Name of the engine's model.
@@ -150,9 +217,8 @@ class EngineLoop:
             images: Images of the prompt, which is then the only one.
 
         Raises:
-            ValueError: the engine cannot run it (see `Engine.sequences` and `Session.check`).
-            QueueFullError: too many sequences wait or run.
-            ClosedError: the loop has stopped.
+            ValueError: The engine cannot run it (see `Engine.sequences` and `Session.check`).
+            QueueFullError: Too many sequences wait or run.
         """
         engine = self.engines[model]
         sequences = engine.sequences(prompts, params, adapter=adapter_of(engine, model))
@@ -160,9 +226,8 @@ class EngineLoop:
             sequence.images = images
         if row_keys is not None:
             if row_keys.shape != (len(sequences), 2):
-                raise ValueError(
-                    f"row_keys must have {len(sequences)} pairs, one for each completion, got {len(row_keys)}"
-                )
+                num = len(sequences)
+                raise ValueError(f"row_keys must have {num} pairs, one for each completion, got {len(row_keys)}")
             for sequence, key in zip(sequences, row_keys, strict=True):
                 sequence.key = key
         session = self._sessions[self._firsts[model]]
@@ -179,7 +244,7 @@ class EngineLoop:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancels the rest of a request, whose listener is not called any more. Safe in any thread, at any time."""
+        """Cancels the rest of a request, whose listener is not called any more."""
         self._command(lambda: self._cancel(job))
 
     def between_chunks(self, function: Callable[[], T]) -> Future[T]:
@@ -224,16 +289,19 @@ class EngineLoop:
             if mode == "abort":
                 self._abort_all()
                 self._arrived_while_paused.clear()
-                self._sessions = {name: self._new_session(name) for name in self._sessions}
+                for name in self._sessions:
+                    self._restart(name)
                 self._count()
-            self.pause_state.begin(mode, future, self._is_busy)
+            self.pausing, self.is_paused = mode, False
+            self._pauses.append(future)
+            self._pause_if_idle()
 
         if not self._command(begin):
             future.set_exception(ClosedError())
         return future
 
     def resume(self) -> Future[None]:
-        """Ends a pause. Safe in any thread."""
+        """Ends a pause."""
         return self.between_chunks(self._resume)
 
     def _command(self, command: Callable[[], None]) -> bool:
@@ -256,43 +324,61 @@ class EngineLoop:
                     num_commands = len(self._commands)
                 for _ in range(num_commands):
                     self._commands.popleft()()
-                if self.pause_state.is_paused:
+                if self.is_paused:
                     continue
                 for model in self._sessions:
                     self._step(model)
-                self.pause_state.update(self._is_busy)
+                self._pause_if_idle()
         finally:
             with self._changed:
                 self._closed = True
             with ExitStack() as last:  # runs each of these, even if an earlier one raises
-                last.callback(self.pause_state.end)
+                last.callback(self._end_pause)
                 last.callback(self._abort_all)
                 for command in reversed(self._commands):
                     last.callback(command)
+
+    def _restart(self, model: str) -> None:
+        self._sessions[model] = self._new_session(model)
+        self._parts[model].clear()
 
     def _new_session(self, model: str) -> Session:
         return Session(self.engines[model], PATIENCE, self.programs[model])
 
     @property
     def _can_step(self) -> bool:
-        return not self.pause_state.is_paused and any(session.can_step for session in self._sessions.values())
+        return not self.is_paused and any(self._parts[name] or each.can_step for name, each in self._sessions.items())
 
-    @property
-    def _is_busy(self) -> bool:
-        return any(session.busy for session in self._sessions.values())
+    def _pause_if_idle(self) -> None:
+        """Stops the engines for a pause, unless it waits for requests that still run."""
+        is_busy = any(self._parts[name] or session.busy for name, session in self._sessions.items())
+        if self.pausing is not None and not (self.pausing == "wait" and is_busy):
+            self.is_paused = True
+            self._answer_pauses()
+
+    def _end_pause(self) -> None:
+        self.pausing, self.is_paused = None, False
+        self._answer_pauses()
+
+    def _answer_pauses(self) -> None:
+        waiting, self._pauses = self._pauses, []
+        for future in waiting:
+            future.set_result(None)
 
     def _resume(self) -> None:
-        self.pause_state.end()
+        self._end_pause()
         arrived, self._arrived_while_paused = self._arrived_while_paused, []
         for job in arrived:
-            self._sessions[self._firsts[job.model]].submit(job.sequences)
+            self._admit(job)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
     def _step(self, model: str) -> None:
-        session = self._sessions[model]
+        session, parts = self._sessions[model], self._parts[model]
+        while parts and session.num_running + session.num_waiting < self._widths[model]:
+            session.submit([each for each in parts.popleft() if not each.finish_reason])
         if not session.busy:
             return
         begun_s, session.pace.device_s = time.perf_counter(), 0.0
@@ -301,10 +387,9 @@ class EngineLoop:
         except Exception:
             # For example out of memory on the devices. The next requests start with an empty cache.
             logger.exception("the engine of %s failed; its requests are aborted", model)
-            self._sessions[model] = self._new_session(model)
+            self._restart(model)
             self._count()
-            for job in {id(job): job for job, _ in self._jobs.values() if self._firsts[job.model] == model}.values():
-                self._abort(job)
+            self._abort_all(model)
             return
         deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
         num_finished = sum(delta.finish_reason is not None for _, delta in deltas)
@@ -314,15 +399,25 @@ class EngineLoop:
         for job, delta in deltas:
             job.listener(delta)
         session.pace.add_host(time.perf_counter() - begun_s - session.pace.device_s)
+        if session.pace.device_s > LONGEST_TURN_S:
+            self._widths[model] = max(PART, session.num_running // 2)
+        elif parts and session.pace.device_s < LONGEST_TURN_S / 2 and session.num_running >= self._widths[model] // 2:
+            self._widths[model] *= 2
 
     def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             self._jobs[id(sequence)] = job, index
         self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
-        if self.pause_state.mode is None:
-            self._sessions[self._firsts[job.model]].submit(job.sequences)
+        if self.pausing is None:
+            self._admit(job)
         else:
             self._arrived_while_paused.append(job)
+
+    def _admit(self, job: Job) -> None:
+        """Has a request join its engine's session: at once, or the rest of a wide one later and in parts."""
+        model, sequences = self._firsts[job.model], job.sequences
+        self._sessions[model].submit(sequences[:PART])
+        self._parts[model].extend(sequences[first : first + PART] for first in range(PART, len(sequences), PART))
 
     def _cancel(self, job: Job) -> None:
         cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]
@@ -331,13 +426,11 @@ class EngineLoop:
         self._release(len(cancelled))
         self._count(num_cancelled=len(cancelled))
 
-    def _abort_all(self) -> None:
-        for job in {id(job): job for job, _ in self._jobs.values()}.values():
-            self._abort(job)
-
-    def _abort(self, job: Job) -> None:
-        for index, sequence in enumerate(job.sequences):
-            if self._jobs.pop(id(sequence), None) is not None:
+    def _abort_all(self, model: str | None = None) -> None:
+        """Aborts all requests, or those to a model's engine."""
+        for key, (job, index) in list(self._jobs.items()):
+            if model in (None, self._firsts[job.model]):
+                del self._jobs[key]
                 self._release(1)
                 job.listener(Delta(index, len(job.reported[index]), [], [], [], [], [], "abort", ""))
 
@@ -377,7 +470,9 @@ class EngineLoop:
             name: EngineLoad(session.num_running, session.num_waiting, session.kv_frac)
             for name, session in self._sessions.items()
         }
-        num_held = sum(id(each) in self._jobs for job in self._arrived_while_paused for each in job.sequences)
+        held = [job.sequences for job in self._arrived_while_paused]
+        held += [part for parts in self._parts.values() for part in parts]
+        num_held = sum(id(each) in self._jobs for part in held for each in part)
         values["num_running"] = sum(load.num_running for load in self.loads.values())
         values["num_waiting"] = sum(load.num_waiting for load in self.loads.values()) + num_held
         self.counts = LoopCounts(**{**vars(self.counts), **values})
@@ -388,7 +483,60 @@ def adapter_of(engine: Engine, model: str) -> str | None:
     return model if model in engine.adapters else None
 
 
-def _first_names(engines: Mapping[str, Engine]) -> dict[str, str]:
-    """Returns for each name the first one with the same engine."""
-    firsts: dict[int, str] = {}
-    return {name: firsts.setdefault(id(engine), name) for name, engine in engines.items()}
+class PromptScorer:
+    """Computes the log-probs of prompts in the loop's thread. Completions continue between two slices of a prompt."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._turn = asyncio.Semaphore(1)
+        self._num_waiting = 0
+        self._num_pieces = 1  # of a slice
+
+    async def score(
+        self, model: str, prompts: list[np.ndarray], temperature: float, num_alternatives: int
+    ) -> list[PromptLogps]:
+        """Returns the log-probs of prompts, in their order.
+
+        Args:
+            model: Name of the engine's model.
+            prompts: Token ids of each prompt.
+            temperature: Divisor of the logits; 0 counts as 1.
+            num_alternatives: Number of alternatives to return for each token.
+
+        Raises:
+            QueueFullError: Too many prompts wait.
+            ClosedError: The loop has stopped.
+        """
+        if self._num_waiting + len(prompts) > self._loop.max_sequences:
+            raise QueueFullError
+        self._num_waiting += len(prompts)
+        engine, found = self._loop.engines[model], dict[int, PromptLogps]()
+        size = num_data_shards(engine.mesh)
+        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        try:
+            for first in range(0, len(prompts), size):
+                indices = by_length[first : first + size]
+                chosen = [prompts[index] for index in indices]
+                await asyncio.to_thread(compile_for, engine, num_columns(len(chosen[-1])))
+                async with self._turn:
+                    scoring = await self._between_chunks(
+                        lambda: Scoring(engine, chosen, temperature, adapter_of(engine, model))  # noqa: B023
+                    )
+                    while not scoring.is_done:
+                        await self._between_chunks(partial(self._advance, scoring))
+                found |= dict(zip(indices, await asyncio.to_thread(scoring.results, num_alternatives), strict=True))
+            return [found[index] for index in range(len(prompts))]
+        finally:
+            self._num_waiting -= len(prompts)
+
+    async def _between_chunks(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._loop.between_chunks(function))
+
+    def _advance(self, scoring: Scoring) -> None:
+        begun_s = time.perf_counter()
+        scoring.advance(self._num_pieces)
+        seconds = time.perf_counter() - begun_s
+        if seconds > LONGEST_TURN_S:
+            self._num_pieces = max(1, self._num_pieces // 2)
+        elif seconds < LONGEST_TURN_S / 4:
+            self._num_pieces *= 2

@@ -1,21 +1,37 @@
-"""Metrics of a server in Prometheus' text format.
+"""Metrics of a server in Prometheus' text format, and the records of requests that they are made of.
 
 What vLLM measures too has its names, which dashboards for vLLM read; the rest begins with "groupax_".
 """
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from groupax.serve.loop import EngineLoop, adapter_of
+from groupax.serve.exchange import Delta
+from groupax.serve.loop import EngineLoop, Job, adapter_of
+from groupax.terminal.printable import one_line
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "Metrics", "RequestRecord"]
 
+MAX_CHARACTERS = 200  # of a line of the log
 SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKENS = tuple(float(4**power) for power in range(10))
+OF_REQUESTS = {
+    "queue_time_seconds": "Time until the first completion of a request entered a slot",
+    "prefill_time_seconds": "Time from there to the first tokens",
+    "decode_time_seconds": "Time from there to the end",
+    "inference_time_seconds": "Time from entering a slot to the end",
+    "prompt_tokens": "Prompt tokens of a request",
+    "generation_tokens": "Sampled tokens of a request",
+    "max_num_generation_tokens": "Tokens of the longest completion of a request",
+    "params_n": "Completions of each prompt",
+    "params_max_tokens": "Limit of the tokens of a completion",
+}
 
 
 class Metrics:
@@ -27,6 +43,9 @@ class Metrics:
         prompt_tokens, generation_tokens: Tokens, by model.
         finished: Finished completions, by model and reason.
         first_token_s: Time until the first tokens of each request, by model.
+        between_tokens_s: Time between two tokens, by model, under vLLM's newer and its older name.
+        request_s: Duration of requests for completions, by model.
+        of_requests: Further values of each, by name.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -39,28 +58,14 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Sampled tokens")
         self.finished = self._counter("request_success", "Finished completions", "finished_reason")
         self.first_token_s = self._histogram("time_to_first_token_seconds", "Time to the first token", SECONDS)
-        between = "Time between two tokens"
-        self._between_tokens_s = [
-            self._histogram(name, between, tuple(bound / 10 for bound in SECONDS))
-            for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")  # the newer and the older name
-        ]
-        self._of_requests = {
-            name: self._histogram(f"request_{name}", meaning, TOKENS if name in OF_TOKENS else SECONDS)
+        tenths = tuple(bound / 10 for bound in SECONDS)
+        names = "inter_token_latency_seconds", "time_per_output_token_seconds"
+        self.between_tokens_s = [self._histogram(name, "Time between two tokens", tenths) for name in names]
+        self.request_s = self._histogram("e2e_request_latency_seconds", "Duration of a request", SECONDS)
+        self.of_requests = {
+            name: self._histogram(f"request_{name}", meaning, SECONDS if name.endswith("seconds") else TOKENS)
             for name, meaning in OF_REQUESTS.items()
         }
-        self._whole_s = self._histogram("e2e_request_latency_seconds", "Duration of a request", SECONDS)
-
-    def add_tokens(self, model: str, num: int, seconds: float) -> None:
-        """Adds tokens of a completion that have arrived together, as if each had taken the same time."""
-        for histogram in self._between_tokens_s:
-            for _ in range(num):
-                histogram.labels(model).observe(seconds / num)
-
-    def add_request(self, model: str, seconds: float, values: Mapping[str, float]) -> None:
-        """Adds a request whose response has ended, with values of `OF_REQUESTS`."""
-        self._whole_s.labels(model).observe(seconds)
-        for name, value in values.items():
-            self._of_requests[name].labels(model).observe(value)
 
     def text(self) -> bytes:
         """Returns the response to a scrape."""
@@ -73,34 +78,19 @@ class Metrics:
         return Histogram(f"vllm:{name}", meaning, ["model_name"], buckets=buckets, registry=self._registry)
 
 
-OF_REQUESTS = {
-    "queue_time_seconds": "Time until the first completion of a request entered a slot",
-    "prefill_time_seconds": "Time from there to the first tokens",
-    "decode_time_seconds": "Time from there to the end",
-    "inference_time_seconds": "Time from entering a slot to the end",
-    "prompt_tokens": "Prompt tokens of a request",
-    "generation_tokens": "Sampled tokens of a request",
-    "max_num_generation_tokens": "Tokens of the longest completion of a request",
-    "params_n": "Completions of each prompt",
-    "params_max_tokens": "Limit of the tokens of a completion",
-}
-OF_TOKENS = OF_REQUESTS.keys() - {name for name in OF_REQUESTS if name.endswith("seconds")}
-
-
 class _LoopCollector(Collector):
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        counts, loads = self._loop.counts, self._loop.loads
-        for name, meaning, field in (
+        counts, loads, engines = self._loop.counts, self._loop.loads, self._loop.engines
+        for name, meaning, attribute in (
             ("num_requests_running", "Sequences in slots", "num_running"),
             ("num_requests_waiting", "Sequences without a slot", "num_waiting"),
             ("kv_cache_usage_perc", "Used fraction of the KV cache", "kv_frac"),
         ):
-            values = {model: getattr(load, field) for model, load in loads.items()}
+            values = {model: getattr(load, attribute) for model, load in loads.items()}
             yield _gauge(f"vllm:{name}", meaning, "model_name", values)
-        engines = self._loop.engines
         versions = {model: engine.version_of(adapter_of(engine, model)) for model, engine in engines.items()}
         yield _gauge("groupax_weights_version", "Version of the weights", "model", versions)
         hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens that were looked up", labels=["model_name"])
@@ -116,3 +106,93 @@ def _gauge(name: str, meaning: str, label: str, values: Mapping[str, float | int
     for model, value in values.items():
         gauge.add_metric([model], value)
     return gauge
+
+
+@dataclass(eq=False)
+class RequestRecord:
+    """A request for completions, as its response proceeds, for metrics and for the log of requests.
+
+    Attributes:
+        metrics: Metrics that its tokens are added to.
+        started_s: Time at which it arrived, by `time.monotonic`.
+        model: Name of the model; empty until it is known.
+        job: The request in the loop; None if it needs no tokens.
+        num_prompt_tokens: Number of tokens of all prompts.
+        num_tokens: Number of tokens of each completion so far.
+        finish_reasons: Reasons of the ends of completions.
+        first_s: Time of the first tokens; None before.
+    """
+
+    metrics: Metrics
+    started_s: float
+    model: str = ""
+    job: Job | None = None
+    num_prompt_tokens: int = 0
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    finish_reasons: list[str] = field(default_factory=list)
+    first_s: float | None = None
+    _last_s: dict[int, float] = field(default_factory=dict)
+
+    def begin(self, model: str, num_prompt_tokens: int) -> None:
+        """Adds what is known when the prompts are encoded."""
+        self.model, self.num_prompt_tokens = model, num_prompt_tokens
+        self.metrics.prompt_tokens.labels(model).inc(num_prompt_tokens)
+
+    async def watch(self, arriving: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+        """Yields the deltas of the response, and measures them."""
+        async for delta in arriving:
+            self._add(delta)
+            yield delta
+
+    def end(self) -> None:
+        """Adds the whole request to the metrics."""
+        if not self.model:
+            return
+        ended_s, sequences = time.monotonic(), self.job.sequences if self.job else []
+        values: dict[str, float] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "generation_tokens": sum(self.num_tokens.values()),
+            "max_num_generation_tokens": max(self.num_tokens.values(), default=0),
+        }
+        if sequences:
+            params = sequences[0].params
+            values |= {"params_n": params.n, "params_max_tokens": params.max_tokens}
+        admitted_s = min((each.admitted_s for each in sequences if each.admitted_s is not None), default=None)
+        if admitted_s is not None and self.first_s is not None:
+            values["queue_time_seconds"] = max(0.0, admitted_s - self.started_s)
+            values["prefill_time_seconds"] = max(0.0, self.first_s - admitted_s)
+            values["decode_time_seconds"] = ended_s - self.first_s
+            values["inference_time_seconds"] = max(0.0, ended_s - admitted_s)
+        self.metrics.request_s.labels(self.model).observe(ended_s - self.started_s)
+        for name, value in values.items():
+            self.metrics.of_requests[name].labels(self.model).observe(value)
+
+    def line(self, method: str, path: str, status: int, message: str = "") -> str:
+        """Returns the request as a line of the log."""
+        parts = [method, path, str(status)]
+        if self.model:
+            parts += [f"model={self.model}", f"prompt_tokens={self.num_prompt_tokens}"]
+            parts += [f"completion_tokens={sum(self.num_tokens.values())}"]
+            parts += [f"finish={','.join(sorted(set(self.finish_reasons))) or 'none'}"]
+        if self.first_s is not None:
+            parts.append(f"first_token_s={self.first_s - self.started_s:.3f}")
+        parts.append(f"seconds={time.monotonic() - self.started_s:.3f}")
+        return one_line(" ".join([*parts, message]).rstrip(), MAX_CHARACTERS)
+
+    def _add(self, delta: Delta) -> None:
+        now_s, num_before = time.monotonic(), self.num_tokens.get(delta.index, 0)
+        num_new = max(0, delta.start + len(delta.tokens) - num_before)
+        self.num_tokens[delta.index] = num_before + num_new
+        self.metrics.generation_tokens.labels(self.model).inc(num_new)
+        if self.first_s is None:
+            self.first_s = now_s
+            self.metrics.first_token_s.labels(self.model).observe(now_s - self.started_s)
+        elif num_new and delta.index in self._last_s:
+            each_s = (now_s - self._last_s[delta.index]) / num_new  # as if each token had taken the same time
+            for histogram in self.metrics.between_tokens_s:
+                for _ in range(num_new):
+                    histogram.labels(self.model).observe(each_s)
+        self._last_s[delta.index] = now_s
+        if delta.finish_reason is not None:
+            self.finish_reasons.append(delta.finish_reason)
+            self.metrics.finished.labels(self.model, delta.finish_reason).inc()

@@ -1,39 +1,47 @@
-"""A connection to a server for its clients. Needs no server packages."""
+"""Connections to servers, and the layout of weights that are uploaded to them. Needs no server packages, no jax.
+
+Weights are sent as the data of a safetensors file, in pieces. The manifest is such a file's header: {name: {"dtype":
+"F32", "shape": [..], "data_offsets": [start, end]}}. Pieces are ranges of the bytes after it, all of one size but the
+last; each is sent with its CRC-32.
+"""
 
 import http.client
 import json
+import math
 import threading
 import urllib.parse
-import weakref
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from groupax.errors import RunError
+
+PIECE_BYTES = 16 << 20
+MAX_PIECE_BYTES = 64 << 20
+DTYPES: dict[str, Any] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 class RefusedError(Exception):
-    """A response with a status other than 200.
+    """A response with a status other than 200, with the server's message and the code of its error object."""
 
-    Args:
-        status: HTTP status.
-        message: The server's message.
-        code: Code of its error object.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(f"{status}: {message}")
         self.status, self.code = status, code
 
 
 @contextmanager
 def reading(url: str, what: str) -> Iterator[None]:
-    """Reads a response within the block.
-
-    Raises:
-        RunError: The response has another form.
-    """
+    """Raises a `RunError` if the response that the block reads has another form."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -41,18 +49,12 @@ def reading(url: str, what: str) -> Iterator[None]:
 
 
 class RemoteServer:
-    """A server, and which weights it has.
+    """A server that can be reached.
 
     Args:
         url: Address as http://host:port.
         api_key: Key of the server; None if it needs none.
         timeout_s: Longest time to wait for a response.
-
-    Attributes:
-        state, version: Its name and version of its weights after the last push; None if it may have others.
-        pushed: Our version of these weights.
-        leaves: Their arrays, as far as they still exist.
-        lock: Held during a push.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
@@ -60,10 +62,7 @@ class RemoteServer:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"a server must be given as http://host:port, got {url!r}")
         self.url, self._parts, self._api_key, self._timeout_s = url, parts, api_key, timeout_s
-        self.state: str | None = None
-        self.version = self.pushed = -1
-        self.leaves: list[weakref.ref[Any]] = []
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held while it receives weights
 
     def connection(self) -> http.client.HTTPConnection:
         """Returns a connection that is not open yet."""
@@ -90,8 +89,8 @@ class RemoteServer:
             headers: Further headers, with _ for -.
 
         Raises:
-            RefusedError: the server refuses.
-            OSError, http.client.HTTPException: there was no complete response.
+            RefusedError: The server refuses.
+            OSError, http.client.HTTPException: There was no complete response.
         """
         if connection is None:
             with closing(self.connection()) as own:
@@ -111,7 +110,7 @@ class RemoteServer:
             received = json.loads(text) if text else {}
         except ValueError as error:
             if status != HTTPStatus.OK:  # for example a proxy's page
-                raise RefusedError(status, text[:200].decode(errors="replace"), None) from error
+                raise RefusedError(status, text[:200].decode(errors="replace")) from error
             raise http.client.HTTPException(f"the response of {self.url}{path} ({status}) is not JSON") from error
         if status != HTTPStatus.OK:
             fault = received.get("error", received) if isinstance(received, dict) else received
@@ -119,3 +118,86 @@ class RemoteServer:
             code = fault.get("code")
             raise RefusedError(status, str(fault.get("message", received)), code if isinstance(code, str) else None)
         return received
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The bytes of a tensor in an upload: its dtype (a name in `DTYPES`), its shape, and where they begin."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Offset after the last byte of the tensor."""
+        return self.start + math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def manifest_of(tensors: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Returns the manifest of concatenated tensors, or raises a `ValueError` for a dtype that cannot be uploaded."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    manifest, start = {}, 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in names:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; weights are sent as {', '.join(map(str, names))}")
+        end = start + tensor.nbytes
+        manifest[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    return manifest
+
+
+def read_manifest(manifest: Any) -> dict[str, Extent]:
+    """Returns the extents of the tensors in a manifest.
+
+    Raises:
+        ValueError: It is not a manifest, or its tensors are not adjacent.
+    """
+    if not isinstance(manifest, dict) or not manifest:
+        raise ValueError("tensors must be an object of names and {dtype, shape, data_offsets}, at least one")
+    extents, end = {}, 0
+    for name, entry in manifest.items():
+        entry = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"{name}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+            raise ValueError(f"{name}: shape must be a list of sizes, got {shape!r}")
+        extents[name] = Extent(dtype, tuple(shape), end)
+        end = extents[name].end
+        if offsets != [extents[name].start, end]:
+            raise ValueError(f"{name}: data_offsets must be {[extents[name].start, end]}, got {offsets!r}")
+    return extents
+
+
+def tensors_in(data: np.ndarray, extents: Mapping[str, Extent]) -> dict[str, np.ndarray]:
+    """Returns the tensors in uploaded bytes, without a copy."""
+    return {
+        name: data[extent.start : extent.end].view(DTYPES[extent.dtype]).reshape(extent.shape)
+        for name, extent in extents.items()
+    }
+
+
+def pieces_of(tensors: Mapping[str, np.ndarray], size: int = PIECE_BYTES) -> Iterator[tuple[list[memoryview], int]]:
+    """Yields the pieces of concatenated tensors, as views of their memory, and the CRC-32 of each piece."""
+    parts: list[memoryview] = []
+    room = size
+    for tensor in tensors.values():
+        rest = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+        while len(rest):
+            part, rest = rest[:room], rest[room:]
+            parts.append(part)
+            room -= len(part)
+            if room == 0:
+                yield parts, checksum(parts)
+                parts, room = [], size
+    if parts:
+        yield parts, checksum(parts)
+
+
+def checksum(parts: list[memoryview]) -> int:
+    """Returns the CRC-32 of concatenated parts."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc

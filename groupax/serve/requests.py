@@ -5,26 +5,14 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from groupax.data.images import images_of, without_images
-from groupax.serve.chat_fields import (
-    Messages,
-    TemplateKwargs,
-    Text,
-    ToolChoice,
-    Tools,
-    check_last_message,
-    check_tool_choice,
-    is_text,
-    short,
-)
-from groupax.serve.errors import ApiError
-from groupax.serve.structured import FIELDS as STRUCTURED
-from groupax.serve.structured import with_constraint
+from groupax.serve.chats import Messages, TemplateKwargs, Text, ToolChoice, Tools, is_text, short
+from groupax.serve.web import ApiError
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 
@@ -212,6 +200,10 @@ class ChatRequest(Request):
 
 SETTINGS = {each.name for each in _REQUESTED} - {"max_tokens", "logprobs"}
 assert Request.model_fields.keys() >= SETTINGS, f"requests lack {SETTINGS - Request.model_fields.keys()}"
+# Fields of chats that other protocols take too, with their meaning there; these have their own for constraints.
+EXTENSIONS = SETTINGS - {"n", "regex", "json_schema"} | {
+    *("row_keys", "weights_state", "chat_template_kwargs", "return_token_ids"),
+}
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect here
 # Fields without an effect here.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
@@ -226,27 +218,49 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "suffix": [None, ""],
     "web_search_options": [None],
 }
+# Fields that constrain the response, in the names of OpenAI, vLLM and SGLang, with the kind of their values.
+CONSTRAINTS = {
+    "regex": "regex",
+    "json_schema": "json",
+    "response_format": "",
+    "structured_outputs": "",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+}
+_NO_CONSTRAINTS = {"whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "disable_fallback"}
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request, whatever its protocol.
+
+    Attributes:
+        request: The request.
+        wire: Further fields that the client has sent and the response repeats.
+        hints: Arguments for the chat template that only count if the template reads them.
+    """
+
+    request: Request
+    wire: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse(body: bytes, is_chat: bool) -> Request:
     """Returns the request in the body of a POST to /v1/completions or /v1/chat/completions.
 
     Raises:
-        ApiError: the body is not a JSON object, or a field is unknown, of another type, or not supported.
+        ApiError: The body is not a JSON object, or a field is unknown, of another type, or not supported.
     """
     return request_of(parse_json(body), is_chat)
 
 
 def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
-    """Returns the request that the fields of a body describe.
-
-    Raises:
-        ApiError: a field is unknown, of another type, or not supported.
-    """
+    """Returns the request that the fields of a body describe (see `parse`)."""
     schema = ChatRequest if is_chat else CompletionRequest
     known = [str(field.validation_alias or name) for name, field in schema.model_fields.items()]
-    check_known(given, [*known, *STRUCTURED, *IGNORED, *UNSUPPORTED], "the request")
-    given = with_constraint(given)
+    check_known(given, [*known, *CONSTRAINTS, *IGNORED, *UNSUPPORTED], "the request")
+    given = _with_constraint(given)
     for name in given.keys() & UNSUPPORTED.keys():
         if not any(type(given[name]) is type(each) and given[name] == each for each in UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={short(given[name])} is not supported", name, "unsupported_value")
@@ -256,21 +270,89 @@ def request_of(given: Mapping[str, Any], is_chat: bool) -> Request:
     if request.stream and request.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
     if isinstance(request, ChatRequest):
-        if request.logprobs is not None and not request.has_logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        request.logprobs = (request.logprobs or 0) if request.has_logprobs else None
-        if request.max_completion_tokens is not None:
-            request.max_tokens = request.max_completion_tokens
-        check_tool_choice(request.tool_choice, request.tools)
-        check_last_message(request.messages, request.add_generation_prompt, request.continue_final_message)
+        _complete_chat(request)
     return request
+
+
+def _complete_chat(request: "ChatRequest") -> None:
+    """Checks fields of a chat against each other, and sets those that others stand for."""
+    if request.logprobs is not None and not request.has_logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    request.logprobs = (request.logprobs or 0) if request.has_logprobs else None
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
+    choice, names = request.tool_choice, [tool["function"]["name"] for tool in request.tools]
+    if choice == "required" and not names:
+        raise ApiError(400, "tool_choice is required, but there are no tools", "tool_choice")
+    if isinstance(choice, Mapping) and choice["name"] not in names:
+        message = f"tool_choice names the function {short(choice['name'])}; the tools are {short(names)}"
+        raise ApiError(400, message, "tool_choice")
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            message = "continue_final_message needs add_generation_prompt=false, since no new message begins"
+            raise ApiError(400, message, "continue_final_message")
+        last = request.messages[-1]
+        if last["role"] != "assistant" or last.get("tool_calls") or not (last.get("content") or "").strip():
+            message = "continue_final_message needs a last message with a text of the assistant, got "
+            raise ApiError(400, f"{message}{short(dict(last))}", "continue_final_message")
+
+
+def _with_constraint(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a request with its constraint, in whatever field it is, as `regex` or `json_schema`."""
+    rest = {name: value for name, value in given.items() if name not in CONSTRAINTS}
+    each = {name: _constraint(name, given[name]) for name in CONSTRAINTS if given.get(name) is not None}
+    found = {name: constraint for name, constraint in each.items() if constraint is not None}
+    if len(found) > 1:
+        names = list(found)
+        raise ApiError(400, f"{' and '.join(names)} are several constraints; set one of them", names[1])
+    return {**rest, **dict(found.values())}
+
+
+def _constraint(name: str, value: Any) -> tuple[str, str] | None:
+    """Returns the sampling parameter and its text that a field stands for; None if any text may follow."""
+    kind = CONSTRAINTS[name]
+    if name == "response_format":
+        form = value.get("type") if isinstance(value, Mapping) else None
+        if form == "text":
+            return None
+        if form not in ("json_object", "json_schema"):
+            message = f"response_format must have the type text, json_object or json_schema, got {short(value)}"
+            raise ApiError(400, message, name)
+        schema = {"schema": {"type": "object"}} if form == "json_object" else value.get("json_schema")
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping | bool):
+            message = f"response_format.json_schema must be an object with a schema, got {short(schema)}"
+            raise ApiError(400, message, name)
+        kind, value = "json", schema["schema"]
+    elif name == "structured_outputs":
+        if not isinstance(value, Mapping):
+            raise ApiError(400, f"structured_outputs must be an object, got {short(value)}", name)
+        found = {key: each for key, each in value.items() if each is not None and key not in _NO_CONSTRAINTS}
+        if len(found) > 1:
+            message = f"structured_outputs has {' and '.join(found)}, which are several constraints; set one of them"
+            raise ApiError(400, message, name)
+        if not found or found == {"json_object": False}:
+            return None
+        [(kind, value)] = found.items()
+        if kind == "json_object":
+            kind, value = "json", {"type": "object"}
+    if kind == "regex" and is_text(value):
+        return "regex", value
+    if kind == "choice" and isinstance(value, list) and value and all(map(is_text, value)):
+        return "regex", "|".join(map(re.escape, value))
+    if kind == "json" and (is_text(value) or isinstance(value, Mapping | bool)):
+        return "json_schema", value if isinstance(value, str) else json.dumps(value)
+    words = {"regex": "a text", "choice": "a list of texts", "json": "a JSON schema"}
+    if kind not in words:
+        message = f"{name} has {short(kind)}, which is not supported; there are json, regex, choice and json_object"
+        raise ApiError(400, message, name, "unsupported_value")
+    raise ApiError(400, f"{name} must be {words[kind]}, got {short(value)}", name)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """Returns the JSON object in a body.
 
     Raises:
-        ApiError: there is none, it has a field twice, or a response could not repeat it: half of a surrogate pair is no
+        ApiError: There is none, it has a field twice, or a response could not repeat it: half of a surrogate pair is no
             character, and 1e999 is no number.
     """
 
@@ -299,11 +381,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def check_known(given: Mapping[str, Any], known: Iterable[str], where: str, param: str | None = None) -> None:
-    """Checks that an object has no unknown fields.
-
-    Raises:
-        ApiError: it has one; the message suggests the nearest known name.
-    """
+    """Refuses an object with an unknown field, and suggests the nearest known name."""
     known = list(known)
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
@@ -312,11 +390,7 @@ def check_known(given: Mapping[str, Any], known: Iterable[str], where: str, para
 
 
 def validated(schema: type[Schema], given: Mapping[str, Any]) -> Schema:
-    """Returns an object as an instance of its schema.
-
-    Raises:
-        ApiError: a field is missing or has a value that the schema refuses.
-    """
+    """Returns an object as an instance of its schema, or raises an `ApiError` that names the faulty field."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:

@@ -2,15 +2,104 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
+from groupax.data.tokenizer import decode
 from groupax.data.tool_arguments import convert_arguments
 from groupax.engine.sequence import exempt_length, text_before_stop
-from groupax.serve.turn_format import TurnFormat
 from groupax.tools.calls import ParsedTurn, ToolCall
+from groupax.tools.formats import gpt_oss
+from groupax.tools.formats.choose import FORMATS, RESPONSE_TEMPLATE, CallFormat, call_format
+from groupax.tools.formats.mistral import THINK as MISTRAL_THINK
+from groupax.tools.formats.reading import THINK
+from groupax.tools.formats.reasoning import reasoning_format
+
+KEPT_FORMATS = 64  # per model, one for each value of the template's arguments
+ENDED_LATE = ("llama", RESPONSE_TEMPLATE)
+HEADER = re.compile(r"<\|(?:channel|start)\|>")
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """The way in which a model writes turns, for certain template arguments.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        calls: Format of calls and of reasoning; None if turns are plain text.
+        marks: Marks of the format.
+        hidden: Special tokens that are no marks.
+        fault: Reason why there can be no calls.
+    """
+
+    tokenizer: Any
+    calls: CallFormat | None
+    marks: tuple[str, ...] = ()
+    hidden: frozenset[int] = frozenset()
+    fault: str = ""
+
+    def parse(self, text: str, prompt: str | None) -> ParsedTurn:
+        """Takes a turn apart (see `CallFormat.parse`)."""
+        return ParsedTurn(text, "", ()) if self.calls is None else self.calls.parse(text, prompt)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, in which the only special tokens are marks of the format."""
+        if self.calls is None:
+            return decode(self.tokenizer, [tokens])[0]
+        shown = [token for token in tokens if token not in self.hidden]
+        return self.tokenizer.decode(shown, skip_special_tokens=False)
+
+    def settled(self, text: str, has_tools: bool) -> str:
+        """Returns the beginning of an unfinished turn that later tokens cannot give another meaning."""
+        if self.calls is None:
+            return text
+        if self.calls.name == RESPONSE_TEMPLATE:
+            return ""
+        if self.calls.name == "llama" and has_tools and text.lstrip().startswith("{"):
+            return ""
+        if self.calls.name == "gpt_oss":
+            header = next(reversed([*HEADER.finditer(text)]), None)
+            if header is not None and gpt_oss.MESSAGE not in text[header.start() :]:
+                text = text[: header.start()]
+        return text[: len(text) - max((_overlap(text, mark) for mark in self.marks), default=0)]
+
+
+class TurnFormats:
+    """The turn formats of a model, found when they are first needed. Threads may share them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._of = lru_cache(maxsize=KEPT_FORMATS)(self._find)
+
+    def of(self, template_kwargs: Mapping[str, Any], has_tools: bool) -> TurnFormat:
+        """Returns the format of turns for some template arguments; without tools only reasoning is separated."""
+        return self._of(json.dumps(template_kwargs, sort_keys=True), has_tools)
+
+    def _find(self, template_kwargs: str, has_tools: bool) -> TurnFormat:
+        tokenizer, fault = self._tokenizer, ""
+        if not tokenizer.chat_template:
+            return TurnFormat(tokenizer, None, fault="the tokenizer has no chat template")
+        try:
+            found = call_format(tokenizer, json.loads(template_kwargs))
+        except ValueError as error:
+            found, fault = None, str(error)
+        if not has_tools and (found is None or found.name != "gpt_oss"):
+            found = reasoning_format(tokenizer, "" if found is None else found.generation_prompt)
+        if found is None:
+            return TurnFormat(tokenizer, None, fault=fault)
+        marks = FORMATS[found.name][1] if found.name in FORMATS else (*THINK, *MISTRAL_THINK)
+        added = {} if found.name == RESPONSE_TEMPLATE else tokenizer.added_tokens_decoder
+        hidden = frozenset(index for index, token in added.items() if token.special and token.content not in marks)
+        return TurnFormat(tokenizer, found, marks, hidden)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Returns the length of the longest end of the text with which a mark begins, but not the whole mark."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
 
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id
 MAX_READINGS = 256  # of the whole text while a turn doubles its length, so that the time is about linear
@@ -76,25 +165,20 @@ class TurnReader:
     def text(self, context: Sequence[int], tokens: Sequence[int]) -> tuple[str, str | None]:
         """Returns the text of a finished turn, up to a stop string, and that stop string.
 
-        Args:
-            context: Last tokens of the prompt (see `tokenizer.context_tokens`).
-            tokens: Tokens of the turn.
+        The context are the last tokens of the prompt (see `tokenizer.context_tokens`).
         """
-        decode = partial(self._decoded, context)
+
+        def decode(tokens: Sequence[int]) -> str:
+            before, both = self.format.decode(context), self.format.decode([*context, *tokens])
+            return both[len(before) :] if both.startswith(before) else self.format.decode(tokens)
+
         whole = decode(tokens)
         text = text_before_stop(whole, self.stop, exempt_length(decode, tokens, self.min_tokens) if self.stop else 0)
         cut = whole[len(text) :]
         return text, next((stop for stop in self.stop if cut.startswith(stop)), None)
 
     def read(self, text: str, finish_reason: str, seed: Sequence[int], stop_string: str | None = None) -> Turn:
-        """Returns a finished turn.
-
-        Args:
-            text: Its text.
-            finish_reason: "stop" or "length".
-            seed: Numbers from which ids of calls are made.
-            stop_string: The stop string that ended it.
-        """
+        """Returns a finished turn; ids of its calls are made from the seed."""
         parsed = self.format.parse(self.begun + text, self.prompt)
         sound = [call for call in parsed.calls if self.tools and not call.fault]
         others = [call.text.strip() for call in parsed.calls if not self.tools or call.fault]
@@ -108,14 +192,10 @@ class TurnReader:
         settled = self.format.settled(self.begun + text, bool(self.tools))
         if self.format.calls is None:
             return Turn(settled)
-        parsed: ParsedTurn = self.format.parse(settled, self.prompt)
-        is_early = self.tools and self.format.reports_calls_early
+        parsed = self.format.parse(settled, self.prompt)
+        is_early = self.tools and self.format.calls.name not in ENDED_LATE  # else only a turn's end shows a call
         sound = [call for call in parsed.calls if is_early and not call.fault]
         return Turn(parsed.content, parsed.reasoning, self._calls(sound, seed))
-
-    def _decoded(self, context: Sequence[int], tokens: Sequence[int]) -> str:
-        before, both = self.format.decode(context), self.format.decode([*context, *tokens])
-        return both[len(before) :] if both.startswith(before) else self.format.decode(tokens)
 
     def _calls(self, calls: Sequence[ToolCall], seed: Sequence[int]) -> tuple[Call, ...]:
         calls = calls if self.parallel else calls[:1]
@@ -132,12 +212,7 @@ class TurnReader:
 
 
 class TurnStream:
-    """The new parts of a turn that grows.
-
-    Args:
-        reader: Reads the turn.
-        seed: Numbers from which ids of calls are made.
-    """
+    """The new parts of a turn that grows."""
 
     def __init__(self, reader: TurnReader, seed: Sequence[int]) -> None:
         self._reader, self._seed = reader, seed

@@ -22,12 +22,12 @@ from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_
 from groupax.models.specs import Params, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.saving import param_leaves, replace_tensors
-from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, adapter_of
-from groupax.serve.protocol import MAX_PIECE_BYTES, PIECE_BYTES, Extent, checksum, read_manifest, tensors_in
+from groupax.serve.remote import MAX_PIECE_BYTES, PIECE_BYTES, Extent, checksum, read_manifest, tensors_in
 from groupax.serve.requests import check_known, validated
+from groupax.serve.web import ApiError, bad_request
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # of memory that devices of the host can use without a copy
 
 
 class UploadRequest(BaseModel):
@@ -77,15 +77,7 @@ class Held:
 
 @dataclass(eq=False)
 class Upload:
-    """Weights that are being uploaded.
-
-    Attributes:
-        request: The announcement.
-        lora: Settings of the adapter, if it is one.
-        extents: Extents of the tensors.
-        data: Their bytes, undefined where pieces are missing.
-        arrived: The pieces that have arrived.
-    """
+    """Weights that are being uploaded, with the numbers of the pieces of `data` that have arrived."""
 
     request: UploadRequest
     lora: LoRAConfig | None
@@ -126,7 +118,7 @@ class Weights:
         """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model.
 
         Raises:
-            ApiError: it does not fit the model, or replaces other weights than the model has.
+            ApiError: It does not fit the model, or replaces other weights than the model has.
         """
         check_known(given, UploadRequest.model_fields, "the upload")
         request = validated(UploadRequest, given)
@@ -135,15 +127,15 @@ class Weights:
             names = ", ".join(self.models)
             raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
         self._check_state(request)
-        try:
-            lora = None if request.adapter is None else as_lora_config(request.adapter, has_weights=True)
+        with bad_request("tensors"):
+            lora = None if request.adapter is None else _lora_config(request.adapter)
             extents = read_manifest(request.tensors)
             self._check_tensors(model, lora, extents)
-        except (ValueError, TypeError) as error:
-            raise ApiError(400, str(error), param="tensors") from error
         self._uploads = {name: each for name, each in self._uploads.items() if each.request.model != model}
-        data = _aligned(max(extent.end for extent in extents.values()))
-        upload = Upload(request, lora, extents, data)
+        size = max(extent.end for extent in extents.values())
+        data = np.empty(size + ALIGNMENT, np.uint8)
+        first = -data.ctypes.data % ALIGNMENT
+        upload = Upload(request, lora, extents, data[first : first + size])
         name = secrets.token_hex(8)
         self._uploads[name] = upload
         return {"upload": name, "num_pieces": upload.num_pieces, "piece_bytes": request.piece_bytes}
@@ -152,7 +144,7 @@ class Weights:
         """Stores a piece as its bytes arrive. A piece may be sent again.
 
         Raises:
-            ApiError: there is no such upload or piece, or the bytes do not have the checksum.
+            ApiError: There is no such upload or piece, or the bytes do not have the checksum.
         """
         upload = self._upload(name)
         if not 0 <= piece < upload.num_pieces:
@@ -186,7 +178,7 @@ class Weights:
         """Closes a complete upload, for `prepared` and `take_over`.
 
         Raises:
-            ApiError: pieces are missing, or it would replace other weights than the model has.
+            ApiError: Pieces are missing, or it would replace other weights than the model has.
         """
         upload = self._upload(name)
         missing = sorted(set(range(upload.num_pieces)) - upload.arrived)
@@ -199,7 +191,7 @@ class Weights:
         """Returns the weights of a closed upload, on the devices. Safe in any thread.
 
         Raises:
-            ApiError: its adapter would spoil others in the same batch.
+            ApiError: Its adapter would spoil others in the same batch.
         """
         model = upload.request.model
         held, config = self._held[model], self.models[model].config
@@ -211,17 +203,15 @@ class Weights:
         assert trained is not None, "an adapter has weights"
         new = replace_tensors(specs, trained, tensors)
         if self.loop.engines[model].adapters:
-            try:
+            with bad_request("tensors"):
                 check_finite_changes(new)
-            except ValueError as error:
-                raise ApiError(400, str(error), param="tensors") from error
         return Held(held.base, upload.lora, new)
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
         """Gives an engine its new weights. Must be run between two chunks.
 
         Raises:
-            ApiError: another upload came first.
+            ApiError: Another upload came first.
         """
         request = upload.request
         self._check_state(request)
@@ -240,8 +230,7 @@ class Weights:
         changes = []
         for name in adapters:
             held = self._held[name]
-            assert held.lora is not None, "it is an adapter"
-            assert held.trained is not None, "it has weights"
+            assert held.lora is not None and held.trained is not None, "it is an adapter"  # noqa: PT018
             changes.append(Changes(held.trained, held.lora.scale))
         return stack_adapters(base, changes)
 
@@ -298,19 +287,16 @@ class Weights:
         return _in_dtype_of(base, trained)
 
 
+def _lora_config(given: dict[str, Any]) -> LoRAConfig:
+    try:
+        return as_lora_config(given, has_weights=True)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
 def _held(model: Model) -> Held:
-    adapter = model.adapter
-    if adapter is None:
-        return Held(model.params)
-    base = _base(model)
-    return Held(base, adapter.config, _in_dtype_of(base, adapter.trained))
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Returns memory that is aligned so that devices of the host can use it without a copy."""
-    data = np.empty(size + ALIGNMENT, np.uint8)
-    first = -data.ctypes.data % ALIGNMENT
-    return data[first : first + size]
+    adapter, base = model.adapter, _base(model)
+    return Held(base) if adapter is None else Held(base, adapter.config, _in_dtype_of(base, adapter.trained))
 
 
 def _base(model: Model) -> Params:

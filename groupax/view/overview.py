@@ -1,4 +1,4 @@
-"""The summary of one run: what it is, how far it is, and what training has changed."""
+"""The summary of one run: what it is, its progress, and what training has changed."""
 
 import itertools
 import math
@@ -11,9 +11,8 @@ import numpy as np
 from groupax.runs.report.contents import repeating_command
 from groupax.runs.report.record import changed_settings
 from groupax.settings.run import UNSEEN
-from groupax.view.rollouts import Step
+from groupax.view.rollouts import PREVIEW_CHARACTERS, Step, shown_prompt
 from groupax.view.runs import Run
-from groupax.view.texts import PREVIEW_CHARACTERS, shown_prompt
 
 RECENT_STEPS = 30  # whose median time the remaining time is estimated from
 COMPILING_FRAC = 0.1  # of a step's time; steps that compile more are left out of the estimate
@@ -21,6 +20,7 @@ NUM_STEPS = re.compile(r"(\d[\d,]*), each")
 TRAINING = "training prompts"  # the set of changes that are not held out
 MAX_CHANGES = 12  # estimates of a set
 SAMPLE_CHARACTERS = 1200  # of a completion
+SHOWN_FACTS = ("model", "parameters", "data", "prompts", "examples", "rewards", "steps", "devices")
 
 
 def overview(run: Run) -> dict[str, Any]:
@@ -33,11 +33,8 @@ def overview(run: Run) -> dict[str, Any]:
     """
     config, command = _or_empty(run.config), _or_empty(run.command)
     processes = _processes(run)
-    return {
-        "facts": _facts(run, config, command, processes),
-        "progress": _progress(run, config, processes),
-        "changes": list(_changes(run)),
-    }
+    progress, changes = _progress(run, config, processes), list(_changes(run))
+    return {"facts": _facts(run, config, command, processes), "progress": progress, "changes": changes}
 
 
 def best_and_worst(step: Step, number: int) -> dict[str, dict[str, Any]]:
@@ -58,7 +55,7 @@ def best_and_worst(step: Step, number: int) -> dict[str, dict[str, Any]]:
         which: {
             "step": number,
             "prompt_index": int(step.prompt_index[row]),
-            "sample_index": step.table.column("sample_index")[row].as_py(),
+            "sample_index": step.value("sample_index", row),
             "total": step.total[row],
             "prompt": shown_prompt(step.text("prompt", row)[0])[:PREVIEW_CHARACTERS],
             "text": step.text("completion", row, 4 * SAMPLE_CHARACTERS)[0][:SAMPLE_CHARACTERS],
@@ -70,32 +67,31 @@ def best_and_worst(step: Step, number: int) -> dict[str, dict[str, Any]]:
 def machine_of(run: Run) -> dict[str, str]:
     """Returns hardware and versions of a run's last process as texts by label."""
     process = (_processes(run) or [{}])[-1]
-    versions = _mapping(process.get("versions"))
-    known = {
-        "devices": _mapping(process.get("run")).get("devices"),
-        "mesh": _mesh(process),
-        "processor": _processor(process),
-        "commit": process.get("commit"),
-        "Python": process.get("python"),
-        **versions,
-    }
+    known = {**_hardware(process), "Python": process.get("python"), **_mapping(process.get("versions"))}
     return {str(label): str(text) for label, text in known.items() if text}
 
 
 def table_row(run: Run) -> dict[str, Any]:
     """Returns the summary of a run as a row of a table of runs; None for what is not known."""
-    config = _or_empty(run.config)
     name = next((each for each in ("reward", "loss") if each in run.metric_names()), "reward")
     values = run.series(name)[1]
     values = values[~np.isnan(values)]
-    progress = _progress(run, config, _processes(run))
-    held_out = next((change for change in _changes(run) if change["set"] != TRAINING), None)
     return {
         "metric": name,
         "last": float(values[-1]) if values.size else None,
         "best": float(values.max() if name == "reward" else values.min()) if values.size else None,
-        "held_out": held_out,
-        **progress,
+        "held_out": next((change for change in _changes(run) if change["set"] != TRAINING), None),
+        **_progress(run, _or_empty(run.config), _processes(run)),
+    }
+
+
+def _hardware(process: Mapping[str, Any]) -> dict[str, Any]:
+    processor = process.get("processor")
+    return {
+        "devices": _mapping(process.get("run")).get("devices"),
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in _mapping(process.get("mesh")).items() if size != 1),
+        "processor": f"{processor}, {process.get('cores')} cores" if processor else "",
+        "commit": process.get("commit"),
     }
 
 
@@ -103,8 +99,7 @@ def _facts(
     run: Run, config: Mapping[str, Any], command: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
     process = processes[-1] if processes else {}
-    known = _mapping(process.get("run"))
-    versions = _mapping(process.get("versions"))
+    known, versions, hardware = _mapping(process.get("run")), _mapping(process.get("versions")), _hardware(process)
     software = [f"Python {process['python']}"] if process.get("python") else []
     found = {
         "recipe": command.get("recipe"),
@@ -117,11 +112,9 @@ def _facts(
         **{name: value for name, value in known.items() if name not in SHOWN_FACTS},
         "steps": known.get("steps"),
         "command": _command(command, config),
-        "devices": known.get("devices"),
-        "mesh": _mesh(process),
-        "processor": _processor(process),
+        **{name: hardware[name] for name in ("devices", "mesh", "processor")},
         "software": ", ".join([*software, *(f"{name} {version}" for name, version in versions.items())]),
-        "commit": process.get("commit"),
+        "commit": hardware["commit"],
         "continued": process.get("started_at") if len(processes) > 1 else None,
         "changed settings": "; ".join(_changed_settings(processes)),
         "folder": str(run.path),
@@ -139,14 +132,9 @@ def _changed_settings(processes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"after step {after.get('step')}: {changed}"
 
 
-SHOWN_FACTS = ("model", "parameters", "data", "prompts", "examples", "rewards", "steps", "devices")
-
-
 def _command(command: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    if not command:
-        return ""
     try:
-        return repeating_command(command, changed_settings(config))
+        return repeating_command(command, changed_settings(config)) if command else ""
     except (AttributeError, KeyError, TypeError, ValueError):  # of another version
         return ""
 
@@ -205,16 +193,14 @@ def _changes(run: Run) -> Iterator[dict[str, Any]]:
     """
     found = False
     for name, each in _mapping(_mapping(run.record("result.json")).get("sets")).items():
-        each = _mapping(each)
-        differences = _mapping(_mapping(each.get("comparison")).get("differences"))
+        differences = _mapping(_mapping(_mapping(each).get("comparison")).get("differences"))
+        ends = {end: _mapping(_mapping(each).get(end)) for end in ("before", "after")}
         for estimate, pair in list(differences.items())[:MAX_CHANGES]:
-            pair = _mapping(pair)
-            found = True
+            pair, found = _mapping(pair), True
             yield {
                 "set": name,
                 "name": estimate,
-                "before": _interval(_mapping(each.get("before")).get(estimate), pair.get("before")),
-                "after": _interval(_mapping(each.get("after")).get(estimate), pair.get("after")),
+                **{end: _interval(ends[end].get(estimate), pair.get(end)) for end in ends},
                 "difference": _interval(pair.get("difference"), None),
                 "p_value": pair.get("p_value"),
                 "when": ["before training", "after training"],
@@ -248,14 +234,6 @@ def _logged_changes(run: Run) -> Iterator[dict[str, Any]]:
 def _interval(estimate: Any, value: Any) -> dict[str, Any]:
     estimate = _mapping(estimate)
     return {"value": estimate.get("value", value), "low": estimate.get("low"), "high": estimate.get("high")}
-
-
-def _mesh(process: Mapping[str, Any]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in _mapping(process.get("mesh")).items() if size != 1)
-
-
-def _processor(process: Mapping[str, Any]) -> str:
-    return f"{process.get('processor')}, {process.get('cores')} cores" if process.get("processor") else ""
 
 
 def _processes(run: Run) -> list[Mapping[str, Any]]:

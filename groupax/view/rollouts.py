@@ -1,5 +1,7 @@
-"""The rollout logs of steps, read on request."""
+"""The rollout logs of steps, read on request, and their texts as the page shows them."""
 
+import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -12,11 +14,13 @@ import pyarrow
 import pyarrow.parquet
 
 from groupax.types import TRUNCATIONS
-from groupax.view.arrow import as_text, has_mask, scalar_text
 from groupax.view.runs import NotFoundError
 
+PREVIEW_CHARACTERS = 320
+SHOWN_CHARACTERS = 20_000  # of a text, until the full text is requested
 CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
+TEXTS = ["prompt", "completion"]  # stay dictionaries, as they are stored: a small file may repeat a long text often
 PER_TURN = ("turn_advantages", "images")  # lists that are short enough to be read
 REWARD = "rewards/"
 
@@ -43,11 +47,6 @@ class Step:
     truncated: np.ndarray
     num_tokens: np.ndarray
 
-    @property
-    def has_images(self) -> bool:
-        """Returns whether prompts of the step may have images."""
-        return "images" in self.table.column_names
-
     def rows_of(self, prompt_index: int) -> np.ndarray:
         """Returns the row indices of a prompt.
 
@@ -63,6 +62,10 @@ class Step:
         """Returns a text, at most `limit` bytes of it, and the number of bytes of the full text."""
         return scalar_text(self.table.column(name)[row], limit)
 
+    def value(self, name: str, row: int) -> Any:
+        """Returns a value of a column; None if the step does not have the column."""
+        return self.table.column(name)[row].as_py() if name in self.table.column_names else None
+
 
 def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
     """Reads a step's rollouts, without the per-token columns.
@@ -75,7 +78,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
         ValueError: The file is damaged or is not a rollout log.
     """
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=TEXTS) as file:
             schema = file.schema_arrow
             missing = [name for name in NEEDED if name not in schema.names]
             if missing:
@@ -102,16 +105,13 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
 def read_texts(path: Path) -> tuple[list[str], Any]:
     """Returns a step's different prompts, and an array of its completions: all that most searches need.
 
-    Args:
-        path: Path of the rollout log.
-
     Raises:
         ValueError: The file is damaged or is not a rollout log.
     """
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            table = file.read(columns=["prompt", "completion"], use_threads=False)
-        prompts, completions = as_text(table.column("prompt")).unique(), as_text(table.column("completion"))
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=TEXTS) as file:
+            table = file.read(columns=TEXTS, use_threads=False)
+        prompts, completions = table.column("prompt").unique(), table.column("completion")
     except (OSError, KeyError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     return [scalar_text(prompt, None)[0] for prompt in prompts], completions
@@ -159,21 +159,91 @@ def completion_lengths(file: Any, schema: Any, num_rows: int) -> np.ndarray:
     column = "mask" if has_mask(schema) else "completion_ids"
     if column not in schema.names:
         return np.zeros(num_rows, np.int64)
-    count = _num_true if column == "mask" else _lengths
-    batches = file.iter_batches(batch_size=256, columns=[column], use_threads=False)
-    lengths = [count(batch.column(0)) for batch in batches]
-    return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, np.int64)
+    found = [np.zeros(0, np.int64)]
+    for batch in file.iter_batches(batch_size=256, columns=[column], use_threads=False):
+        lengths = list_lengths(batch.column(0))
+        if column == "mask":
+            flags = batch.column(0).flatten().fill_null(False).to_numpy(zero_copy_only=False)
+            before, ends = np.concatenate([[0], np.cumsum(flags)]), np.cumsum(lengths)
+            lengths = before[ends] - before[ends - lengths]
+        found.append(lengths.astype(np.int64))
+    return np.concatenate(found)
 
 
-def _lengths(lists: Any) -> np.ndarray:
+def list_lengths(lists: Any) -> np.ndarray:
+    """Returns the length of each list, 0 for null."""
     return np.asarray(lists.value_lengths().fill_null(0))
 
 
-def _num_true(lists: Any) -> np.ndarray:
-    flags = lists.flatten().fill_null(False).to_numpy(zero_copy_only=False)
-    before = np.concatenate([[0], np.cumsum(flags)])
-    ends = np.cumsum(_lengths(lists))
-    return before[ends] - before[ends - _lengths(lists)]
+def has_mask(schema: Any) -> bool:
+    """Returns whether a rollout log marks the tokens that the model sampled; a log without it has no others."""
+    kind = schema.field("mask").type if "mask" in schema.names else None
+    return kind is not None and pyarrow.types.is_list(kind) and pyarrow.types.is_boolean(kind.value_type)
+
+
+def scalar_text(scalar: Any, limit: int | None) -> tuple[str, int]:
+    """Returns the text of a scalar, at most `limit` bytes of it, and the number of bytes of the full text.
+
+    Invalid UTF-8 becomes replacement characters.
+    """
+    buffer = scalar_buffer(scalar)
+    if buffer is None:
+        return "", 0
+    content = bytes(buffer if limit is None else buffer.slice(0, min(limit, buffer.size)))
+    text = content.decode("utf-8", errors="replace")
+    return (text.rstrip("\ufffd") if buffer.size > len(content) else text), buffer.size
+
+
+def scalar_buffer(scalar: Any) -> Any:
+    """Returns the bytes of a text or binary scalar without a copy; None for null and for other types."""
+    if hasattr(scalar, "dictionary"):
+        index = scalar.index.as_py()
+        scalar = None if index is None else scalar.dictionary[index]
+    return scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
+
+
+def messages(prompt: str) -> list[dict[str, str]]:
+    """Returns the turns of a conversation; none if the prompt is plain text."""
+    if not prompt.startswith("[{"):
+        return []
+    try:
+        turns = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return []
+    if not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return []
+    return [{"role": str(turn["role"]), "content": _content(turn.get("content"))} for turn in turns]
+
+
+def shown_prompt(prompt: str) -> str:
+    """Returns the text that stands for a prompt in a list: the last turn of a conversation."""
+    turns = messages(prompt)
+    return turns[-1]["content"] if turns else prompt
+
+
+def searched_text(prompt: str) -> str:
+    """Returns the text that a search looks at: all turns of a conversation."""
+    turns = messages(prompt)
+    return "\n".join(turn["content"] for turn in turns) if turns else prompt
+
+
+def prompt_key(scalar: Any) -> str:
+    """Returns a hash that identifies a prompt in all steps."""
+    return hashlib.blake2b(scalar_buffer(scalar) or b"", digest_size=8).hexdigest()
+
+
+def _content(content: Any) -> str:
+    """Returns the content of a message as text, with "[image]" for an image, which the page shows next to it."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else json.dumps(content)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        is_text = kind == "text" and isinstance(part.get("text"), str)
+        texts.append(part["text"] if is_text else "[image]" if kind == "image" else json.dumps(part))
+    return "".join(texts)
 
 
 def _floats(table: Any, name: str) -> np.ndarray:

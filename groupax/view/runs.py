@@ -1,5 +1,6 @@
 """Run folders, read while the runs are training."""
 
+import io
 import json
 import math
 import re
@@ -7,17 +8,138 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from groupax.runs.diagnostics import severity_of
-from groupax.storage.folders import RECORDS, read_file, run_folder_in
-from groupax.view.blocks import columns_of
-from groupax.view.tail import Tail
+from groupax.runs.severity import severity_of
+from groupax.storage.folders import RECORDS, open_file, read_file, run_folder_in
+
+MAX_LINE_BYTES = 16 * 2**20
+
+
+class Tail:
+    """A reader that yields every object of a growing JSON Lines file once.
+
+    A last line without a newline is still being written and is left for a later call. A file that was replaced or
+    truncated is read again from the start.
+
+    Args:
+        path: Path of the file, which need not exist.
+
+    Attributes:
+        generation: Number of times that the file was replaced or truncated.
+        num_bad_lines: Number of lines that were not JSON objects.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = self.num_bad_lines = 0
+        self._offset = self._inode = 0
+
+    def new_objects(self) -> Iterator[dict[str, Any]]:
+        """Yields the objects written since the last call. `generation` is up to date at the first object.
+
+        Raises:
+            OSError: The file exists and cannot be read.
+        """
+        if not self._has_more():
+            return
+        with open_file(self.path) as file:
+            file.seek(self._offset)
+            while line := file.readline(MAX_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    if len(line) < MAX_LINE_BYTES or not _skip_line(file):
+                        return
+                    line = b""
+                self._offset = file.tell()
+                try:
+                    content = json.loads(line)
+                except (ValueError, RecursionError):
+                    content = None
+                if isinstance(content, dict):
+                    yield content
+                else:
+                    self.num_bad_lines += 1
+
+    def whole_lines(self, num_bytes: int) -> bytes:
+        """Returns the next whole lines of about that size, which `new_objects` still yields unless they are skipped.
+
+        Returns fewer bytes at the end of the file, and nothing if a line is longer. `generation` is up to date.
+
+        Raises:
+            OSError: The file exists and cannot be read.
+        """
+        if not self._has_more():
+            return b""
+        with open_file(self.path) as file:
+            file.seek(self._offset)
+            block = file.read(num_bytes)
+        return block[: block.rfind(b"\n") + 1]
+
+    def skip(self, num_bytes: int) -> None:
+        """Marks that many bytes as read."""
+        self._offset += num_bytes
+
+    def _has_more(self) -> bool:
+        """Returns whether there is something to read, and starts again with a file that was replaced."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            self._restart(0)
+            return False
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self._restart(stat.st_ino)
+        return stat.st_size > self._offset
+
+    def _restart(self, inode: int) -> None:
+        if self._offset:
+            self.generation += 1
+        self._offset = self.num_bad_lines = 0
+        self._inode = inode
+
+
+def _skip_line(file: Any) -> bool:
+    """Reads to the end of the line; returns False if the file ends first."""
+    while chunk := file.readline(MAX_LINE_BYTES):
+        if chunk.endswith(b"\n"):
+            return True
+    return False
+
+
+NULL = -1.7e308  # stands for null, which Arrow does not tell from a name that a line does not have
+
+
+def columns_of(block: bytes) -> Mapping[str, tuple[np.ndarray, np.ndarray]] | None:
+    """Returns the numbers in whole lines of JSON by name: the lines that have the name, and their values, NaN for null.
+
+    Arrow parses them while other threads work. None if it cannot read the lines, or if one of them has no step: these
+    are for a reader of single lines.
+    """
+    import pyarrow
+    from pyarrow import json
+
+    try:
+        content = block.replace(b"null", repr(NULL).encode())
+        options = json.ReadOptions(use_threads=False, block_size=len(content) + 1)
+        table = json.read_json(io.BytesIO(content), read_options=options)
+    except pyarrow.ArrowException:
+        return None
+    if len(set(table.column_names)) != table.num_columns or table.num_rows != block.count(b"\n"):
+        return None
+    kinds = dict(zip(table.column_names, table.schema.types, strict=True))
+    is_number = pyarrow.types.is_floating, pyarrow.types.is_integer
+    found = {}
+    for name in (name for name, kind in kinds.items() if any(check(kind) for check in is_number)):
+        column = table.column(name)
+        rows = np.flatnonzero(column.is_valid().to_numpy())
+        values = column.drop_null().cast(pyarrow.float64(), safe=False).to_numpy()
+        found[name] = rows, np.where(np.isfinite(values) & (values != NULL), values, np.nan)
+    steps = found.get("step")
+    return None if steps is None or len(steps[0]) != table.num_rows or np.isnan(steps[1]).any() else found
+
 
 MAX_JSON_BYTES = 16 << 20  # of the settings and records of a run
 MAX_METRICS = 5000  # metric names; further ones are ignored
@@ -34,20 +156,15 @@ class NotFoundError(ValueError):
     """An error for a requested item that does not exist, or no longer exists."""
 
 
-@dataclass
 class _Column:
     """The steps and values of a metric in the order of logging."""
 
-    steps: array = field(default_factory=lambda: array("d"))
-    values: array = field(default_factory=lambda: array("d"))
+    def __init__(self) -> None:
+        self.steps, self.values = array("d"), array("d")
 
 
 class Run:
-    """The contents of a run folder. All methods may be called from any thread.
-
-    Attributes:
-        path: Path of the folder.
-    """
+    """The contents of the run folder at `path`. All methods may be called from any thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +172,7 @@ class Run:
         self._metrics, self._diagnostics_tail = Tail(path / "metrics.jsonl"), Tail(path / "diagnostics.jsonl")
         self._columns: dict[str, _Column] = {}
         self._diagnostics: list[dict[str, Any]] = []
-        self._generations = (0, 0)
+        self._metrics_read = self._diagnostics_read = 0  # generation of what was read
         self._last_step = math.nan
         self._num_lines = 0
         self._fault = ""
@@ -90,6 +207,7 @@ class Run:
             latest = {name: self._columns[name].values[-1] for name in names if name in self._columns}
             step_time = self._columns.get("step_time")
             patience_s = max(LIVE_S, 5 * step_time.values[-1]) if step_time else LIVE_S
+            severities = {each["name"]: each["severity"] for each in self._diagnostics}
             age_s = self._age_s()
             return {
                 "path": str(self.path),
@@ -97,7 +215,7 @@ class Run:
                 "last_step": self._last_step,
                 "latest": latest,
                 "num_metrics": len(self._columns),
-                "diagnostics": dict(list(self._severities().items())[:MAX_SHOWN_DIAGNOSTICS]),
+                "diagnostics": dict(list(severities.items())[:MAX_SHOWN_DIAGNOSTICS]),
                 "num_rollout_steps": len(steps),
                 "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
@@ -112,11 +230,9 @@ class Run:
             return sorted(self._columns)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps and values of a metric in the order of logging; empty if the metric does not exist.
+        """Returns the steps [S] and values [S] of a metric in the order of logging; empty if it does not exist.
 
-        Returns:
-            steps: [S] float64.
-            values: [S] float64, NaN for values that are not finite.
+        Values that are not finite are NaN.
         """
         with self._lock:
             column = self._columns.get(name, _Column())
@@ -128,11 +244,7 @@ class Run:
             return list(self._diagnostics)
 
     def config(self) -> dict[str, Any]:
-        """Returns the settings of the run; empty if they are not written yet.
-
-        Raises:
-            ValueError: The file is not a JSON object.
-        """
+        """Returns the settings of the run; empty if they are not written yet. Raises a ValueError if damaged."""
         return self._json_file("config.json")
 
     def command(self) -> dict[str, Any]:
@@ -173,17 +285,11 @@ class Run:
         return steps
 
     def rollout_file(self, step: int) -> Path:
-        """Returns the path of a step's rollout log.
-
-        Raises:
-            NotFoundError: The step has no rollout log.
-        """
+        """Returns the path of a step's rollout log, or raises a `NotFoundError`."""
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         if not path.is_file():
-            raise NotFoundError(
-                f"step {step} has no rollout log: it was not logged (log_completions_steps), or its file was removed "
-                "to save space (rollout_log_gb)"
-            )
+            why = "it was not logged (log_completions_steps), or its file was removed to save space (rollout_log_gb)"
+            raise NotFoundError(f"step {step} has no rollout log: {why}")
         return path
 
     def evaluation_files(self) -> dict[str, Path]:
@@ -206,7 +312,7 @@ class Run:
             return self._read_lines()
         _, steps = columns["step"]
         self._num_lines += len(steps)
-        self._take_step(float(steps.max()))
+        self._last_step = np.fmax(self._last_step, float(steps.max()))
         for name, (rows, values) in columns.items():
             if name != "step" and (column := self._column(name)) is not None:
                 column.steps.frombytes(steps[rows].tobytes())
@@ -218,25 +324,20 @@ class Run:
         """Reads the next lines one by one, and returns whether there may be more."""
         for count, line in enumerate(self._metrics.new_objects(), 1):
             self._forget_replaced()
-            step = _number(line.get("step"))
+            step = _number(line.pop("step", None))
             if step is None or math.isnan(step):
                 self._metrics.num_bad_lines += 1
                 continue
             self._num_lines += 1
-            self._take_step(step)
-            del line["step"]
+            self._last_step = np.fmax(self._last_step, step)
             for name, value in line.items():
                 number = value if type(value) is float and math.isfinite(value) else _number(value)
-                if number is None or (column := self._column(name)) is None:
-                    continue
-                column.steps.append(step)
-                column.values.append(number)
+                if number is not None and (column := self._column(name)) is not None:
+                    column.steps.append(step)
+                    column.values.append(number)
             if count == LINES_AT_ONCE:
                 return True
         return False
-
-    def _take_step(self, step: float) -> None:
-        self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
 
     def _column(self, name: str) -> _Column | None:
         """Returns the column of a metric; None for a new one beyond the limit."""
@@ -245,26 +346,18 @@ class Run:
         return self._columns.setdefault(name, _Column())
 
     def _forget_replaced(self) -> None:
-        if self._metrics.generation != self._generations[0]:
-            self._forget_metrics()
-
-    def _forget_metrics(self) -> None:
-        self._generations = (self._metrics.generation, self._generations[1])
-        self._columns, self._last_step, self._num_lines = {}, math.nan, 0
+        if self._metrics.generation != self._metrics_read:
+            self._metrics_read = self._metrics.generation
+            self._columns, self._last_step, self._num_lines = {}, math.nan, 0
 
     def _read_diagnostics(self) -> None:
         new = list(self._diagnostics_tail.new_objects())
-        if self._diagnostics_tail.generation != self._generations[1]:
-            self._generations = (self._generations[0], self._diagnostics_tail.generation)
-            self._diagnostics = []
+        if self._diagnostics_tail.generation != self._diagnostics_read:
+            self._diagnostics_read, self._diagnostics = self._diagnostics_tail.generation, []
         for line in new:
-            step = _number(line.get("step"))
             name, text = (str(line.get(key, "")) for key in ("name", "text"))
-            self._diagnostics.append({"step": step, "name": name, "text": text, "severity": severity_of(name)})
-
-    def _severities(self) -> dict[str, str]:
-        """Returns the severity of each diagnostic by name."""
-        return {each["name"]: each["severity"] for each in self._diagnostics}
+            known = {"step": _number(line.get("step")), "name": name, "text": text}
+            self._diagnostics.append({**known, "severity": severity_of(name)})
 
     def _age_s(self) -> float | None:
         """Returns the seconds since the run last wrote metrics."""

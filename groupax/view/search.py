@@ -1,9 +1,10 @@
-"""Search in the rollouts of all steps: texts, regular expressions, and ranges of rewards, lengths and advantages."""
+"""Search in the rollouts of all steps, and an index of their prompts."""
 
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 
-from groupax.view.arrow import as_text
-from groupax.view.rollouts import Step, read_step, read_texts
-from groupax.view.runs import Run
-from groupax.view.texts import PREVIEW_CHARACTERS, searched_text
+from groupax.view.rollouts import (
+    PREVIEW_CHARACTERS,
+    Step,
+    prompt_key,
+    read_step,
+    read_texts,
+    searched_text,
+    shown_prompt,
+)
+from groupax.view.runs import NotFoundError, Run
 
 BUDGET_S = 0.5  # time limit of a call; the page shows the hits and continues the search
 MAX_HITS = 50
@@ -24,6 +31,16 @@ MAX_CHARACTERS = 1000  # of the text to search for
 ENDS = ("", "truncated", "complete")
 Read = Callable[[Path, Sequence[float] | None], Step]
 ANYTHING = (-math.inf, math.inf)
+MAX_ENTRIES = 2_000_000  # groups in an index; 44 bytes each
+MAX_TEXTS = 50_000
+TEXT_CHARACTERS = 160
+ORDERS = ("frequent", "unsolved", "gained", "lost")
+GROUP = np.dtype(
+    [
+        *(("key", "u8"), ("step", "i8"), ("prompt_index", "i4"), ("size", "i4"), ("truncated", "i4")),
+        *(("mean", "f4"), ("low", "f4"), ("high", "f4")),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +96,10 @@ class Query:
         _, first_rows, group_of = np.unique(step.prompt_index[rows], return_index=True, return_inverse=True)
         texts = [searched_text(step.text("prompt", int(rows[index]))[0]) for index in first_rows]
         in_prompt = self._places(pyarrow.array(texts, pyarrow.large_string()))[group_of] >= 0
-        places = self._places(as_text(step.table.column("completion").take(rows)))
-        for row, place in zip(rows[in_prompt | (places >= 0)], places[in_prompt | (places >= 0)], strict=True):
-            yield int(row), _num_characters(step, int(row), int(place))
+        places = self._places(step.table.column("completion"))[rows]
+        is_hit = in_prompt | (places >= 0)
+        for row, place in zip(rows[is_hit].tolist(), places[is_hit].tolist(), strict=True):
+            yield row, len(step.text("completion", row, place)[0]) if place > 0 else 0
 
     def may_match(self, path: Path) -> bool:
         """Returns whether a step's texts match, whatever else is asked for.
@@ -98,8 +116,17 @@ class Query:
     def _places(self, texts: Any) -> np.ndarray:
         """Returns [N] the byte at which the first match begins in each text, -1 without one.
 
-        Regular expressions are those of RE2, whose time is linear in the text.
+        Regular expressions are those of RE2, whose time is linear in the text. Texts that a dictionary has are searched
+        once.
         """
+        if isinstance(texts, pyarrow.ChunkedArray):
+            return np.concatenate([np.zeros(0, int), *map(self._places, texts.chunks)])
+        if pyarrow.types.is_dictionary(texts.type):
+            found = self._places(texts.dictionary)
+            indices = texts.indices.fill_null(len(found)).to_numpy(zero_copy_only=False)
+            return np.append(found, -1)[indices]
+        if not (pyarrow.types.is_string(texts.type) or pyarrow.types.is_large_string(texts.type)):
+            texts = texts.cast(pyarrow.large_string(), safe=False)
         function = "find_substring_regex" if self.is_regex else "find_substring"
         options = pyarrow.compute.MatchSubstringOptions(self.text, ignore_case=True)
         found = pyarrow.compute.call_function(function, [texts], options)
@@ -144,7 +171,10 @@ def search_steps(run: Run, query: Query, before: float, first: int, read: Read) 
         for row, place in query.rows(step, start):
             if len(hits) == MAX_HITS:
                 return {"hits": hits, "next": {"before": number + 1, "first": row}, "num_searched": num_searched}
-            hits.append(_hit(step, number, row, place))
+            excerpt_from = max(place - CONTEXT_CHARACTERS, 0)
+            text = step.text("completion", row)[0][excerpt_from : excerpt_from + PREVIEW_CHARACTERS]
+            known = {"excerpt": ("…" if excerpt_from else "") + text, "total": step.total[row]}
+            hits.append({**_place(step, number, row), **known, "advantage": step.advantage[row]})
             is_likely = True
     return {"hits": hits, "next": None, "num_searched": len(steps)}
 
@@ -159,13 +189,16 @@ def exported(run: Run, query: Query) -> Iterator[bytes]:
             continue
         for row, _ in query.rows(step):
             is_likely = True
-            yield json.dumps(_record(step, number, row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-
-
-def excerpt(text: str, place: int) -> str:
-    """Returns the text around a position."""
-    start = max(place - CONTEXT_CHARACTERS, 0)
-    return ("…" if start else "") + text[start : start + PREVIEW_CHARACTERS]
+            record = {
+                **_place(step, number, row),
+                "reward": _known(step.total[row]),
+                "rewards": {name: _known(column[row]) for name, column in step.rewards.items()},
+                "advantage": _known(step.advantage[row]),
+                "finish_reason": step.value("finish_reason", row),
+                "prompt": step.text("prompt", row)[0],
+                "completion": step.text("completion", row)[0],
+            }
+            yield json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _matching(path: Path, query: Query, read: Read, weights: Sequence[float] | None, is_likely: bool) -> Step | None:
@@ -179,31 +212,12 @@ def _matching(path: Path, query: Query, read: Read, weights: Sequence[float] | N
         return None
 
 
-def _hit(step: Step, number: int, row: int, place: int) -> dict[str, Any]:
+def _place(step: Step, number: int, row: int) -> dict[str, Any]:
     return {
         "step": number,
         "prompt_index": int(step.prompt_index[row]),
-        "sample_index": step.table.column("sample_index")[row].as_py(),
-        "excerpt": excerpt(step.text("completion", row)[0], place),
-        "total": step.total[row],
-        "advantage": step.advantage[row],
+        "sample_index": step.value("sample_index", row),
         "num_tokens": int(step.num_tokens[row]),
-    }
-
-
-def _record(step: Step, number: int, row: int) -> Mapping[str, Any]:
-    names = step.table.column_names
-    return {
-        "step": number,
-        "prompt_index": int(step.prompt_index[row]),
-        "sample_index": step.table.column("sample_index")[row].as_py(),
-        "reward": _known(step.total[row]),
-        "rewards": {name: _known(column[row]) for name, column in step.rewards.items()},
-        "advantage": _known(step.advantage[row]),
-        "num_tokens": int(step.num_tokens[row]),
-        "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
-        "prompt": step.text("prompt", row)[0],
-        "completion": step.text("completion", row)[0],
     }
 
 
@@ -211,5 +225,130 @@ def _known(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _num_characters(step: Step, row: int, num_bytes: int) -> int:
-    return len(step.text("completion", row, num_bytes)[0]) if num_bytes > 0 else 0
+class PromptIndex:
+    """The groups of all steps of a run by prompt, read in the background.
+
+    Memory is bounded: of a larger run only the first `MAX_ENTRIES` groups are indexed.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._forget()
+
+    def update(self) -> dict[str, Any]:
+        """Continues indexing in the background if there are new steps, and returns the progress."""
+        with self._lock:
+            if self._generation != self._run.generation:
+                self._forget()
+            todo = [step for step in self._run.rollout_steps() if step not in self._done]
+            if todo and not self._is_full() and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._read, args=(todo,), daemon=True)
+                self._thread.start()
+            num_done, num_steps = len(self._done), len(self._done) + len(todo)
+            known = {"num_unreadable": self._num_unreadable, "is_full": self._is_full()}
+            return {"num_done": num_done, "num_steps": num_steps, **known}
+
+    def close(self) -> None:
+        """Stops indexing."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def history(self, key: str) -> dict[str, Any]:
+        """Returns the groups of a prompt in the order of steps; none if it is not in the steps indexed so far.
+
+        Raises:
+            NotFoundError: The key is malformed.
+        """
+        try:
+            number = int(key, 16) & (2**64 - 1)
+        except ValueError:
+            raise NotFoundError(f"{key!r} is not a prompt key") from None
+        groups = self._all_groups()
+        groups = np.sort(groups[groups["key"] == np.uint64(number)], order="step", kind="stable")
+        found = {name: groups[name].tolist() for name in GROUP.names or () if name != "key"}
+        return {"text": self._texts.get(number, ""), **found}
+
+    def prompts(self, query: str, limit: int, order: str = "frequent") -> list[dict[str, Any]]:
+        """Returns prompts that contain a text, with their mean reward the first and the last time, and their best one.
+
+        Args:
+            query: Text that a prompt must contain.
+            limit: Maximum number of prompts.
+            order: `frequent`, `unsolved` (lowest best reward first), `gained` or `lost` (largest change first).
+
+        Raises:
+            ValueError: The order is unknown.
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order={order!r} is none of {', '.join(ORDERS)}")
+        groups = self._all_groups()
+        groups = groups[np.argsort(groups["step"], kind="stable")]
+        keys, first, group_of, counts = np.unique(
+            groups["key"], return_index=True, return_inverse=True, return_counts=True
+        )
+        last = len(groups) - 1 - np.unique(groups["key"][::-1], return_index=True)[1]
+        means = groups["mean"].astype(np.float64)
+        best = np.full(len(keys), np.nan)
+        np.fmax.at(best, group_of, groups["high"])
+        found = {"first": means[first], "last": means[last], "best": best}
+        gains = found["last"] - found["first"]
+        wanted = {"frequent": np.zeros(len(keys)), "unsolved": best, "gained": -gains, "lost": gains}[order]
+        query = query.casefold()
+        rows: list[dict[str, Any]] = []
+        for index in np.lexsort((-counts, np.nan_to_num(wanted, nan=np.inf))).tolist():
+            text = self._texts.get(int(keys[index]), "")
+            if query in text.casefold():
+                values = {name: float(column[index]) for name, column in found.items()}
+                rows.append({"key": f"{int(keys[index]):016x}", "text": text, "count": int(counts[index]), **values})
+            if len(rows) == limit:
+                break
+        return rows
+
+    def _forget(self) -> None:
+        self._generation = self._run.generation
+        self._groups: list[np.ndarray] = []  # of each step
+        self._texts: dict[int, str] = {}
+        self._done: set[int] = set()
+        self._num_unreadable = 0
+
+    def _is_full(self) -> bool:
+        return sum(map(len, self._groups)) >= MAX_ENTRIES
+
+    def _all_groups(self) -> np.ndarray:
+        with self._lock:
+            return np.concatenate([np.zeros(0, GROUP), *self._groups])
+
+    def _read(self, steps: Iterable[int]) -> None:
+        generation, weights = self._generation, self._run.reward_weights()
+        for number in steps:
+            if self._closed.is_set() or self._generation != generation or self._is_full():
+                return
+            try:
+                step = read_step(self._run.rollout_file(number), weights)
+            except ValueError:  # damaged, or removed in the meantime
+                step = None
+            with self._lock:
+                if self._generation != generation:
+                    return
+                self._done.add(number)
+                if step is None:
+                    self._num_unreadable += 1
+                else:
+                    self._groups.append(self._groups_of(number, step))
+
+    def _groups_of(self, number: int, step: Step) -> np.ndarray:
+        groups = []
+        for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
+            rows = step.rows_of(prompt_index)
+            key = int(prompt_key(step.table.column("prompt")[int(rows[0])]), 16)
+            totals = step.total[rows]
+            totals = totals[~np.isnan(totals)]
+            mean, low, high = (totals.mean(), totals.min(), totals.max()) if totals.size else (np.nan,) * 3
+            groups.append((key, number, prompt_index, len(rows), step.truncated[rows].sum(), mean, low, high))
+            if key not in self._texts and len(self._texts) < MAX_TEXTS:
+                self._texts[key] = shown_prompt(step.text("prompt", int(rows[0]))[0])[:TEXT_CHARACTERS]
+        return np.array(groups, GROUP)

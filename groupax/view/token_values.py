@@ -1,8 +1,11 @@
-"""The values of tokens in a step's rollouts: log-probs, entropies and ratios."""
+"""The texts of tokens in a step's rollouts, and their values: log-probs, entropies and ratios."""
 
 import json
-from collections.abc import Collection, Mapping
+import math
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,80 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.arrow import has_mask, list_values
-from groupax.view.runs import NotFoundError
+from groupax.settings.objective import UNCLIPPED
+from groupax.types import FAILURES, TRUNCATIONS
+from groupax.view.rollouts import has_mask
+from groupax.view.runs import NotFoundError, Run
+
+MAX_TOKENS_PER_CHARACTER = 8
+
+
+class TokenTexts:
+    """The tokenizer of a run.
+
+    Args:
+        folder: Folder `tokenizer/` of the run.
+
+    Attributes:
+        fault: Reason why token ids are shown instead of texts; empty if texts are shown.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.fault = ""
+        self._tokenizer: Any = None
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            self.fault = f"the run has no {path.parent.name}/{path.name}, so token ids are shown instead of texts"
+            return
+        try:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 (the library raises nothing more specific for a damaged file)
+            self.fault = f"{path.parent.name}/{path.name} cannot be read ({error}), so token ids are shown"
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text that each token adds; a character of several tokens belongs to the last of them."""
+        if self._tokenizer is None:
+            return [f"⟨{number}⟩" for number in ids]
+        pieces, pending, before = [], [], []
+        for number in ids:
+            pending.append(number)
+            prefix = self._decode(before)
+            text = self._decode([*before, *pending])
+            if text.endswith("\ufffd") and len(pending) < MAX_TOKENS_PER_CHARACTER:
+                pieces.append("")
+                continue
+            pieces.append(text[len(prefix) :] if text.startswith(prefix) else self._decode(pending))
+            before, pending = pending[-1:], []
+        if pending:
+            pieces[-1] = self._decode(pending)
+        return pieces
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        try:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
+        except (OverflowError, TypeError):
+            return "".join(f"⟨{number}⟩" for number in ids)
+
+
+_loading = threading.Lock()
+
+
+def token_texts(folder: Path) -> TokenTexts:
+    """Returns the tokenizer in a folder, which is cached until its file changes."""
+    try:
+        version = (folder / "tokenizer.json").stat().st_mtime_ns
+    except OSError:
+        version = 0
+    with _loading:
+        return _load(folder, version)
+
+
+@lru_cache(maxsize=4)
+def _load(folder: Path, version: int) -> TokenTexts:  # noqa: ARG001
+    return TokenTexts(folder)
+
 
 PUSH = "advantage x ratio"
 TURN_ADVANTAGES, TURNS = "turn_advantages", "turns"
@@ -35,6 +110,21 @@ class LossBounds:
 
 
 NO_BOUNDS = LossBounds()
+
+
+def loss_bounds(run: Run) -> LossBounds:
+    """Returns the tokens to which a run's loss gives no gradient; all have one if its settings cannot be read."""
+    try:
+        config = run.config()
+        ends = config["mask_truncated_completions"]
+        masked = FAILURES | frozenset((TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends)
+        if config["loss_type"] in UNCLIPPED or config["importance_sampling_level"] != "token":
+            return LossBounds(masked_ends=masked)
+        low, high, delta = config["epsilon"], config["epsilon_high"], config["delta"]
+        bounds = 1 - float(low), 1 + float(low if high is None else high), math.inf if delta is None else float(delta)
+        return LossBounds(*bounds, masked_ends=masked)
+    except (KeyError, TypeError, ValueError):
+        return NO_BOUNDS
 
 
 def token_channels(path: Path) -> dict[str, dict[str, str]]:
@@ -99,7 +189,7 @@ def token_values(
                 sample_index = batch.column("sample_index")[row].as_py()
                 if sample is not None and sample_index != sample:
                     continue
-                all_ids = list_values(batch.column("completion_ids")[row])
+                all_ids = _values(batch.column("completion_ids")[row])
                 ids, num_ids = all_ids[:limit].astype(int), len(all_ids)
                 values = _token_array(batch.column(column)[row], len(ids))
                 if over:
@@ -158,8 +248,14 @@ def _kind(name: str) -> str:
 
 def _token_array(scalar: Any, num_tokens: int) -> np.ndarray:
     """Returns a list as [num_tokens] float64, NaN where it has no value; a row may be null."""
-    values = list_values(scalar)[:num_tokens].astype(np.float64)
+    values = _values(scalar)[:num_tokens].astype(np.float64)
     return np.concatenate([values, np.full(num_tokens - len(values), np.nan)])
+
+
+def _values(scalar: Any) -> np.ndarray:
+    """Returns the values of a list scalar; empty for null."""
+    values = scalar.values
+    return np.zeros(0) if values is None else np.asarray(values.to_numpy(zero_copy_only=False))
 
 
 def _is_list(kind: Any) -> bool:

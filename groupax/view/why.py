@@ -21,11 +21,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.settings.objective import UNCLIPPED
 from groupax.storage.folders import read_file
-from groupax.view.arrow import has_mask, scalar_text
+from groupax.view.rollouts import has_mask, list_lengths, scalar_text
 from groupax.view.runs import NotFoundError, Run
-from groupax.view.tokens import token_texts
+from groupax.view.token_values import LossBounds, loss_bounds, token_texts
 
 SHOWN_ROWS, SHOWN_TOKENS = 20, 12
 SHOWN_BYTES = 400  # of a completion
@@ -56,6 +55,11 @@ class Terms:
     index: np.ndarray
     tokens: list[tuple[int, int, int, float, float]]
 
+    def place(self, row: int) -> dict[str, Any]:
+        """Returns what identifies a row, and its advantage."""
+        prompt, sample = self.places[row].tolist()
+        return {"prompt_index": prompt, "sample_index": sample, "advantage": float(self.advantages[row])}
+
 
 def why(run: Run, step: int) -> dict[str, Any]:
     """Returns what the update of a step was made of.
@@ -76,11 +80,12 @@ def why(run: Run, step: int) -> dict[str, Any]:
         if not facts and not found and exact is None:
             raise
         fault = "The completions of this step were not kept."
-        rows = [{"prompt_index": prompt, "sample_index": sample, **each} for (prompt, sample), each in _sorted(exact)]
+        largest = sorted((exact or {}).items(), key=lambda item: -_size(item[1]))[:SHOWN_ROWS]
+        rows = [{"prompt_index": prompt, "sample_index": sample, **each} for (prompt, sample), each in largest]
     else:
         with pyarrow.parquet.ParquetFile(path) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
-            terms = _no_terms() if missing else read_terms(file, *_settings(run))
+            terms = _no_terms() if missing else read_terms(file, loss_bounds(run), _is_per_row(run))
             fault = f"Its rollout log has no {missing[0]}." if missing else ""
             rows, num_rows = _rows(file, terms, exact), max(num_rows, len(terms.places))
             tokens = _tokens(terms, run)
@@ -117,20 +122,17 @@ def exact_shares(folder: Path, step: int) -> Exact | None:
         return None
 
 
-def read_terms(file: Any, bounds: tuple[float, float], is_per_row: bool) -> Terms:
-    """Returns the rows of an update and its largest terms.
+def read_terms(file: Any, bounds: LossBounds, is_per_row: bool) -> Terms:
+    """Returns the rows of an update and its largest terms, from the open rollout log of its step.
 
-    Args:
-        file: The open rollout log of its step.
-        bounds: Ratios beyond which a token has no gradient.
-        is_per_row: Whether all rows weigh the same in the loss.
+    All rows may weigh the same in the loss, whatever their lengths (`is_per_row`).
     """
     parts: list[tuple[np.ndarray, ...]] = []
     top: list[tuple[float, int, int, int, float, float]] = []
     masked, num_before, num_read = has_mask(file.schema_arrow), 0, 0
     columns = [*COLUMNS, *(["mask"] if masked else [])]
     for batch in file.iter_batches(batch_size=4096, columns=columns, use_threads=False):
-        lengths = {name: _lengths(batch.column(name)) for name in columns[3:]}
+        lengths = {name: list_lengths(batch.column(name)) for name in columns[3:]}
         counts = lengths["completion_ids"]
         is_trained = np.logical_and.reduce([each == counts for each in lengths.values()]) & (counts > 0)
         index = np.flatnonzero(is_trained) + num_read
@@ -142,7 +144,7 @@ def read_terms(file: Any, bounds: tuple[float, float], is_per_row: bool) -> Term
         ratios = np.exp(np.clip(logps - policy, -20.0, 20.0))
         of_token = advantages[row_of]
         sizes = np.abs(of_token * ratios) * -np.expm1(np.minimum(logps, 0.0))
-        is_out = np.where(of_token > 0, ratios > bounds[1], ratios < bounds[0]) | ~np.isfinite(sizes)
+        is_out = np.where(of_token > 0, ratios > bounds.high, ratios < bounds.low) | ~np.isfinite(sizes)
         is_out |= ~_flat(batch.column("mask")).astype(bool) if masked else False
         sizes[is_out] = 0.0
         sampled = np.bincount(row_of, _flat(batch.column("mask")), len(counts)) if masked else counts
@@ -178,9 +180,7 @@ def _rows(file: Any, terms: Terms, exact: Exact | None) -> list[dict[str, Any]]:
     texts = file.read(columns=["completion"], use_threads=False).column("completion") if len(chosen) else None
     return [
         {
-            "prompt_index": int(terms.places[row, 0]),
-            "sample_index": int(terms.places[row, 1]),
-            "advantage": float(terms.advantages[row]),
+            **terms.place(row),
             "num_tokens": int(terms.num_tokens[row]),
             "estimate": float(terms.estimates[row]),
             "preview": "" if texts is None else scalar_text(texts[int(terms.index[row])], SHOWN_BYTES)[0],
@@ -193,15 +193,7 @@ def _rows(file: Any, terms: Terms, exact: Exact | None) -> list[dict[str, Any]]:
 def _tokens(terms: Terms, run: Run) -> list[dict[str, Any]]:
     texts = token_texts(run.path / "tokenizer")
     return [
-        {
-            "prompt_index": int(terms.places[row, 0]),
-            "sample_index": int(terms.places[row, 1]),
-            "advantage": float(terms.advantages[row]),
-            "token": at,
-            "text": "".join(texts.pieces([token])),
-            "ratio": ratio,
-            "logp": logp,
-        }
+        {**terms.place(row), "token": at, "text": "".join(texts.pieces([token])), "ratio": ratio, "logp": logp}
         for row, at, token, ratio, logp in terms.tokens
     ]
 
@@ -214,32 +206,17 @@ def _floats(column: Any) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False).astype(np.float64)
 
 
-def _lengths(lists: Any) -> np.ndarray:
-    return np.asarray(lists.value_lengths().fill_null(0))
-
-
 def _size(row: Mapping[str, Any] | None) -> float:
     if row is None:
         return 0.0
     return np.inf if row["share"] is None else abs(row["share"])
 
 
-def _sorted(exact: Exact | None) -> list[tuple[tuple[int, int], Mapping[str, Any]]]:
-    return sorted((exact or {}).items(), key=lambda item: -_size(item[1]))[:SHOWN_ROWS]
-
-
-def _settings(run: Run) -> tuple[tuple[float, float], bool]:
-    """Returns the bounds beyond which tokens have no gradient, and whether all rows weigh the same."""
-    nothing = (-np.inf, np.inf)
+def _is_per_row(run: Run) -> bool:
     try:
-        config = run.config()
-        loss = config["loss_type"]
-        if loss in UNCLIPPED or config["importance_sampling_level"] != "token":
-            return nothing, loss in PER_ROW
-        low, high = config["epsilon"], config["epsilon_high"]
-        return (1 - float(low), 1 + float(low if high is None else high)), loss in PER_ROW
-    except (KeyError, TypeError, ValueError):
-        return nothing, False
+        return run.config().get("loss_type") in PER_ROW
+    except ValueError:
+        return False
 
 
 def _around(run: Run, name: str, step: int) -> Mapping[str, Any] | None:

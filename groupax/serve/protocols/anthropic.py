@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from groupax.serve.chat_fields import is_text, short
-from groupax.serve.errors import ApiError
-from groupax.serve.exchange import Completion, Exchange, NewTokens
-from groupax.serve.images import source_url
-from groupax.serve.protocols.incoming import EXTENSIONS, Incoming, parts_of, text_of, token_details
-from groupax.serve.requests import check_known, parse_json, request_of
+from groupax.data.images import URL
+from groupax.serve.chats import is_text, short, text_of
+from groupax.serve.exchange import Completion, Delta, Exchange, parts_of
+from groupax.serve.requests import EXTENSIONS, Incoming, check_known, parse_json, request_of
 from groupax.serve.turns import Call, Turn
+from groupax.serve.web import ApiError
 
 SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream"}
 OWN = {"messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "output_config"}
@@ -28,17 +27,14 @@ ERROR_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
 TEXT = ("text",)
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 def parse(body: bytes, counts_only: bool = False) -> Incoming:
-    """Returns the request in the body of a POST to /v1/messages.
-
-    Args:
-        body: The body.
-        counts_only: Whether the prompt is only counted, which needs no `max_tokens`.
+    """Returns the request in the body of a POST to /v1/messages; one that only counts needs no `max_tokens`.
 
     Raises:
-        ApiError: the body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
+        ApiError: The body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
     """
     given = {name: value for name, value in parse_json(body).items() if value is not None}
     check_known(given, [*SAME, *OWN, *IGNORED, *EXTENSIONS], "the request")
@@ -61,11 +57,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """Writes the response to a request as a message of Anthropic's (see `exchange.Writer`).
-
-    Args:
-        exchange: The request and what its response is made of.
-    """
+    """Writes the response to a request as a message of Anthropic's (see `exchange.Writer`)."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -80,14 +72,14 @@ class MessageWriter:
         blocks = [_block(*part) for part in parts_of(turn)] or [_block("content", "")]
         reason, stop_string = _stop_reason(turn)
         message = self._message(blocks, len(completions[0].tokens))
-        details = token_details(self._exchange.request, self._exchange.prompts[0], completions[0])
+        details = self._exchange.token_details(completions[0])
         return {**message, "stop_reason": reason, "stop_sequence": stop_string, **details}
 
     def first_events(self) -> list[dict[str, Any]]:
         """Returns the start of a streamed message."""
         return [{"type": "message_start", "message": self._message([], 0)}]
 
-    def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
+    def events(self, delta: Delta, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
         """Returns the events of new tokens."""
         del delta, completion
         events = []
@@ -103,7 +95,7 @@ class MessageWriter:
     def last_events(self, completions: list[Completion]) -> list[dict[str, Any]]:
         """Returns the end of a streamed message."""
         reason, stop_string = _stop_reason(self._end)
-        details = token_details(self._exchange.request, self._exchange.prompts[0], completions[0])
+        details = self._exchange.token_details(completions[0])
         delta = {"stop_reason": reason, "stop_sequence": stop_string, **details}
         usage = {"output_tokens": len(completions[0].tokens)}
         return [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
@@ -186,7 +178,7 @@ def _user_messages(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             continue
         if block.get("type") == "image":
-            part = {"type": "image_url", "image_url": {"url": source_url(block, where)}}
+            part = {"type": "image_url", "image_url": {"url": _image_url(block, where)}}
         else:
             part = {"type": "text", "text": text_of([block], TEXT, where)}
         if messages and messages[-1]["role"] == "user":
@@ -194,6 +186,21 @@ def _user_messages(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str
         else:
             messages.append({"role": "user", "content": [part]})
     return messages or [{"role": "user", "content": ""}]
+
+
+def _image_url(block: Mapping[str, Any], where: str) -> str:
+    """Returns the image of a block as a `data:` URL."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind in ("url", "file"):
+        message = f"{where} has a source of type {kind}, and this server fetches none; send the image as base64"
+        raise ApiError(400, message, "messages", "unsupported_value")
+    if not isinstance(source, Mapping) or kind != "base64" or not isinstance(source.get("data"), str):
+        raise ApiError(400, f"{where} must have a source with type base64, media_type and data", "messages")
+    if source.get("media_type") not in MEDIA_TYPES:
+        message = f"{where} must have one of the media types {', '.join(MEDIA_TYPES)}"
+        raise ApiError(400, message, "messages", "unsupported_value")
+    return f"{URL}{source['media_type']};base64,{source['data']}"
 
 
 def _assistant_message(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
@@ -220,9 +227,8 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(400, f"tools must be a list, got {short(given['tools'])}", "tools")
     for number, tool in enumerate(given.get("tools", [])):
         if not isinstance(tool, Mapping) or tool.get("type", "custom") not in ("custom", None):
-            raise ApiError(
-                400, f"tools.{number} must be a tool of yours with an input_schema, got {short(tool)}", "tools"
-            )
+            message = f"tools.{number} must be a tool of yours with an input_schema, got {short(tool)}"
+            raise ApiError(400, message, "tools")
         function = {"name": tool.get("name"), "description": tool.get("description")}
         function |= {"parameters": tool.get("input_schema"), "strict": tool.get("strict")}
         fields.setdefault("tools", []).append({"type": "function", "function": function})
@@ -235,9 +241,8 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     elif is_text(kind) and kind in CHOICES:
         fields["tool_choice"] = CHOICES[kind]
     else:
-        raise ApiError(
-            400, f"tool_choice must have the type auto, any, tool or none, got {short(choice)}", "tool_choice"
-        )
+        message = f"tool_choice must have the type auto, any, tool or none, got {short(choice)}"
+        raise ApiError(400, message, "tool_choice")
     if choice.get("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     return fields
@@ -265,9 +270,8 @@ def _hints(given: Mapping[str, Any]) -> dict[str, Any]:
     if thinking is not None:
         kind = thinking.get("type") if isinstance(thinking, Mapping) else None
         if kind not in ("enabled", "disabled", "adaptive"):
-            raise ApiError(
-                400, f"thinking must have the type enabled, disabled or adaptive, got {short(thinking)}", "thinking"
-            )
+            message = f"thinking must have the type enabled, disabled or adaptive, got {short(thinking)}"
+            raise ApiError(400, message, "thinking")
         hints["enable_thinking"] = kind != "disabled"
     effort = given.get("output_config", {}).get("effort")
     return hints if effort is None else {**hints, "reasoning_effort": effort}

@@ -1,12 +1,11 @@
-"""Builds responses in OpenAI's format for completions and chats, in full or streamed. Imports no jax."""
+"""OpenAI's completions and chats: responses in full or streamed. Imports no jax."""
 
 import itertools
 import time
 import uuid
 from typing import Any
 
-from groupax.serve.exchange import Completion, Exchange, NewTokens
-from groupax.serve.token_logprobs import logprob_entries, token_name
+from groupax.serve.exchange import Completion, Delta, Exchange
 from groupax.serve.turns import Call, Turn
 
 
@@ -20,7 +19,6 @@ class ResponseBuilder:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.request, self.n = exchange, exchange.request, exchange.request.n
         self.prompts, self.prompt_texts = exchange.prompts, exchange.prompt_texts
-        self.token_texts = exchange.token_texts
         kind = "chat.completion" if self.request.is_chat else "text_completion"
         response_id = f"{'chatcmpl' if self.request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": exchange.model}
@@ -45,7 +43,7 @@ class ResponseBuilder:
             return [self._chunk({"index": index, **empty}) for index in indices]
         return [self._chunk(self._echo(index)) for index in indices] if self.prompt_texts else []
 
-    def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
+    def events(self, delta: Delta, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
         """Returns the chunk of new tokens (see `exchange.Writer`)."""
         index = delta.index
         if self.request.is_chat:
@@ -121,8 +119,7 @@ class ResponseBuilder:
         details: dict[str, Any] = {"logprobs": None, "weight_versions": runs}
         if self.request.logprobs is not None:
             if self.request.is_chat:
-                entries = logprob_entries(self._exchange, completion)
-                details["logprobs"] = {"content": entries, "refusal": None}
+                details["logprobs"] = {"content": self._exchange.logprob_entries(completion), "refusal": None}
             else:
                 details["logprobs"] = self._logprobs(completion, index // self.n, is_whole)
         if self.request.return_token_ids:
@@ -134,12 +131,15 @@ class ResponseBuilder:
 
     def _logprobs(self, completion: Completion, prompt: int, is_whole: bool) -> dict[str, Any]:
         echo = self._prompt_part(prompt) if self.prompt_texts else None
-        first, offsets = 0 if echo is None else sum(map(len, map(self.token_texts.text, self.prompts[prompt]))), []
+        first, offsets = (
+            0 if echo is None else sum(map(len, map(self._exchange.token_texts.text, self.prompts[prompt]))),
+            [],
+        )
         for token in completion.tokens:
             offsets.append(first + completion.num_characters)
-            completion.num_characters += len(self.token_texts.text(token))
+            completion.num_characters += len(self._exchange.token_texts.text(token))
         part = {
-            "tokens": [self._name(token) for token in completion.tokens],
+            "tokens": [self._exchange.token_name(token) for token in completion.tokens],
             "token_logprobs": completion.policy_logps,
             "top_logprobs": self._top_logprobs(completion) if self.request.logprobs else None,
             "text_offset": offsets,
@@ -151,12 +151,12 @@ class ResponseBuilder:
     def _prompt_part(self, prompt: int) -> dict[str, Any]:
         """Returns the log-probs of an echoed prompt, whose first token has none."""
         tokens, logps = self.prompts[prompt], self._exchange.prompt_logps[prompt]
-        texts = [self.token_texts.text(token) for token in tokens]
+        texts = [self._exchange.token_texts.text(token) for token in tokens]
         offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))
         num = self.request.logprobs or 0
         scored = Completion(tokens[1:], logps.logps, alternatives=[each[:num] for each in logps.alternatives])
         return {
-            "tokens": [self._name(token) for token in tokens],
+            "tokens": [self._exchange.token_name(token) for token in tokens],
             "token_logprobs": [None, *logps.logps],
             "top_logprobs": [None, *self._top_logprobs(scored)] if num else None,
             "text_offset": offsets,
@@ -170,7 +170,7 @@ class ResponseBuilder:
         for token, logp, rank, pairs in each:
             ranked = [(token, logp, rank), *((*pair, place) for place, pair in enumerate(pairs[:num], 1))]
             entries = {
-                str(token): {"logprob": logp, "rank": rank, "decoded_token": self.token_texts.text(token)}
+                str(token): {"logprob": logp, "rank": rank, "decoded_token": self._exchange.token_texts.text(token)}
                 for token, logp, rank in ranked
             }
             found.append({**entries, str(token): {**entries[str(token)], "rank": rank}})
@@ -185,12 +185,9 @@ class ResponseBuilder:
             top: dict[str, float] = {}
             for other, value in pairs if is_included else [*pairs, (token, logp)]:
                 # several tokens may have one text; the token itself has the same log-prob in both places
-                top.setdefault(self._name(other), logp if other == token else value)
+                top.setdefault(self._exchange.token_name(other), logp if other == token else value)
             tops.append(top)
         return tops
-
-    def _name(self, token: int) -> str:
-        return token_name(self._exchange, token)
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -10,14 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupax.data.tokenizer import encode_texts
-from groupax.serve.chat_fields import short
-from groupax.serve.errors import ApiError
-from groupax.serve.exchange import Completion, Exchange, NewTokens
-from groupax.serve.protocols.incoming import EXTENSIONS, Incoming, parts_of, token_details
-from groupax.serve.protocols.responses_input import conversation, format_fields, logprob_fields, tool_fields
-from groupax.serve.requests import check_known, parse_json, request_of
-from groupax.serve.token_logprobs import logprob_entries, tokens_of_text
+from groupax.serve.chats import is_text, short, text_of
+from groupax.serve.exchange import Completion, Delta, Exchange, parts_of, tokens_of_text
+from groupax.serve.requests import EXTENSIONS, Incoming, check_known, parse_json, request_of
 from groupax.serve.turns import Call, Turn
+from groupax.serve.web import ApiError
+
+TEXTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+# What a response may include; all but the log-probs are parts of items that this server never has.
+INCLUDED = {
+    LOGPROBS,
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    "computer_call_output.output.image_url",
+}
+
 
 SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}
 OWN = {
@@ -39,37 +47,136 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 ECHOED = (
-    "instructions",
-    "metadata",
-    "max_output_tokens",
-    "reasoning",
-    "text",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "truncation",
-    "user",
+    *("instructions", "metadata", "max_output_tokens", "reasoning", "text", "tool_choice", "tools", "top_logprobs"),
+    *("truncation", "user"),
 )
+
+
+def _conversation(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the conversation of a request as messages of a chat."""
+    items = given.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    if not isinstance(items, list) or not items:
+        raise ApiError(400, f"input must be a text or a list of at least one item, got {short(items)}", "input")
+    instructions = given.get("instructions")
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": text_of(instructions, TEXTS, "instructions")})
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise ApiError(400, f"input.{number} must be an object, got {short(item)}", "input")
+        _add_item(messages, item, f"input.{number}")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Adds an item of the input to the messages: items of one turn are one message."""
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "function_call_output":
+        content = text_of(item.get("output"), TEXTS, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind == "function_call" and is_text(item.get("name")) and is_text(item.get("arguments")):
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _open_turn(messages, True).setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        text = text_of(parts, ("reasoning_text", "summary_text"), f"{where}.content", "\n")
+        messages.append({"role": "assistant", "content": "", **({"reasoning_content": text} if text else {})})
+    elif kind == "message" and item.get("role") == "assistant":
+        _open_turn(messages, False)["content"] = text_of(item.get("content"), TEXTS, f"{where}.content")
+    elif kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
+    else:
+        message = f"{where} must be a message, function_call, function_call_output or reasoning, got {short(item)}"
+        raise ApiError(400, message, "input", "unsupported_value")
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Returns a content as one text, or as parts of a chat if some are images."""
+    listed = content if isinstance(content, list) else []
+    images = [isinstance(part, Mapping) and part.get("type") == "input_image" for part in listed]
+    if not any(images):
+        return text_of(content, TEXTS, where)
+    parts: list[dict[str, Any]] = []
+    for part, is_image in zip(listed, images, strict=True):
+        if not is_image:
+            parts.append({"type": "text", "text": text_of([part], TEXTS, where)})
+        elif part.get("file_id") is not None or not isinstance(part.get("image_url"), str):
+            message = f"{where} must have images as image_url, a data: URL, got {short(part)}; this server has no files"
+            raise ApiError(400, message, "input", "unsupported_value")
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+    return parts
+
+
+def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]:
+    """Returns the assistant's message that an item belongs to, which is created if no such turn has begun."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not (has_call or not (last["content"] or "tool_calls" in last)):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _tool_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a chat about tools."""
+    fields: dict[str, Any] = {}
+    tools = given.get("tools", [])
+    if not isinstance(tools, list):
+        raise ApiError(400, f"tools must be a list, got {short(tools)}", "tools")
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            message = f"tools.{number} must be a function of yours, got {short(tool)}"
+            raise ApiError(400, message, "tools", "unsupported_value")
+        function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
+        fields.setdefault("tools", []).append({"type": "function", "function": function})
+    choice = given.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return fields if choice is None else {**fields, "tool_choice": choice}
+
+
+def _format_fields(text: Any) -> dict[str, Any]:
+    """Returns the field of a chat about the format of the response."""
+    if not isinstance(text, Mapping) or not isinstance(text.get("format", {}), Mapping | None):
+        raise ApiError(400, f"text must be an object with a format, got {short(text)}", "text")
+    check_known(text, ("format", "verbosity"), "text", "text")
+    form = text.get("format") or {"type": "text"}
+    if form.get("type") != "json_schema":
+        return {"response_format": dict(form)}
+    schema = {key: value for key, value in form.items() if key != "type"}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _logprob_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a chat about log-probs."""
+    include = given.get("include", [])
+    if not isinstance(include, list):
+        raise ApiError(400, f"include must be a list, got {short(include)}", "include")
+    unknown = next((each for each in include if not (is_text(each) and each in INCLUDED)), None)
+    if unknown is not None:
+        message = f"include has an unknown value {short(unknown)}; it may have {', '.join(sorted(INCLUDED))}"
+        raise ApiError(400, message, "include", "unsupported_value")
+    num = given.get("top_logprobs", 0)
+    return {"logprobs": True, "top_logprobs": num} if LOGPROBS in include or num != 0 else {}
 
 
 def parse(body: bytes) -> Incoming:
     """Returns the request in the body of a POST to /v1/responses.
 
     Raises:
-        ApiError: the body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
+        ApiError: The body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
     """
     given = {name: value for name, value in parse_json(body).items() if value is not None}
     check_known(given, [*SAME, *OWN, *IGNORED, *UNSUPPORTED, *EXTENSIONS], "the request")
     for name in given.keys() & UNSUPPORTED.keys():
         if given[name] not in UNSUPPORTED[name]:
-            message = f"{name}={short(given[name])} is not supported"
-            message += (
-                "; send the whole conversation as input" if name in ("conversation", "previous_response_id") else ""
-            )
+            hint = "; send the whole conversation as input" if name in ("conversation", "previous_response_id") else ""
+            message = f"{name}={short(given[name])} is not supported{hint}"
             raise ApiError(400, message, name, "unsupported_value")
     chat = {name: given[name] for name in given.keys() & (SAME | EXTENSIONS)}
-    chat |= {"messages": conversation(given), **tool_fields(given), **format_fields(given.get("text", {}))}
-    chat |= logprob_fields(given)
+    chat |= {"messages": _conversation(given), **_tool_fields(given), **_format_fields(given.get("text", {}))}
+    chat |= _logprob_fields(given)
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     reasoning = given.get("reasoning", {})
@@ -91,11 +198,7 @@ class _Item:
 
 
 class ResponseWriter:
-    """Writes the response to a request as a response of OpenAI's (see `exchange.Writer`).
-
-    Args:
-        exchange: The request and what its response is made of.
-    """
+    """Writes the response to a request as a response of OpenAI's (see `exchange.Writer`)."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -120,7 +223,7 @@ class ResponseWriter:
         response = self._response("in_progress", [], None, "")
         return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
-    def events(self, delta: NewTokens, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
+    def events(self, delta: Delta, piece: Turn, completion: Completion) -> list[dict[str, Any]]:
         """Returns the events of new tokens."""
         del completion
         self._completion.add(delta)
@@ -250,7 +353,7 @@ class ResponseWriter:
             return response
         response["completed_at"] = int(time.time()) if status == "completed" else None
         response["usage"] = self._usage(completion, reasoning)
-        return response | token_details(request, exchange.prompts[0], completion)
+        return response | exchange.token_details(completion)
 
     def _usage(self, completion: Completion, reasoning: str) -> dict[str, Any]:
         num_prompt, num = self._exchange.usage([completion])
@@ -272,7 +375,8 @@ def _status(finish_reason: str | None) -> str:
 
 
 def _item_id(kind: str) -> str:
-    return f"{ {'reasoning': 'rs', 'content': 'msg', 'call': 'fc'}[kind] }_{uuid.uuid4().hex}".replace(" ", "")
+    prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[kind]
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _item(
@@ -297,9 +401,8 @@ def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict
 def _entries(exchange: Exchange, completion: Completion, positions: range) -> list[dict[str, Any]]:
     """Returns the log-probs of tokens as this protocol writes them: with bytes, though without a text they are none."""
     some = slice(positions.start, positions.stop)
-    entries = logprob_entries(
-        exchange, Completion(completion.tokens[some], completion.policy_logps[some], [], completion.alternatives[some])
-    )
+    chosen = Completion(completion.tokens[some], completion.policy_logps[some], [], completion.alternatives[some])
+    entries = exchange.logprob_entries(chosen)
     for entry in entries:
         for each in (entry, *entry["top_logprobs"]):
             each["bytes"] = each["bytes"] or []

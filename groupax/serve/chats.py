@@ -1,4 +1,4 @@
-"""Fields of chats in requests: messages, tools, and arguments for the chat template. Imports no jax."""
+"""Chats in requests: messages, images, tools, and arguments for the chat template. Imports no jax."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -6,26 +6,23 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
 from groupax.data.chat import check_messages, check_tools, join_text_parts
-from groupax.data.images import without_images
-from groupax.serve.errors import ApiError
-from groupax.serve.images import image_url
+from groupax.data.images import URL, open_image, read_image, without_images
+from groupax.serve.web import ApiError, bad_request
 from groupax.settings.rollouts import check_template_kwargs
 
 MAX_TOOLS = 256
 MAX_QUOTED = 80  # characters of a value that an error quotes
+MAX_IMAGES = 16  # of a request
+MAX_PIXELS = 1 << 24  # of an image
+MAX_ALL_PIXELS = 1 << 25  # of the images of a request: each takes 4 bytes decoded, and up to 24 as patches
+DETAILS = ("auto", "low", "high")  # of images; without an effect here
 CHOICES = ("none", "auto", "required")
 SYSTEM = ("system", "developer")
 
 
 def is_text(value: Any) -> bool:
     """Returns whether a value is a text of valid Unicode, which a response can quote."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
 def short(value: Any) -> str:
@@ -49,11 +46,9 @@ def _content(value: Any, check: Callable[[Any], Any]) -> Any:
         return check(value)
     parts = [_image(part) if _is_image(part) else part for part in value]
     texts = [part for part in parts if not (_is_image(part) and part["type"] == "image")]
-    try:
+    with bad_request("messages"):
         text = join_text_parts(texts, "a message")
         return check(text) if len(texts) == len(parts) else parts
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from error
 
 
 def _is_image(part: Any) -> bool:
@@ -61,9 +56,37 @@ def _is_image(part: Any) -> bool:
 
 
 def _image(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an image of OpenAI's format as the chat template's, with the checked URL."""
     if part["type"] == "image":
         raise ApiError(400, "a message has a part of type image; images are parts of type image_url", "messages")
-    return {"type": "image", "image": image_url(part, "a part of a message")}
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS):
+        form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
+        raise ApiError(400, f"a part of a message must be {form}", "messages")
+    if not url.startswith(URL):
+        message = f"a part of a message has the URL {url[:80]!r}, and this server fetches none; send the image as a "
+        raise ApiError(400, f"{message}data: URL", "messages", "unsupported_value")
+    return {"type": "image", "image": url}
+
+
+def decoded_images(urls: Sequence[str]) -> list[Any]:
+    """Returns the PIL images of `data:` URLs.
+
+    Raises:
+        ApiError: One cannot be decoded or is too large, there are too many, or they are too large together.
+    """
+    if len(urls) > MAX_IMAGES:
+        raise ApiError(400, f"the chat has {len(urls)} images; a request may have {MAX_IMAGES}", "messages")
+    with bad_request("messages", code="invalid_image"):
+        opened = [open_image(url, f"image {number} of the chat", MAX_PIXELS) for number, url in enumerate(urls, 1)]
+        num_pixels = sum(image.width * image.height for image in opened)
+        if num_pixels > MAX_ALL_PIXELS:
+            raise ValueError(
+                f"the images of the chat have {num_pixels:,} pixels together, at most {MAX_ALL_PIXELS:,} are read; "
+                "send smaller images"
+            )
+        return [read_image(image, f"image {number} of the chat") for number, image in enumerate(opened, 1)]
 
 
 class Message(BaseModel):
@@ -89,28 +112,20 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
             if message.role != "assistant":
                 raise ApiError(400, f"messages.{number}.content is missing", "messages")
             fields["content"] = ""
+        if isinstance(fields["content"], list) and message.role not in ("user", *SYSTEM):
+            raise ApiError(400, f"messages.{number} has an image, and its role is {short(message.role)}", "messages")
         messages.append(fields)
     _check_results(messages)
-    for number, message in enumerate(messages):
-        if isinstance(message["content"], list) and message["role"] not in ("user", *SYSTEM):
-            raise ApiError(400, f"messages.{number} has an image, and its role is {short(message['role'])}", "messages")
-    try:
+    with bad_request("messages"):
         checked = check_messages(without_images(messages), "messages", may_be_empty=True, with_images=True)
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from error
-    with_images = [isinstance(message["content"], list) for message in messages]
     return [
-        {**own, "content": message["content"]} if has_images else own
-        for own, message, has_images in zip(checked, messages, with_images, strict=True)
+        {**own, "content": message["content"]} if isinstance(message["content"], list) else own
+        for own, message in zip(checked, messages, strict=True)
     ]
 
 
 def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that each result of a tool belongs to an earlier call.
-
-    Raises:
-        ApiError: It has the id of no call, or there is no call before it.
-    """
+    """Refuses the result of a tool that belongs to no earlier call."""
     ids: dict[str, None] = {}  # as they are quoted, whatever their type
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
@@ -118,12 +133,9 @@ def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
             ids |= dict.fromkeys(repr(call.get("id")) for call in calls if isinstance(call, Mapping))
         found = message.get("tool_call_id")
         if message["role"] == "tool" and repr(found) not in ids:
-            known = (
-                f"the calls before it have the ids {', '.join(ids):.{MAX_QUOTED}}"
-                if ids
-                else "there is no call before it"
-            )
+            known = f"the calls before it have the ids {', '.join(ids):.{MAX_QUOTED}}"
             name = "has no tool_call_id" if found is None else f"is the result of the call {short(found)}"
+            known = known if ids else "there is no call before it"
             raise ApiError(400, f"messages.{number}, a tool's, {name}; {known}", "messages")
 
 
@@ -131,8 +143,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise ApiError(400, f"tools must be a list of at most {MAX_TOOLS} functions, got {short(value)}", "tools")
     for number, tool in enumerate(value):
-        kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
-        if kind != "function":
+        if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
             message = f"tools.{number} must be {{'type': 'function', 'function': {{...}}}}, got {short(tool)}"
             raise ApiError(400, message, "tools", "unsupported_value")
         function = tool.get("function")
@@ -145,10 +156,8 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise ApiError(400, f"two tools have the name {short(repeated)}", "tools")
-    try:
+    with bad_request("tools"):
         check_tools(value, "the request")
-    except ValueError as error:
-        raise ApiError(400, str(error), "tools") from error
     return [{"type": "function", "function": _function(tool["function"])} for tool in value]
 
 
@@ -171,10 +180,8 @@ def _tool_choice(value: Any) -> str | dict[str, str]:
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:
-    try:
+    with bad_request("chat_template_kwargs"):
         check_template_kwargs(value, "chat_template_kwargs")
-    except ValueError as error:
-        raise ApiError(400, str(error), "chat_template_kwargs") from error
     return value
 
 
@@ -184,32 +191,15 @@ ToolChoice = Annotated[Any, BeforeValidator(_tool_choice)]
 TemplateKwargs = Annotated[Any, BeforeValidator(_template_kwargs)]
 
 
-def check_tool_choice(choice: str | Mapping[str, str], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that there is the tool that a request wants to be called.
-
-    Raises:
-        ApiError: There is none.
-    """
-    names = [tool["function"]["name"] for tool in tools]
-    if choice == "required" and not names:
-        raise ApiError(400, "tool_choice is required, but there are no tools", "tool_choice")
-    if isinstance(choice, Mapping) and choice["name"] not in names:
-        message = f"tool_choice names the function {short(choice['name'])}; the tools are {short(names)}"
-        raise ApiError(400, message, "tool_choice")
-
-
-def check_last_message(messages: Sequence[Mapping[str, Any]], add_prompt: bool, is_continued: bool) -> None:
-    """Checks that a chat whose last message is continued ends with a text of the assistant.
-
-    Raises:
-        ApiError: It does not, or a new message is requested too.
-    """
-    if not is_continued:
-        return
-    if add_prompt:
-        message = "continue_final_message needs add_generation_prompt=false, since no new message begins"
-        raise ApiError(400, message, "continue_final_message")
-    last = messages[-1]
-    if last["role"] != "assistant" or last.get("tool_calls") or not (last.get("content") or "").strip():
-        message = f"continue_final_message needs a last message with a text of the assistant, got {short(dict(last))}"
-        raise ApiError(400, message, "continue_final_message")
+def text_of(content: Any, kinds: tuple[str, ...], where: str, between: str = "") -> str:
+    """Returns the text of a content: a text, or a list of parts of these types with texts, joined by `between`."""
+    if is_text(content):
+        return content
+    field = where.partition(".")[0]
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} must be a text or a list of parts, got {short(content)}", field)
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in kinds or not is_text(part.get("text")):
+            message = f"{where} may have parts of type {' or '.join(kinds)} with a text, got {short(part)}"
+            raise ApiError(400, message, field)
+    return between.join(part["text"] for part in content)

@@ -1,0 +1,422 @@
+"""Prepares requests for the engine: the chat template, token ids, sampling parameters, grammars of calls."""
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from groupax.constraints import HEADER, ConstraintCompiler, rule, supported
+from groupax.data.chat import render, unknown_template_kwargs
+from groupax.data.prompts import ImageEncoder
+from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
+from groupax.errors import MissingPackageError
+from groupax.serve.chats import Text, decoded_images
+from groupax.serve.exchange import Exchange, TokenTexts
+from groupax.serve.requests import (
+    DEFAULT_MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Incoming,
+    Request,
+    TokenId,
+    check_known,
+    request_of,
+    validated,
+)
+from groupax.serve.turns import TurnFormats, TurnReader
+from groupax.serve.web import ApiError, bad_request
+from groupax.settings.sampling import SamplingParams
+from groupax.tools.formats.choose import CallFrame, call_frame, call_opening
+from groupax.types import PromptImages
+
+DEVELOPER = "developer"  # newer name of the system's role, which few templates know
+MAX_CHARACTERS = 1 << 19  # of a text to /tokenize: two seconds and 100 MB on a slow core
+MAX_TOKENS = 1 << 18  # to /detokenize
+CHAT_FIELDS = {
+    *("messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("reasoning_effort", "model", "add_special_tokens"),
+}
+INFO = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
+ANY_ARGUMENTS, NO_ARGUMENTS = {"type": "object"}, {"type": "object", "additionalProperties": False}
+_NAMES_NONE = {"type", "properties", "additionalProperties", "required", "title", "description", "$schema"}
+_MAX_TRIED = 8192  # characters of a schema that is tried
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A model as its requests need it; `encoder` encodes prompts with images, None of a model that sees none."""
+
+    name: str
+    tokenizer: Any
+    turn_formats: TurnFormats
+    token_texts: TokenTexts
+    constraints: ConstraintCompiler
+    vocab_size: int
+    max_positions: int
+    encoder: ImageEncoder | None = None
+
+    def check_text(self, ids: np.ndarray, field: str) -> None:
+        """Refuses a text that has a token which stands for an image."""
+        if self.encoder is not None:
+            with bad_request(field, "the prompt cannot be read: "):
+                self.encoder.check_text(np.asarray(ids))
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that the engine can run; `images` are those of its prompt, None for text."""
+
+    prompts: list[np.ndarray]
+    params: SamplingParams
+    row_keys: np.ndarray | None
+    exchange: Exchange
+    images: PromptImages | None = None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt of a chat.
+
+    Attributes:
+        text: The prompt.
+        generation_prompt: Its end, which the turn continues; None is the template's own.
+        begun: Beginning of the turn, if the prompt has it.
+    """
+
+    text: str
+    generation_prompt: str | None = None
+    begun: str = ""
+
+
+def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
+    """Checks and encodes a request, which takes a while for long prompts. Safe in any thread.
+
+    Args:
+        incoming: The request.
+        model: The model that it names.
+        max_completions: Most prompts times `n`.
+        chat_max_tokens: Longest completion of a chat that sets no limit.
+
+    Raises:
+        ApiError: The request has too many completions, is too long, or cannot be encoded.
+    """
+    request = incoming.request
+    num_prompts, n = len(request.prompts), request.n
+    if num_prompts * max(n, 1) > max_completions:
+        message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
+        raise ApiError(400, message, param="n")
+    _check_tokens(request, model.vocab_size)
+    reader = images = None
+    if isinstance(request, ChatRequest):
+        prompts, images, reader = encoded_chat(request, model, incoming.hints)
+    else:
+        prompts = encoded(request, model.tokenizer, model.max_positions)
+        for ids in prompts:
+            model.check_text(ids, "prompt")
+    if images is not None and request.num_prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs of a prompt with images are not supported", "prompt_logprobs")
+    params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
+    if isinstance(request, ChatRequest) and reader is not None and request.callable_tools:
+        with bad_request("tools"):
+            frame = call_frame(model.tokenizer, request.template_kwargs)
+            grammar = turn_grammar(request, params, frame, reader.begun)
+        if grammar is not None:
+            params = replace(params, grammar=grammar, regex=None, json_schema=None)
+    prompt_texts = []
+    if isinstance(request, CompletionRequest) and request.echo:
+        prompt_texts = [
+            text if isinstance(text, str) else decode(model.tokenizer, [ids.tolist()])[0]
+            for text, ids in zip(request.prompts, prompts, strict=True)
+        ]
+    prompt_ids = [prompt.tolist() for prompt in prompts]
+    exchange = Exchange(request, incoming.wire, model.name, prompt_ids, prompt_texts, model.token_texts, reader)
+    row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
+    return Prepared(prompts, params, row_keys, exchange, images)
+
+
+def check_constraint(model: ServedModel, params: SamplingParams) -> None:
+    """Compiles a request's constraint, or raises an `ApiError` if that is not possible."""
+    if params.constraint is not None:
+        try:
+            model.constraints.matcher(*params.constraint)
+        except ValueError as error:
+            raise ApiError(501 if isinstance(error, MissingPackageError) else 400, str(error)) from error
+
+
+def _check_tokens(request: Request, vocab_size: int) -> None:
+    """Refuses a request that names a token which the vocabulary lacks."""
+    named = {
+        "prompt": [token for prompt in request.prompts if _is_ids(prompt) for token in prompt],
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": request.logit_bias,
+    }
+    for field, tokens in named.items():
+        largest = max(tokens, default=0)
+        if largest >= vocab_size:
+            raise ApiError(400, f"{field} names token {largest}; the vocabulary has {vocab_size} tokens", param=field)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def _sampling_params(
+    request: Request, prompts: list[np.ndarray], max_positions: int, chat_max_tokens: int
+) -> SamplingParams:
+    field = "messages" if request.is_chat else "prompt"
+    longest = max(map(len, prompts))
+    default = max(1, min(chat_max_tokens, max_positions - longest)) if request.is_chat else DEFAULT_MAX_TOKENS
+    params = request.sampling_params(default)
+    if longest + params.max_tokens > max_positions:
+        at_least = "at least " if longest > max_positions else ""  # of such a prompt only an end was encoded
+        message = (
+            f"a prompt of {at_least}{longest} tokens with max_tokens {params.max_tokens} exceeds the model's "
+            f"{max_positions} positions; shorten the prompt or lower max_tokens"
+        )
+        raise ApiError(400, message, param=field, code="context_length_exceeded")
+    if not all(map(len, prompts)):
+        raise ApiError(400, "a prompt has no tokens; the model needs at least one to continue from", param=field)
+    return params
+
+
+def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.ndarray]:
+    """Returns the token ids of each prompt of a request for completions.
+
+    Encoding megabytes takes seconds and hundreds of megabytes: of a text that is too long for the model only an end is
+    encoded, which is too long as well.
+    """
+    texts = [prompt for prompt in request.prompts if not _is_ids(prompt)]
+    with bad_request("prompt", "the prompt cannot be encoded: "):
+        ids = iter(encode_prompts(tokenizer, texts, max_tokens=max_positions))
+    return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
+
+
+def encoded_chat(
+    request: ChatRequest, model: ServedModel, hints: Mapping[str, Any]
+) -> tuple[list[np.ndarray], PromptImages | None, TurnReader]:
+    """Returns the token ids of a chat as a list of one prompt, its images, and what reads the turns that answer it.
+
+    Args:
+        request: The chat.
+        model: The model that it names.
+        hints: Arguments for the chat template that only count if it reads them.
+
+    Raises:
+        ApiError: The chat template cannot write it, or the model has no tools, or it has images that the model cannot
+            see.
+    """
+    urls = request.image_urls
+    if urls and model.encoder is None:
+        message = f"the chat has images, and {model.name} reads text only; send the text alone, or to a model that sees"
+        raise ApiError(400, message, "messages", "unsupported_value")
+    kwargs, tools = template_kwargs(request, model.tokenizer, hints), request.callable_tools
+    turn_format = model.turn_formats.of(kwargs, bool(tools))
+    if tools and turn_format.calls is None:
+        raise ApiError(400, f"{model.name} has no tools: {turn_format.fault}", "tools", "unsupported_value")
+    images = None
+    with bad_request("messages", "the prompt cannot be encoded: "):
+        prompt = chat_prompt(request, model.tokenizer, kwargs)
+        if (request.regex or request.json_schema) and prompt.text.rstrip().endswith(("<think>", "[THINK]")):
+            raise ValueError(
+                "the response is constrained from its first token, and the chat template opens reasoning; turn that "
+                "off, e.g. with chat_template_kwargs={'enable_thinking': false}"
+            )
+        if urls:
+            assert model.encoder is not None, "the model sees images"
+            own, images = model.encoder.encode(prompt.text, decoded_images(urls), is_rendered=True)
+            ids = [own]
+        else:
+            ids = encode_within(model.tokenizer, [prompt.text], [True], model.max_positions)
+            model.check_text(ids[0], "messages")
+    reader = TurnReader(
+        format=turn_format,
+        tools=tools,
+        parallel=request.parallel_tool_calls,
+        prompt=prompt.generation_prompt,
+        begun=prompt.begun,
+        stop=tuple(request.stop),
+        min_tokens=request.min_tokens,
+    )
+    return ids, images, reader
+
+
+def template_kwargs(request: ChatRequest, tokenizer: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a request for the chat template, with those hints that the template reads.
+
+    Raises:
+        ApiError: The template does not read an argument of the request, or there is none.
+    """
+    kwargs = request.template_kwargs
+    if not tokenizer.chat_template:
+        raise ApiError(400, "the model has no chat template; start the server with --chat_template", "messages")
+    for name, fault in unknown_template_kwargs(tokenizer, kwargs).items():
+        is_effort = name == "reasoning_effort" and name not in request.chat_template_kwargs
+        raise ApiError(400, fault, "reasoning_effort" if is_effort else "chat_template_kwargs", "unsupported_value")
+    unknown = unknown_template_kwargs(tokenizer, hints)
+    return {**{name: value for name, value in hints.items() if name not in unknown}, **kwargs}
+
+
+def chat_prompt(request: ChatRequest, tokenizer: Any, kwargs: Mapping[str, Any]) -> ChatPrompt:
+    """Returns what the chat template writes, and the beginning of the turn that a request asks for.
+
+    Raises:
+        ValueError: The template cannot write it.
+    """
+    messages, tools = request.messages, request.callable_tools
+    if DEVELOPER not in str(tokenizer.chat_template):
+        messages = [{**each, "role": "system"} if each["role"] == DEVELOPER else each for each in messages]
+    text = render(tokenizer, messages, "the chat", request.add_generation_prompt, kwargs, tools, with_images=True)
+    if request.continue_final_message:
+        final = messages[-1]["content"].strip()
+        return ChatPrompt(text[: text.rindex(final) + len(final)], final)
+    if not request.add_generation_prompt:
+        return ChatPrompt(text, "")
+    if tools and request.tool_choice != "auto":
+        name = None if request.tool_choice == "required" else request.tool_choice["name"]
+        own, begun, opening = call_opening(tokenizer, kwargs, name)
+        pairs = enumerate(zip(own, begun, strict=False))
+        same = next((index for index, (old, new) in pairs if old != new), len(begun))
+        return ChatPrompt(text.removesuffix(own[same:]) + begun[same:] + opening, begun, opening)
+    return ChatPrompt(text)
+
+
+def turn_grammar(request: ChatRequest, params: SamplingParams, frame: CallFrame | None, begun: str) -> str | None:
+    """Returns the grammar of a turn that may call tools; None if it needs none but its own constraint.
+
+    Args:
+        request: The chat.
+        params: Its sampling parameters, with the constraint of its response.
+        frame: What the model writes around a call's name and arguments; None if these are not JSON.
+        begun: Beginning of the call that the prompt has.
+
+    Raises:
+        ValueError: The response is constrained and calls are not JSON, or a schema is not supported.
+    """
+    tools = request.callable_tools
+    is_constrained = params.constraint is not None
+    if not tools or not (is_constrained or begun or any(map(_is_strict, tools))):
+        return None
+    if frame is None:
+        if is_constrained:
+            raise ValueError(
+                "tools together with a constraint need a model whose calls have names and arguments in JSON"
+            )
+        return None
+    names, must_call = request.tool_choice, request.tool_choice != "auto"
+    chosen = [tool for tool in tools if isinstance(names, str) or tool["function"]["name"] == names["name"]]
+    starts = [frame.before + tool["function"]["name"] + frame.between for tool in chosen]
+    mark = frame.before.split("{")[0].rstrip()
+    rules = [f"arguments{index}: {_arguments(tool, must_call)}" for index, tool in enumerate(chosen)]
+
+    def calls(before: str) -> str:
+        """Returns the alternatives of a call without what is written of it."""
+        assert all(start.startswith(before) for start in starts), "calls begin as the template writes them"
+        ends = [(start[len(before) :], f"arguments{index}") for index, start in enumerate(starts)]
+        return " | ".join(f"{_text(start)} {name} {_text(frame.after)}" for start, name in ends)
+
+    more = ' ("\\n"? call)*' if request.parallel_tool_calls else ""
+    rules += [f"call: {calls('')}"]
+    if must_call:
+        rules += [f"start: begun{more}", f"begun: {calls(begun)}"]
+    elif params.constraint is not None:
+        rules += [f"start: response | call{more}", f"response: {rule(*params.constraint)}"]
+    else:
+        marked = re.escape(mark).replace("/", r"\/")
+        rules += [
+            f"start: TEXT | before marked{more}",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){marked}(?s:.*)/",
+            f"before[lazy]: /(?s:.*){marked}/",
+            f"marked: {calls(mark)}",
+        ]
+    return HEADER + "\n".join(rules)
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _arguments(tool: Mapping[str, Any], must_call: bool) -> str:
+    """Returns the rule of a call's arguments: of strict tools by their schemas, else any object.
+
+    Tools without parameters take none. If there must be a call, arguments of other tools follow their schemas too,
+    where these are supported.
+    """
+    parameters = {**ANY_ARGUMENTS, **(tool["function"].get("parameters") or {})}
+    names_some = any(parameters.get(keyword) for keyword in ("properties", "required", "additionalProperties"))
+    if parameters["type"] == "object" and parameters.keys() <= _NAMES_NONE and not names_some:
+        return rule("json_schema", json.dumps(NO_ARGUMENTS))
+    text = json.dumps(parameters)
+    if _is_strict(tool):
+        return rule("json_schema", text)
+    if must_call and len(text) <= _MAX_TRIED:
+        with contextlib.suppress(ValueError):
+            return supported(rule("json_schema", text))
+    return rule("json_schema", json.dumps(ANY_ARGUMENTS))
+
+
+class TextToEncode(BaseModel):
+    """The body of a POST to /tokenize with a text."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: Annotated[Text, Field(max_length=MAX_CHARACTERS)]
+    add_special_tokens: bool = True
+
+
+class TokensToDecode(BaseModel):
+    """The body of a POST to /detokenize."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
+
+
+def tokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Returns the tokens of a text, or of a chat as the chat template writes it, in vLLM's format of /tokenize.
+
+    Raises:
+        ApiError: A field is missing, unknown or of another type, or the chat cannot be written.
+    """
+    tokenizer, fields = model.tokenizer, {key: value for key, value in given.items() if key != "return_token_strs"}
+    if "messages" in fields:
+        check_known(fields, CHAT_FIELDS, "the request")
+        if fields.pop("add_special_tokens", False) is not False:
+            message = "add_special_tokens must be false for messages, since the chat template writes them"
+            raise ApiError(400, message, "add_special_tokens")
+        chat = request_of(fields, is_chat=True)
+        assert isinstance(chat, ChatRequest), "of messages"
+        [ids], _, _ = encoded_chat(chat, model, {})
+    else:
+        check_known(fields, ("model", "prompt", "add_special_tokens"), "the request")
+        text = validated(TextToEncode, fields)
+        [ids] = encode_texts(tokenizer, [text.prompt], [not text.add_special_tokens])
+    tokens = ids.tolist()
+    strings = tokenizer.convert_ids_to_tokens(tokens) if given.get("return_token_strs") is True else None
+    return {"count": len(tokens), "max_model_len": model.max_positions, "tokens": tokens, "token_strs": strings}
+
+
+def detokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Returns the text of tokens, special ones included, in vLLM's format of /detokenize."""
+    check_known(given, ("model", "tokens"), "the request")
+    tokens = validated(TokensToDecode, given).tokens
+    if max(tokens, default=0) >= model.vocab_size:
+        message = f"tokens names token {max(tokens)}; the vocabulary has {model.vocab_size} tokens"
+        raise ApiError(400, message, "tokens")
+    return {"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)}
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """Returns what clients need to know of a tokenizer."""
+    tokenizer = model.tokenizer
+    limit = min(int(tokenizer.model_max_length), model.max_positions)
+    found = {name: getattr(tokenizer, name, None) for name in INFO}
+    return {"tokenizer_class": type(tokenizer).__name__, **found, "model_max_length": limit}
