@@ -10,8 +10,7 @@ import pytest
 from groupax.cli.main import main
 from groupax.cli.train import overlaid, train_defaults
 from groupax.data.tokenizer import load_tokenizer
-from groupax.episodes.references import load_environments, load_tools
-from groupax.episodes.rules import make_rules
+from groupax.episodes.rules import load_environments, load_tools, make_rules
 from groupax.episodes.shown import shown_episode
 from groupax.evaluation.items import read_items
 from groupax.recipes import load_recipe

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from groupax.episodes.environment import EnvironmentClass, with_observation
-from groupax.episodes.rewards import environment_rewards
+from groupax.episodes.environment import EnvironmentClass, environment_rewards, with_observation
 from groupax.rewards.contract import Reward, arguments_for
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import tools_of

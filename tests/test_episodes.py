@@ -63,7 +63,7 @@ def played(answer, tools=(), environments=None, num_prompts=1, params=PARAMS, ex
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
     script = Script(answer)
     examples = [{"prompt": PROMPT, **(example or {})}] * num_prompts
-    schemas = rules.kind_of(examples[0]).schemas
+    schemas = rules.setup_of(examples[0]).schemas
     text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     groups = list(play_episodes(script, TOKENIZER, examples, [ids] * num_prompts, params, 0, rules=rules))
@@ -577,4 +577,4 @@ def test_what_an_environment_starts_with_is_added_to_the_last_message():
     with pytest.raises(ValueError, match="must return a text, a list of messages, or None"):
         with_observation(PROMPT, b"bytes")
     with pytest.raises(ValueError, match=r"which is no environment of the run; it has echo, other; did you mean echo"):
-        make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).kind_of({"environment": "ech"})
+        make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).setup_of({"environment": "ech"})

@@ -401,7 +401,7 @@ def test_a_turn_that_continues_two_streams_counts_once():
 
     turns = [turn([1], [2]), turn([1, 2, 3], [4]), turn([1, 2, 5], [6, 7]), turn([9], [8])]
     for order in (turns, turns[::-1]):
-        found = [(each.branch.completion_ids.tolist(), each.branch.mask.tolist()) for each in streams_of(order)]
+        found = [(each.completion_ids.tolist(), each.mask.tolist()) for each in streams_of(order)]
         assert found == [([2, 5, 6, 7], [True, False, True, True]), ([2, 3, 4], [False, False, True]), ([8], [True])]
 
 

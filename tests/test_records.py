@@ -32,7 +32,7 @@ class Killed(BaseException):
 def play(answer, record, tools=(), environments=None, num_prompts=2, step=0, **settings):
     """The groups of a rollout."""
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
-    schemas = rules.kind_of({}).schemas
+    schemas = rules.setup_of({}).schemas
     text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     examples = [{"prompt": PROMPT, "words": ["a"]}] * num_prompts

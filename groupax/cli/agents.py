@@ -26,7 +26,7 @@ class Agents:
         Raises:
             ValueError: One cannot be found.
         """
-        from groupax.episodes.references import load_environments, load_tools
+        from groupax.episodes.rules import load_environments, load_tools
 
         return load_tools(self.tools), load_environments(self.environments)
 

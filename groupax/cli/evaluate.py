@@ -165,7 +165,7 @@ class _Task:
 
 
 def _prepare(command: Eval) -> _Task:
-    from groupax.episodes.rewards import environment_rewards
+    from groupax.episodes.environment import environment_rewards
     from groupax.evaluation.evaluate import find_correctness_reward
     from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
     from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights

@@ -11,13 +11,12 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from groupax.episodes.asked import Asked
 from groupax.episodes.environment import EnvironmentClass
 from groupax.parallel.sockets import is_loopback
 from groupax.tools.threads import Outcome
@@ -105,6 +104,41 @@ class ProgramClass(EnvironmentClass):
     listening: Listening = Listening()
 
 
+@dataclass(frozen=True)
+class TurnRequest:
+    """A program's request for turns, which can be written as JSON.
+
+    Attributes:
+        prompt: Messages, a text, or token ids.
+        tools: Schemas of functions in OpenAI's format.
+        template_kwargs: Arguments for the chat template.
+        n: Number of turns to sample.
+        max_tokens: Most tokens of a turn; None for the limit of the run.
+        stop: Texts that end a turn, in addition to those of the run.
+        tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
+        parallel: Whether a turn may have several calls.
+        regex, json_schema: Constraint of the turn; None for none.
+        adapter: Name of the adapter that answers, in a run that trains several; None for the policy, or the base.
+    """
+
+    prompt: Any
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    tool_choice: Any = "auto"
+    parallel: bool = True
+    regex: str | None = None
+    json_schema: str | None = None
+    adapter: str | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the prompt is a list of messages."""
+        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """The turns that answer a request, or the reason why there are none.
@@ -117,7 +151,7 @@ class Answer:
         refusal: Status and code of an error, with its message; None without one.
     """
 
-    prompt_ids: np.ndarray
+    prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     tokens: tuple[list[int], ...] = ()
     policy_logps: tuple[list[float], ...] = ()
     sampler_logps: tuple[list[float], ...] = ()
@@ -128,6 +162,9 @@ class Answer:
     def digest(self) -> str:
         """Digest of the tokens."""
         return hashlib.blake2b(json.dumps(self.tokens).encode(), digest_size=8).hexdigest()
+
+
+ENDED = Answer(refusal=(410, "ended", "the episode has ended"))
 
 
 class Session:
@@ -154,16 +191,16 @@ class Session:
             self._report = report
             self._flush()
 
-    def ask(self, asked: Asked, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
+    def ask(self, request: TurnRequest, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
         """Asks for turns; returns the number of the request, and its answer as soon as there is one.
 
         The same request after one whose client has gone is that request again, and gets its answer.
 
         Args:
-            asked: The request.
+            request: The request.
             is_retry: Whether the client says that it has sent the request before.
         """
-        content = json.dumps(asdict(asked), sort_keys=True, default=str).encode()
+        content = json.dumps(asdict(request), sort_keys=True, default=str).encode()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         with self._lock:
             for number, other in enumerate(self._digests):
@@ -176,9 +213,9 @@ class Session:
             self._futures.append(future)
             self._digests.append(digest)
             if self.has_ended:
-                future.set_result(Answer(np.zeros(0, np.int32), refusal=(410, "ended", "the episode has ended")))
+                future.set_result(ENDED)
             else:
-                self._add({"kind": "ask", "number": number, "asked": asdict(asked)})
+                self._add({"kind": "ask", "number": number, "asked": asdict(request)})
             return number, future
 
     def leave(self, number: int) -> None:
@@ -212,7 +249,7 @@ class Session:
             self.has_ended = True
             for future in self._futures:
                 if not future.done():
-                    future.set_result(Answer(np.zeros(0, np.int32), refusal=(410, "ended", "the episode has ended")))
+                    future.set_result(ENDED)
 
     def _add(self, event: Event) -> None:
         if self.has_ended:

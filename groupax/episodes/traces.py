@@ -98,7 +98,7 @@ def trajectory_of(trace: Mapping[str, Any]) -> Trajectory:
     turns = turns_of(trace)
     if not turns:
         raise ValueError("a trace has no turns, so that there is nothing to train on")
-    first, *others = (stream.branch for stream in streams_of(turns))
+    first, *others = streams_of(turns)
     reward = (trace["turns"][0].get("metadata") or {}).get("reward")
     columns = {"trace_reward": None if reward is None else float(reward)}
     return Trajectory(

@@ -14,8 +14,8 @@ from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids, is_conversational
 from groupax.engine.plan import Demand
 from groupax.episodes.custom import as_rollout_function
+from groupax.episodes.environment import environment_rewards
 from groupax.episodes.record import FOLDER as RECORDS
-from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
