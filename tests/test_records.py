@@ -17,7 +17,7 @@ from groupax.runs.folder import RunFolder
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 from groupax.tools.tool import Step, tool
 
 from .test_episodes import PROMPT, TOKENIZER, Script, call

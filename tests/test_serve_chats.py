@@ -126,7 +126,7 @@ def test_template_arguments_open_reasoning():
 )  # fmt: skip
 def test_turns_that_grow_are_the_whole_turn(name, text, size):
     from groupax.serve.turn_format import TurnFormat
-    from groupax.tools.formats.choose import FORMATS, CallFormat
+    from groupax.tools.formats import FORMATS, CallFormat
 
     reader, marks = FORMATS[name]
     turn_reader = TurnReader(TurnFormat(None, CallFormat(name, reader, (), ""), marks), [LOOKUP])
@@ -146,7 +146,7 @@ def test_arguments_without_types_get_those_of_the_schema():
         "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]
     }}}  # fmt: skip
     from groupax.serve.turn_format import TurnFormat
-    from groupax.tools.formats.choose import FORMATS, CallFormat
+    from groupax.tools.formats import FORMATS, CallFormat
 
     def arguments(**given):
         reader = TurnReader(TurnFormat(None, CallFormat("qwen_xml", FORMATS["qwen_xml"][0], (), "")), [tool])

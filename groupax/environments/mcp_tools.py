@@ -21,7 +21,7 @@ from typing import Any
 from groupax.environments.remote_tools import remote_schema
 from groupax.errors import InfrastructureError, RunError, require
 from groupax.terminal.printable import error_line, one_line, printable, short_repr
-from groupax.tools.threads import start_loop
+from groupax.tools.runner import start_loop
 from groupax.tools.tool import Tool
 
 logger = logging.getLogger(__name__)

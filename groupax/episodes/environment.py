@@ -24,7 +24,7 @@ from groupax.rewards.contract import Reward
 from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import checked_step, cut_middle
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, tools_of
 from groupax.types import Prompt, Rollout
 

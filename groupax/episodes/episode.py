@@ -15,7 +15,7 @@ from groupax.episodes.rules import Setup
 from groupax.settings.episodes import EpisodeSettings
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.results import ToolResult
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, match_calls
 from groupax.types import CallRecord, FinishReason, Rollout, Turn
 

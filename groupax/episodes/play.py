@@ -44,8 +44,7 @@ from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import short_repr
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import checked_reward
-from groupax.tools.runner import TIMED_OUT, ToolRunner
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 from groupax.types import FinishReason, PromptImages, Rollout
 
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout

@@ -19,7 +19,7 @@ import numpy as np
 
 from groupax.episodes.environment import EnvironmentClass
 from groupax.parallel.sockets import is_loopback
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 
 MODEL = "policy"  # name of the model for programs
 BASE = "base"  # name of the base of several adapters, which is not trained

@@ -32,8 +32,7 @@ from groupax.episodes.transcript import Templates, Transcript
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import checked_reward, message_of
-from groupax.tools.runner import TIMED_OUT
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import TIMED_OUT, Outcome
 from groupax.types import FinishReason, Rollout
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from groupax.terminal.printable import error_line
 from groupax.tools.results import ToolResult, error_result
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 
 FOLDER = "calls"  # of a run folder
 NOT_WRITTEN = ("create", "close")  # whose answers nobody needs again

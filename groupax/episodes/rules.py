@@ -15,7 +15,7 @@ from groupax.settings.fields import nearest
 from groupax.settings.references import import_attribute, parse_call
 from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ParsedTurn
-from groupax.tools.formats.choose import CallFormat, call_format
+from groupax.tools.formats import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from
 from groupax.types import Prompt
 

@@ -23,8 +23,7 @@ from groupax.episodes.record import LEFT, Question, Record
 from groupax.parallel import processes
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import ToolResult, message_of
-from groupax.tools.runner import CLOSED, ToolRunner
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import CLOSED, Outcome, ToolRunner
 from groupax.tools.tool import Tool
 
 POLL_S = 0.01  # in which a process that waits for its own calls looks for those of others

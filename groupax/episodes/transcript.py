@@ -22,7 +22,7 @@ from groupax.episodes.program import TurnRequest
 from groupax.serve.exchange import TokenTexts
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import Turn, TurnReader
-from groupax.tools.formats.choose import call_opening
+from groupax.tools.formats import call_opening
 
 KINDS = 64  # of tools and template arguments that are kept ready
 

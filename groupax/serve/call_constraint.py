@@ -9,7 +9,7 @@ from typing import Any
 from groupax.constraints import HEADER, rule, supported
 from groupax.serve.requests import ChatRequest
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.formats.choose import CallFrame
+from groupax.tools.formats import CallFrame
 
 ANY_ARGUMENTS, NO_ARGUMENTS = {"type": "object"}, {"type": "object", "additionalProperties": False}
 _NAMES_NONE = {"type", "properties", "additionalProperties", "required", "title", "description", "$schema"}

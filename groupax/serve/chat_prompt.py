@@ -7,7 +7,7 @@ from typing import Any
 from groupax.data.chat import render, unknown_template_kwargs
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import ChatRequest
-from groupax.tools.formats.choose import call_opening
+from groupax.tools.formats import call_opening
 
 DEVELOPER = "developer"  # newer name of the system's role, which few templates know
 

@@ -20,7 +20,7 @@ from groupax.serve.requests import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRe
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import TurnReader
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.formats.choose import call_frame
+from groupax.tools.formats import call_frame
 from groupax.types import PromptImages
 
 

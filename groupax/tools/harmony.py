@@ -1,4 +1,4 @@
-"""Harmony: a turn is messages with channels, and a message with a recipient is a call. Imports no jax.
+"""Harmony, the format of gpt-oss: a turn is messages with channels, and a message with a recipient is a call.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
@@ -10,7 +10,7 @@ import re
 
 from groupax.data.strict_json import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.formats.reading import CUT_OFF, MAX_CALLS, named_call
+from groupax.tools.readers import CUT_OFF, MAX_CALLS, named_call
 
 CALL, MESSAGE, CHANNEL = "<|call|>", "<|message|>", "<|channel|>"
 START = "<|start|>"
@@ -20,7 +20,7 @@ RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]++)")
 NAMESPACE = "functions."
 
 
-def read(text: str, prompt: str) -> ParsedTurn:  # noqa: ARG001 - the prompt opens no channel
+def read_harmony(text: str, prompt: str) -> ParsedTurn:  # noqa: ARG001 - the prompt opens no channel
     """Reads a turn that continues `<|start|>assistant`."""
     content, thoughts, calls = [], [], []
     pos = 0
