@@ -10,8 +10,8 @@ import pytest
 from groupax.cli.main import main
 from groupax.cli.train import overlaid, train_defaults
 from groupax.data.tokenizer import load_tokenizer
+from groupax.episodes.as_json import shown_episode
 from groupax.episodes.rules import load_environments, load_tools, make_rules
-from groupax.episodes.shown import shown_episode
 from groupax.evaluation.items import read_items
 from groupax.recipes import load_recipe
 from groupax.recipes.agents import arithmetic, calculator, guess_number, sql

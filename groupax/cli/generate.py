@@ -69,8 +69,8 @@ def generate(arguments: Sequence[str]) -> None:
         progress(PhaseStarted("loading libraries"))
 
         from groupax.engine.engine import Engine
+        from groupax.episodes.as_json import shown_episode
         from groupax.episodes.rules import make_rules
-        from groupax.episodes.shown import shown_episode
         from groupax.parallel.compilation import compilation
 
         progress.is_compiling = lambda: compilation().is_under_way

@@ -65,15 +65,6 @@ def rollout_of(
     """Returns the rollout of a run, without its text.
 
     Its own tokens are those of the stream with the most turns; the other streams are its branches.
-
-    Args:
-        turns: The turns that count; a run that failed may have none.
-        index: Indices of its prompt and of its sample.
-        example: Dataset row with the prompt, in place of which the rollout has what the model has read first.
-        prompt_ids: Prompt of a run without turns.
-        finish_reason: Reason of its end.
-        reward: Its reward; None for none.
-        policy_version: Version of the weights that sampled it.
     """
     if not turns:
         # a token that counts nowhere, since a rollout has at least one
@@ -101,9 +92,6 @@ def streams_of(turns: Sequence[SampledTurn]) -> list[Branch]:
 
     The order, and therefore the stream in which a shared turn counts, depends on the tokens alone, and not on the order
     in which parallel requests arrived. Streams in which no token counts are left out, except if there are no others.
-
-    Args:
-        turns: The turns of the episode, at least one.
     """
     parents = parents_of(turns)
     paths = []

@@ -73,11 +73,6 @@ class NotNewError(ValueError):
 class OpenEnvironment:
     """The environment of one episode. Only the process that makes its calls has the user's object.
 
-    Args:
-        cls: Its class.
-        in_use: The environments of the rollout that are in use, by the identity of the user's objects; shared by
-            threads.
-
     Attributes:
         instance: The user's object; None in other processes, and while all of its answers are in the record.
     """
@@ -86,11 +81,7 @@ class OpenEnvironment:
         self.cls, self.instance, self._in_use = cls, None, in_use
 
     def keep(self, instance: Any) -> None:
-        """Keeps a new object.
-
-        Raises:
-            NotNewError: It is None, or another episode uses it.
-        """
+        """Keeps a new object."""
         if instance is None or self._in_use.setdefault(id(instance), self) is not self:
             what = "None" if instance is None else "an environment that another episode uses"
             raise NotNewError(f"the function that creates environments returned {what}; let it return a new one")
@@ -223,10 +214,6 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
 def answer_of(returned: Any, max_bytes: int) -> tuple[list[dict[str, Any]], float | None, bool]:
     """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned.
 
-    Args:
-        returned: What it returned.
-        max_bytes: Longest text in UTF-8, to which texts are cut in the middle.
-
     Raises:
         InfrastructureError: The reward is not a finite number, or `done` is not a bool.
         ValueError: It is neither a text, messages nor a `Step` of them, or a message is the assistant's.
@@ -253,14 +240,7 @@ def _not_shown(observation: Any) -> str:
 
 
 def warn_of_failure(warned: set[tuple[str, ...]], name: str, what: str, outcome: Outcome) -> None:
-    """Warns of a failure, once of each kind; of several processes, one does.
-
-    Args:
-        warned: Kinds of failures that were warned of; updated.
-        name: What failed.
-        what: What becomes of it.
-        outcome: The failure.
-    """
+    """Warns of a failure, once of each kind; of several processes, one does."""
     kind = (name, what, outcome.kind)
     if kind in warned or not processes.is_primary():
         return

@@ -28,11 +28,7 @@ def group_seed(seed: int, step: int, prompt_index: int) -> int:
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - not an error of the run
-    """The environment of an episode, or a program, has failed.
-
-    Attributes:
-        outcome: Its error.
-    """
+    """The environment of an episode, or a program, has failed."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
@@ -56,15 +52,6 @@ class Start:
 
 class Episode:
     """One rollout of one prompt.
-
-    Args:
-        first: Unstarted sequence of the first turn.
-        example: Dataset row with the prompt.
-        setup: Its tools and environment.
-        start: Start of its environment.
-        max_tokens: Most tokens after the prompt.
-        num_retries: Number of times that it may begin again if its environment fails.
-        place: Place for its keys and values between two turns, if the sampler has any.
 
     Attributes:
         mask, policy_logps, sampler_logps: Which of the tokens after the prompt the model sampled; and their log-probs,
@@ -131,12 +118,7 @@ class Episode:
         return self.max_tokens - len(self.mask)
 
     def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
-        """Returns calls with the tools of this episode, which open what they need.
-
-        Args:
-            calls: Calls of a turn.
-            seed: Seed for what is opened.
-        """
+        """Returns calls with the tools of this episode, which open what they need."""
         for open_state, state in self.tool_states.items():
             if state is None:
                 self.tool_states[open_state] = open_state(seed)
@@ -178,7 +160,8 @@ class Episode:
         self._append(np.asarray(sampled.tokens, np.int32), True, sampled.policy_logps, sampled.sampler_logps)
         self.experts += sampled.experts or [None] * len(sampled.tokens)
         self.turns.append(Turn(start, len(self.mask), parsed.content))
-        self.messages.append(_message(parsed, self.num_calls))
+        calls = [(call.name, call.arguments) for call in parsed.calls]
+        self.messages.append(assistant_message(parsed.content, parsed.reasoning, calls, self.num_calls))
         self.is_answered = False
 
     def add_results(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[dict[str, Any]]:
@@ -226,11 +209,7 @@ class Episode:
         self.sampler_logps += sampler_logps
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Returns the finished episode without its text.
-
-        Args:
-            policy_version: Version of the weights that sampled it.
-        """
+        """Returns the finished episode without its text."""
         assert self.finish_reason is not None, "finished"
         if not self.mask:  # of a turn that failed at its first token: one that counts nowhere
             self.add_bridge(self.first.prompt[-1:], ())
@@ -278,24 +257,17 @@ def answered_calls(message: Mapping[str, Any], answers: Sequence[Mapping[str, An
     )
 
 
-def _message(parsed: ParsedTurn, num_calls: int) -> dict[str, Any]:
-    """Returns the assistant's message of a turn.
-
-    Args:
-        parsed: The turn.
-        num_calls: Number of calls of earlier turns, by which calls are numbered.
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
+def assistant_message(
+    content: str, reasoning: str, calls: Sequence[tuple[str, Mapping[str, Any]]], num_calls: int
+) -> dict[str, Any]:
+    """Returns the assistant's message of a turn, whose calls are numbered from `num_calls`."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
         # nine letters and digits, which is all that some templates take for an id
         message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": f"call{number:05d}",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for number, call in enumerate(parsed.calls, num_calls)
+            {"type": "function", "id": f"call{number:05d}", "function": {"name": name, "arguments": dict(arguments)}}
+            for number, (name, arguments) in enumerate(calls, num_calls)
         ]
     return message

@@ -47,6 +47,7 @@ from groupax.tools.results import checked_reward
 from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 from groupax.types import FinishReason, PromptImages, Rollout
 
+Open = Callable[[int], Coroutine[Any, Any, tuple[Start, int]]]
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
 
@@ -164,17 +165,7 @@ def fault_of(sequence: Completion) -> Outcome:
 
 
 class Player:
-    """The coroutines of a rollout's episodes.
-
-    Args:
-        sampler: Sampler with the weights to sample from.
-        session: Its session.
-        calls: Calls of tools and environments.
-        tokenizer: Tokenizer of the model.
-        rules: Tools, environments or programs, and limits.
-        params: Sampling parameters.
-        step: Number that distinguishes rollouts with the same seed.
-    """
+    """The coroutines of a rollout's episodes."""
 
     def __init__(
         self,
@@ -187,8 +178,8 @@ class Player:
         step: int,
     ) -> None:
         self._sampler, self._session, self._calls = sampler, session, calls
-        self._scheduler = Scheduler(session, calls)
         self._tokenizer, self._rules, self._params, self._step = tokenizer, rules, params, step
+        self._scheduler = Scheduler(session, calls)
         self._prompt_numbers = itertools.count(LATER_TURNS)
         self._places: Iterator[Place] = iter(())  # for episodes that have not started
         self._in_use: dict[int, OpenEnvironment] = {}
@@ -207,20 +198,25 @@ class Player:
         policy_version: int,
     ) -> Iterator[list[Rollout]]:
         """Plays the episodes of all prompts, and yields the group of each as soon as its last episode has ended."""
-        longest = max(map(len, prompt_ids), default=0)
+        longest, max_tokens = max(map(len, prompt_ids), default=0), self._params.max_tokens
         if self._programs is not None:
             self._programs.longest_prompt = longest = self._rules.max_prompt_tokens or longest
         if isinstance(self._session, ConversingSession):
-            max_tokens, number = self._params.max_tokens, max(len(examples) * self._params.n, 1)
+            number = max(len(examples) * self._params.n, 1)
             self._places = iter(self._session.converse(number, longest + max_tokens, max_tokens))
         numbers: Counter[str] = Counter()  # of episodes by the name of their environment
         groups = []
         for index, (example, ids) in enumerate(zip(examples, prompt_ids, strict=True)):
-            setup = self._rules.setup_of(example)
-            number, prompt = numbers[setup.name], (first_prompt + index, example, ids)
-            groups.append(Task(self.play_group(setup, prompt, images[index], number, policy_version)))
+            setup, prompt = self._rules.setup_of(example), (first_prompt + index, example, ids)
+            groups.append(Task(self.play_group(setup, prompt, images[index], numbers[setup.name])))
             numbers[setup.name] += self._params.n
-        yield from self._scheduler.finished(groups)
+        for episodes in self._scheduler.finished(groups):
+            if self._programs is None:
+                rollouts = [episode.rollout(policy_version) for episode in episodes]
+            else:
+                rollouts = self._programs.rollouts(episodes, policy_version)
+            texts = decode(self._tokenizer, [rollout.completion_ids.tolist() for rollout in rollouts])
+            yield [replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
 
     def close(self) -> None:
         """Ends the programs that still run."""
@@ -233,17 +229,8 @@ class Player:
         prompt: tuple[int, Mapping[str, Any], np.ndarray],
         images: PromptImages | None,
         number: int,
-        policy_version: int,
-    ) -> list[Rollout]:
-        """Returns the rollouts of a prompt.
-
-        Args:
-            setup: Tools and environment of its episodes.
-            prompt: Index of the prompt, its dataset row, and its token ids.
-            images: Images of the prompt.
-            number: Number of the first of its episodes among those of the same setup.
-            policy_version: Version of the weights.
-        """
+    ) -> list[Episode]:
+        """Plays the episodes of a prompt."""
         index, example, ids = prompt
         n, num_retries = self._params.n, self._rules.settings.environment_retries
         starts, prompts, are_alike = [Start()] * n, [(example, ids)] * n, True
@@ -255,36 +242,22 @@ class Player:
         # programs write prompts of their own: theirs only has the randomness of the episode
         first_ids = prompts[0][1] if self._programs is None else np.zeros(1, np.int32)
         params = replace(self._params, max_tokens=self._turn_tokens(self._params.max_tokens))
-        episodes = []
+        tasks = []
         for first in self._sampler.sequences([first_ids], params, self._step, index):
             sample = first.sample_index
             row, first.prompt = prompts[sample]
             first.adapter, first.images = self._rules.adapter_of(row), images
             place = next(self._places, None)
             episode = Episode(first, row, setup, starts[sample], self._params.max_tokens, num_retries, place)
-            episodes.append(Task(self.play(episode, first if are_alike else None, open_each[sample])))
-        played = [await each for each in episodes]
-        if self._programs is None:
-            rollouts = [episode.rollout(policy_version) for episode in played]
-        else:
-            rollouts = self._programs.rollouts(played, policy_version)
-        texts = decode(self._tokenizer, [rollout.completion_ids.tolist() for rollout in rollouts])
-        return [replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
+            tasks.append(Task(self.play(episode, first if are_alike else None, open_each[sample])))
+        return [await each for each in tasks]
 
     # -- starts ----------------------------------------------------------------------------------------------------
 
     async def _open(
         self, setup: Setup, episode: tuple[int, int], example: Mapping[str, Any], number: int, num_retries: int
     ) -> tuple[Start, int]:
-        """Creates and resets an environment; returns it with the number of retries that are left.
-
-        Args:
-            setup: Its class.
-            episode: Indices of the prompt and of the sample.
-            example: Dataset row.
-            number: Number of the episode among those of the same setup.
-            num_retries: Number of further environments to create if it fails.
-        """
+        """Creates and resets an environment, again if it fails; returns it with the number of retries that are left."""
         cls = setup.environment
         assert cls is not None, "it has one"
         while True:
@@ -294,8 +267,8 @@ class Player:
             if outcome.kind == NotNewError.__name__:
                 raise RunError(f"environment {cls.name!r}: {outcome.message}")
             if not outcome.kind:
-                method = partial(self._reset, environment, example, episode[0])
-                outcome = await self._calls.call(Question(episode, 0, "reset"), method, plain_observation)
+                reset = partial(self._reset_method, environment, example, episode[0])
+                outcome = await self._calls.call(Question(episode, 0, "reset"), reset, plain_observation)
                 if not outcome.kind:
                     return Start(environment, outcome.value), num_retries
                 self._close(episode, environment)
@@ -304,50 +277,42 @@ class Player:
             self._warn(setup, "could not start and is created again", outcome)
             num_retries -= 1
 
-    def _reset(self, environment: OpenEnvironment, example: Mapping[str, Any], prompt_index: int) -> tuple[Any, Any]:
+    def _reset_method(
+        self, environment: OpenEnvironment, example: Mapping[str, Any], prompt_index: int
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
         method, seed = environment.method("reset"), group_seed(self._params.seed, self._step, prompt_index)
         # environments may change what they are given
         return method, environment.cls.arguments(method, copy.deepcopy(dict(example)), seed)
 
     def _prompts(
-        self, setup: Setup, example: Mapping[str, Any], starts: list[Start]
+        self, setup: Setup, example: Mapping[str, Any], starts: Sequence[Start]
     ) -> tuple[list[tuple[Mapping[str, Any], np.ndarray]], bool]:
         """Returns the rows and prompts of a group's episodes with their observations, and whether all are the same.
 
         An episode whose environment failed has the prompt of another one, and ends after its first turn.
-
-        Raises:
-            RunError: All environments failed, or started differently although they must not.
         """
-        cls, begun = setup.environment, [start for start in starts if start.failure is None]
-        assert cls is not None, "it has started"
+        name, begun = setup.name, [start.observation for start in starts if start.failure is None]
         if not begun:
-            attempts, outcome = 1 + self._rules.settings.environment_retries, starts[0].failure
-            assert outcome is not None, "of all"
+            attempts, outcome = 1 + self._rules.settings.environment_retries, starts[0].failure or Outcome()
             raise RunError(
-                f"environment {cls.name!r} failed to start for all {len(starts)} episodes of a prompt, {attempts} "
-                f"times each; the last error is {outcome.kind}: {outcome.message}"
+                f"environment {name!r} failed to start for all {len(starts)} episodes of a prompt, {attempts} times "
+                f"each; the last error is {outcome.kind}: {outcome.message}"
             )
-        first = begun[0].observation
-        different = next((each.observation for each in begun if each.observation != first), first)
-        if different == first:
-            return [self._prompt(setup, example, first)] * len(starts), True
-        if cls.starts_alike:
+        different = next((each for each in begun if each != begun[0]), begun[0])
+        if different == begun[0]:
+            return [self._prompt(setup, example, begun[0])] * len(starts), True
+        if setup.environment is not None and setup.environment.starts_alike:
             raise RunError(
-                f"environment {cls.name!r} started differently for the episodes of a group, whose rewards are "
-                f"compared: {short_repr(first)} and {short_repr(different)}; let reset depend on its row and seed alone"
+                f"environment {name!r} started differently for the episodes of a group, whose rewards are compared: "
+                f"{short_repr(begun[0])} and {short_repr(different)}; let reset depend on its row and seed alone"
             )
-        observations = [first if start.failure is not None else start.observation for start in starts]
+        observations = [begun[0] if start.failure is not None else start.observation for start in starts]
         return [self._prompt(setup, example, each) for each in observations], False
 
     def _prompt(
         self, setup: Setup, example: Mapping[str, Any], observation: Any
     ) -> tuple[Mapping[str, Any], np.ndarray]:
-        """Returns the row with the prompt to which an observation was added, and that prompt's token ids.
-
-        Raises:
-            RunError: It cannot be encoded, or is too long.
-        """
+        """Returns the row with the prompt to which an observation was added, and that prompt's token ids."""
         kwargs = {**self._rules.template_kwargs, **(example.get("chat_template_kwargs") or {})}
         tools, limit = [setup.schemas] if setup.tools else None, self._rules.max_prompt_tokens
         try:
@@ -364,12 +329,7 @@ class Player:
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
-    async def play(
-        self,
-        episode: Episode,
-        first_turn: Completion | None,
-        open_again: Callable[[int], Coroutine[Any, Any, tuple[Start, int]]],
-    ) -> Episode:
+    async def play(self, episode: Episode, first_turn: Completion | None, open_again: Open) -> Episode:
         """Plays an episode to its end, again from its start if its environment fails.
 
         Args:
@@ -404,9 +364,8 @@ class Player:
         setup, settings, environment = episode.setup, self._rules.settings, episode.setup.environment
         bridge, sequence = setup.bridge_of(episode.example["prompt"]), first_turn
         while True:
-            sequence = sequence or self._next_turn(episode)
-            sequence.place = episode.place
-            sampled, sequence = await self._scheduler.sample(sequence), None
+            sampled = await self._scheduler.sample(sequence or self._next_turn(episode), episode.place)
+            sequence = None
             parsed = setup.parse(self._tokenizer.decode(sampled.tokens, skip_special_tokens=setup.calls is None))
             exceeds = episode.exceeds_calls(settings, len(parsed.calls))
             episode.add_turn(sampled, parsed)
@@ -453,7 +412,6 @@ class Player:
         return sequence
 
     def _turn_tokens(self, num_left: int) -> int:
-        """Returns the most tokens of a turn in an episode with that many left."""
         return min(num_left, self._rules.settings.max_turn_tokens or num_left)
 
     async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], bool]:
@@ -474,8 +432,12 @@ class Player:
         message = dict(episode.messages[-1])
         episode.is_answered = True
         finish = partial(answer_of, max_bytes=self._rules.max_result_bytes)
-        method = lambda: (episode.environment.method("act"), {"message": message})  # noqa: E731
-        messages, reward, is_done = await self._ask(episode, "act", method, finish)
+        outcome = await self._calls.call(
+            episode.question("act"), lambda: (episode.environment.method("act"), {"message": message}), finish
+        )
+        if outcome.kind:
+            raise EpisodeFailed(outcome)
+        messages, reward, is_done = outcome.value
         episode.close_turn(answered_calls(episode.messages[-1], messages), reward)
         return messages, is_done
 
@@ -483,35 +445,18 @@ class Player:
         """Adds the score of the environment."""
         if episode.setup.environment is None or "score" not in episode.setup.environment.methods:
             return
-
-        def checked(returned: Any) -> float | None:
-            return None if returned is None else checked_reward(returned)
-
-        score = await self._ask(episode, "score", partial(_score_method, episode), checked)
-        if score is None:
-            episode.reward = None
-        else:
-            episode.close_turn((), score)
-
-    async def _ask(self, episode: Episode, what: str, method: Method, finish: Any) -> Any:
-        """Returns what a method of the environment returns.
-
-        Raises:
-            EpisodeFailed: It failed.
-        """
-        outcome = await self._calls.call(episode.question(what), method, finish)
+        outcome = await self._calls.call(episode.question("score"), partial(_score_method, episode), _checked_score)
         if outcome.kind:
             raise EpisodeFailed(outcome)
-        return outcome.value
+        if outcome.value is None:
+            episode.reward = None
+        else:
+            episode.close_turn((), outcome.value)
 
     # -- failures and ends -----------------------------------------------------------------------------------------
 
-    async def _begin_again(self, old: Episode, outcome: Outcome, open_again: Callable[[int], Any]) -> Episode:
-        """Returns an episode from its start, with a new environment, after one failed or has left its record.
-
-        Raises:
-            EpisodeFailed: It cannot begin again.
-        """
+    async def _begin_again(self, old: Episode, outcome: Outcome, open_again: Open) -> Episode:
+        """Returns an episode from its start, with a new environment, after one failed or has left its record."""
         has_left, setup, start = outcome.kind == LEFT, old.setup, Start()
         if old.failure is not None or (not has_left and old.num_retries == 0):
             raise EpisodeFailed(outcome)
@@ -535,8 +480,8 @@ class Player:
         if episode.run is not None:
             self._programs.end(episode.run)
         for state in episode.tool_states.values():
-            method = partial(_close_method, state)
-            Task(self._closed(episode.index, "tools", method))
+            method = do_nothing if state is None else state.close
+            Task(self._closed(episode.index, "tools", partial(_without_arguments, method)))
         episode.tool_states.clear()
         if episode.start.environment is not None:
             self._close(episode.index, episode.start.environment)
@@ -566,5 +511,9 @@ def _score_method(episode: Episode) -> tuple[Callable[..., Any], dict[str, Any]]
     return score, {"message": message} if "message" in inspect.signature(score).parameters else {}
 
 
-def _close_method(state: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    return do_nothing if state is None else state.close, {}
+def _checked_score(returned: Any) -> float | None:
+    return None if returned is None else checked_reward(returned)
+
+
+def _without_arguments(method: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return method, {}

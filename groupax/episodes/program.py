@@ -195,10 +195,6 @@ class Session:
         """Asks for turns; returns the number of the request, and its answer as soon as there is one.
 
         The same request after one whose client has gone is that request again, and gets its answer.
-
-        Args:
-            request: The request.
-            is_retry: Whether the client says that it has sent the request before.
         """
         content = json.dumps(asdict(request), sort_keys=True, default=str).encode()
         digest = hashlib.blake2b(content, digest_size=16).digest()
@@ -231,12 +227,7 @@ class Session:
             self._futures[number].set_result(answer)
 
     def end(self, value: Any = None, kind: str = "", message: str = "") -> None:
-        """Notes that the program has ended, once.
-
-        Args:
-            value: What it returned.
-            kind, message: Class and message of its error.
-        """
+        """Notes that the program has ended, once."""
         with self._lock:
             if not self.has_ended:
                 end = {"kind": "end", "value": value, "error": kind, "message": message, "refusal": self.refusal}

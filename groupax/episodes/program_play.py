@@ -39,10 +39,6 @@ from groupax.types import FinishReason, Rollout
 class ProgramRun:
     """One run of a program.
 
-    Args:
-        episode: Its episode.
-        templates: Templates of the run.
-
     Attributes:
         session: Its session, in the process that runs it; None in others, and while all is answered from the record.
         turns: Turns that were sampled.
@@ -104,14 +100,6 @@ class ProgramRun:
 class Programs:
     """The programs of a rollout.
 
-    Args:
-        sampler: Sampler with the weights to sample from.
-        scheduler: Samples the turns.
-        calls: Sends what happens in one process to all.
-        rules: Programs and limits.
-        params: Sampling parameters.
-        step: Number that distinguishes rollouts with the same seed.
-
     Attributes:
         longest_prompt: Most tokens of a prompt.
     """
@@ -128,11 +116,7 @@ class Programs:
         scheduler.is_blocked = lambda: not all(run.sampling for run in self._playing)
 
     async def run(self, episode: Episode) -> FinishReason:
-        """Runs a program to its end, whose reason it returns.
-
-        Raises:
-            EpisodeFailed: It failed, or the episode has left its record.
-        """
+        """Runs a program to its end, whose reason it returns."""
         run = episode.run = ProgramRun(episode, self._rules.templates)
         self._playing.add(run)
         for number in itertools.count():
@@ -201,13 +185,12 @@ class Programs:
         except ValueError as error:  # e.g. a token that is not in the vocabulary
             return Answer(refusal=(400, "invalid_request", str(error)))
         run.num_asked += request.n
-        # one request at a time has the episode's keys and values; what others compute is dropped
-        for sequence in sequences:
-            sequence.place = Place(0)
+        # one turn at a time has the episode's keys and values; what others compute is dropped
+        places = [Place(0) for _ in sequences]
         if not run.sampling and run.episode.place is not None:
-            sequences[0].place = run.episode.place
+            places[0] = run.episode.place
         run.sampling += sequences
-        for task in [Task(self._scheduler.sample(sequence)) for sequence in sequences]:
+        for task in [Task(self._scheduler.sample(*each)) for each in zip(sequences, places, strict=True)]:
             await task
         if run.is_over:
             return Answer()
@@ -230,11 +213,7 @@ class Programs:
         )
 
     def _sequence(self, run: ProgramRun, prompt: np.ndarray, request: TurnRequest, room: int) -> Completion:
-        """Returns the sequence of a turn that may have `room` tokens.
-
-        Raises:
-            ValueError: It cannot be sampled.
-        """
+        """Returns the sequence of a turn that may have `room` tokens."""
         most = min(room, request.max_tokens or room, self._rules.settings.max_turn_tokens or room)
         own = self._params.stop
         stop = tuple(dict.fromkeys((*((own,) if isinstance(own, str) else own or ()), *request.stop)))
@@ -279,11 +258,7 @@ class Programs:
             give_back_server(server)
 
     def rollouts(self, episodes: Sequence[Episode], policy_version: int) -> list[Rollout]:
-        """Returns the rollouts of a group without their texts.
-
-        Raises:
-            RunError: All runs failed before their first turn.
-        """
+        """Returns the rollouts of a group without their texts."""
         failures = [episode.failure for episode in episodes if episode.failure is not None]
         if len(failures) == len(episodes) and not any(episode.run.turns for episode in episodes):
             attempts = 1 + self._rules.settings.environment_retries

@@ -55,9 +55,6 @@ _lock = threading.Lock()
 class ProgramServer:
     """A server for the sessions of programs.
 
-    Args:
-        listening: Where it listens; on the loopback alone, nobody else reaches it, and sessions have no keys.
-
     Attributes:
         listening: Where it listens.
 
@@ -96,12 +93,7 @@ class ProgramServer:
             time.sleep(0.005)
 
     def add(self, session: Session, templates: Templates) -> Endpoint:
-        """Returns the endpoint of a new session.
-
-        Args:
-            session: The session.
-            templates: Templates of its run.
-        """
+        """Returns the endpoint of a new session."""
         name, key = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if self.listening.is_open else None
         self._sessions[name] = _OpenSession(session, templates, key)
         model = next(iter(templates.adapters), MODEL)
@@ -119,11 +111,7 @@ class ProgramServer:
         self._socket.close()
 
     def _reached(self, http: HttpRequest) -> "_OpenSession":
-        """Returns the session of a request.
-
-        Raises:
-            ApiError: It has ended, or the request has not its key.
-        """
+        """Returns the session of a request."""
         reached = self._sessions.get(http.path_params["session"])
         if reached is None:
             raise ApiError(410, "this session has ended", code="ended", headers={"x-should-retry": "false"})
@@ -202,12 +190,7 @@ class _WholeTurn:
 
 
 async def _answer(session: Session, request: TurnRequest, http: HttpRequest) -> Answer:
-    """Returns the answer to a request.
-
-    Raises:
-        ApiError: It is refused.
-        ClientDisconnect: The client goes first.
-    """
+    """Returns the answer to a request."""
     number, future = session.ask(request, is_retry=http.headers.get(RETRY_HEADER, "0") not in ("", "0"))
     try:
         waiting = asyncio.shield(asyncio.wrap_future(future))
@@ -252,11 +235,7 @@ async def _events(
 
 
 def _turn_request(incoming: Incoming, templates: Templates) -> TurnRequest:
-    """Returns what a request asks for.
-
-    Raises:
-        ApiError: It asks for what a session does not answer.
-    """
+    """Returns what a request asks for."""
     asked, model = incoming.request, incoming.request.model
     if not 1 <= asked.n <= MAX_TURNS:
         raise ApiError(400, f"n must be between 1 and {MAX_TURNS}, got {asked.n}", "n")

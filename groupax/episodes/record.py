@@ -196,14 +196,7 @@ class Record:
 
 
 def remove_records(folder: Path, before: int, max_bytes: int = 0, kept: Collection[int] = ()) -> None:
-    """Deletes the records of rollouts that a checkpoint has made useless, except the newest ones, for replays.
-
-    Args:
-        folder: Folder of the files.
-        before: Number of the first rollout that a resumed run samples again.
-        max_bytes: Number of bytes of useless records that are kept.
-        kept: Numbers of rollouts whose records stay, for replays.
-    """
+    """Deletes the records of rollouts that a checkpoint has made useless, except the newest ones, for replays."""
     useless: list[tuple[int, Path]] = []
     for path in folder.glob("rollout_*.jsonl"):
         number = path.name.removeprefix("rollout_").partition(".")[0]

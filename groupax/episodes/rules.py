@@ -218,12 +218,7 @@ def make_rules(
 
 
 def _check_programs(programs: Mapping[str, ProgramClass], tools: Mapping[str, Tool], others: Sequence[str]) -> None:
-    """Checks that programs are alone.
-
-    Raises:
-        ValueError: There are other environments too, or tools, which programs bring with them; or the processes of the
-            run cannot be told apart.
-    """
+    """Checks that programs are alone."""
     if others:
         raise ValueError(
             f"programs cannot be mixed with other environments in a run: {', '.join(others)}; train them in another run"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from groupax.engine.prefix_cache import Place
 from groupax.engine.sampler import BatchSession, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.record import LEFT, Question, Record
@@ -71,12 +72,7 @@ class Task:
 
 
 class Calls:
-    """The calls of a rollout. `deliver` must be called at the same points in all processes.
-
-    Args:
-        runner: Runs the calls of this process.
-        record: Has the answers of calls that are not made again.
-    """
+    """The calls of a rollout. `deliver` must be called at the same points in all processes."""
 
     def __init__(self, runner: ToolRunner, record: Record) -> None:
         self._runner, self.record = runner, record
@@ -134,12 +130,7 @@ class Calls:
         return await self._result(question.episode, ask)
 
     async def run(self, questions: Sequence[Question], matched: Matched) -> list[ToolResult]:
-        """Runs the tool calls of a turn in the process that owns the episode, but those whose results are recorded.
-
-        Args:
-            questions: The calls, at least one.
-            matched: Returns the calls with their tools; used only where they are run.
-        """
+        """Runs the tool calls of a turn in the process that owns the episode, but those whose results are recorded."""
 
         def ask(end: Continue) -> None:
             answers = [self.record.answer(question) for question in questions]
@@ -179,11 +170,7 @@ class Calls:
             self.record.end(episode)
 
     def deliver(self, waits: bool) -> None:
-        """Continues the coroutines whose calls have ended.
-
-        Args:
-            waits: Whether to wait for the first such call.
-        """
+        """Continues the coroutines whose calls have ended, after waiting for the first one if it should wait."""
         arrived: list[tuple[int, Any]] | None = None
         while self._waiting and (arrived is None or (waits and not arrived)):
             arrived = self._arrived(waits)
@@ -217,10 +204,6 @@ class Calls:
 class Scheduler:
     """Samples the turns of all coroutines together, and continues the coroutines whose turns and calls have ended.
 
-    Args:
-        session: Session of the sampler.
-        calls: Calls of the rollout.
-
     Attributes:
         is_blocked: Returns whether a coroutine waits for something else than a turn. Until none does, sessions whose
             steps take long begin none.
@@ -232,8 +215,9 @@ class Scheduler:
         self._to_submit: list[Completion] = []
         self._sampled: dict[int, Continue] = {}  # by the identity of the sequence
 
-    async def sample(self, sequence: Completion) -> Completion:
-        """Returns an unstarted sequence when it has ended."""
+    async def sample(self, sequence: Completion, place: Place | None) -> Completion:
+        """Returns an unstarted sequence when it has ended; its keys and values are kept in the place."""
+        sequence.place = place
         self._to_submit.append(sequence)
         return await until(partial(self._sampled.__setitem__, id(sequence)))
 

@@ -33,30 +33,24 @@ def trace_of(rollout: Rollout) -> Trace:
         "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version,
     }
-    entries: list[Trace] = [
-        {**turn, "node_id": f"turn{number:05d}", "metadata": {}} for number, turn in enumerate(turns)
+    entries = [
+        {**turn, "node_id": f"turn{number:05d}", "metadata": {} if number else about}
+        for number, turn in enumerate(turns)
     ]
-    if entries:
-        entries[0]["metadata"] = about
     return {"schema_version": 1, "turns": entries}
 
 
 def _turns(stream: Any) -> Iterator[Trace]:
     """Yields the runs of tokens of a stream that count, each as a turn."""
-    whole = np.concatenate([stream.prompt_ids, stream.completion_ids])
-    start = len(stream.prompt_ids)
-    for first, end in _ranges(stream):
+    whole, start = np.concatenate([stream.prompt_ids, stream.completion_ids]), len(stream.prompt_ids)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], stream.mask, [False]]).astype(np.int8)))
+    for first, end in edges.reshape(-1, 2).tolist():
         yield {
             "prompt_token_ids": whole[: start + first].tolist(),
             "completion_token_ids": whole[start + first : start + end].tolist(),
             "per_token_logps": stream.sampler_logps[first:end].tolist(),
             "loss_mask": [0] * (start + first) + [1] * (end - first),
         }
-
-
-def _ranges(stream: Any) -> Iterator[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], stream.mask, [False]]).astype(np.int8)))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def turns_of(trace: Mapping[str, Any]) -> list[SampledTurn]:

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,10 +17,11 @@ import numpy as np
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.messages import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
+from groupax.episodes.episode import assistant_message
 from groupax.episodes.program import TurnRequest
 from groupax.serve.exchange import TokenTexts
 from groupax.serve.turn_format import TurnFormats
-from groupax.serve.turns import Turn, TurnReader
+from groupax.serve.turns import TurnReader
 from groupax.tools.formats import call_opening
 
 KINDS = 64  # of tools and template arguments that are kept ready
@@ -29,21 +29,8 @@ KINDS = 64  # of tools and template arguments that are kept ready
 Messages = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A conversation up to and including a sampled turn."""
-
-    stream: np.ndarray
-    answer: Mapping[str, Any]  # the assistant's message
-
-
 class Templates:
     """The bridges and formats of turns of a tokenizer, which the episodes of a run share. Threads may share it.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        template_kwargs: Arguments of the run for the chat template.
-        eos_ids: Tokens that end a turn.
 
     Attributes:
         adapters: Names of the adapters that requests may name as their model; empty where one policy answers all.
@@ -95,15 +82,12 @@ class Templates:
 
 
 class Transcript:
-    """The conversations of one episode.
-
-    Args:
-        templates: Templates of the run.
-    """
+    """The conversations of one episode."""
 
     def __init__(self, templates: Templates) -> None:
         self._templates = templates
-        self._known: dict[bytes, _Known] = {}
+        # by the digest of a conversation: the stream of tokens up to its last turn, and the message of that turn
+        self._answered: dict[bytes, tuple[np.ndarray, Mapping[str, Any]]] = {}
         self._texts: list[tuple[str, np.ndarray]] = []  # prompts that are texts with their completions, and streams
 
     def prompt(self, request: TurnRequest) -> np.ndarray:
@@ -130,9 +114,10 @@ class Transcript:
         if bridge is None:
             return None
         for size, digest in reversed([*enumerate(_digests(request, messages), 1)]):
-            known, new = self._known.get(digest), messages[size:]
-            if known is not None and new and all(message["role"] != "assistant" for message in new):
-                return np.concatenate([known.stream, bridge.ids(known.stream, known.answer, new)])
+            found, new = self._answered.get(digest), messages[size:]
+            if found is not None and new and all(message["role"] != "assistant" for message in new):
+                stream, answer = found
+                return np.concatenate([stream, bridge.ids(stream, answer, new)])
         return None
 
     def add(self, request: TurnRequest, prompt_ids: np.ndarray, tokens: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
@@ -156,21 +141,21 @@ class Transcript:
         messages, reader = with_own_ids(request.prompt), self._templates.reader(request)
         text, _ = reader.text(context, tokens)
         turn = reader.read(text, "stop", prompt_ids.tolist())
-        answer = _answer(turn, sum(len(message.get("tool_calls", ())) for message in messages))
+        calls = [(call.name, json.loads(call.arguments)) for call in turn.calls]
+        num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
+        answer = assistant_message(turn.content, turn.reasoning, calls, num_calls)
         *_, digest = _digests(request, [*messages, answer])
-        self._known[digest] = _Known(stream, answer)
+        self._answered[digest] = stream, answer
         return turn.content, (*messages, answer)
 
     def _text_prompt(self, text: str) -> np.ndarray:
         tokenizer = self._templates.tokenizer
         known = [(said, stream) for said, stream in self._texts if text.startswith(said)]
-        if known:
-            said, stream = max(known, key=lambda each: len(each[0]))
-            if text == said:
-                return stream
-            rest = [{"role": "user", "content": text[len(said) :]}]
-            return np.concatenate([stream, TextBridge(tokenizer).ids(stream, {}, rest)])
-        return encode_prompts(tokenizer, [text])[0]
+        if not known:
+            return encode_prompts(tokenizer, [text])[0]
+        said, stream = max(known, key=lambda each: len(each[0]))
+        rest = [{"role": "user", "content": text[len(said) :]}]
+        return stream if text == said else np.concatenate([stream, TextBridge(tokenizer).ids(stream, {}, rest)])
 
 
 def with_own_ids(messages: Messages) -> list[dict[str, Any]]:
@@ -195,28 +180,6 @@ def with_own_ids(messages: Messages) -> list[dict[str, Any]]:
             message["role"] = "system"
         numbered.append({"content": "", **message})
     return numbered
-
-
-def _answer(turn: Turn, num_calls: int) -> dict[str, Any]:
-    """Returns the assistant's message of a turn.
-
-    Args:
-        turn: The turn.
-        num_calls: Number of calls of earlier turns.
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    if turn.calls:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": f"call{number:05d}",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-            }
-            for number, call in enumerate(turn.calls, num_calls)
-        ]
-    return message
 
 
 def _digests(request: TurnRequest, messages: Messages) -> Iterator[bytes]:
