@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from groupax.episodes.environment import EnvironmentClass, environment_rewards, with_observation
+from groupax.episodes.environment import EnvironmentClass, environment_rewards
 from groupax.rewards.contract import Reward, arguments_for
-from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import tools_of
 from groupax.types import TrainerState
 
@@ -71,28 +70,3 @@ def test_functions_receive_the_environments_and_rewards_have_their_names():
     assert reward.function(group) == [[0.0, 1.0], [0.0, 2.0]]  # of the turns
     given = arguments_for(Reward("calls", print, frozenset(("environments",))), group, TrainerState(), {})
     assert [each.calls for each in given["environments"]] == [[1], [2]]
-
-
-def test_turns_with_calls_may_be_limited():
-    [group], _ = played(
-        lambda *_: call("act", number=1),
-        environments=ROOM,
-        example={"colour": "red"},
-        params=SamplingParams(n=1, max_tokens=2000),
-        max_tool_turns=2,
-    )
-    assert group[0].finish_reason == "max_tool_calls"
-    assert group[0].environment.calls == [1, 1]
-    assert len(group[0].turns) == 3
-
-
-def test_observations_may_be_parts():
-    def content(prompt, observation):
-        [message] = with_observation(prompt, observation)
-        assert isinstance(message, dict)
-        return message["content"]
-
-    part = {"type": "text", "text": "b"}
-    prompt = [{"role": "user", "content": "a"}]
-    assert content(prompt, [part]) == [{"type": "text", "text": "a"}, part]
-    assert content(with_observation(prompt, [part]), "c")[-1] == {"type": "text", "text": "c"}
