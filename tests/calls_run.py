@@ -32,7 +32,7 @@ def outcomes():
     found = []
 
     async def call(own, function):
-        outcome = await calls.call(Question((own, 0), 0, "act"), lambda: (function, {"own": own}))
+        outcome = await calls.call(Question((own, 0), 0, "act"), lambda: (function, {"own": own}), lambda value: value)
         error = f"{outcome.kind}: {outcome.message}".split(": cannot")[0] if outcome.kind else ""
         found.append((own, outcome.value, error))
 

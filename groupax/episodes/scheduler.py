@@ -86,7 +86,7 @@ class Calls:
         """True while a call has begun and `deliver` has not passed on its result."""
         return bool(self._waiting)
 
-    async def call(self, question: Question, method: Method, finish: Callable[[Any], Any] | None = None) -> Outcome:
+    async def call(self, question: Question, method: Method, finish: Callable[[Any], Any]) -> Outcome:
         """Calls a function in another thread of the process that owns the episode, if the answer is not recorded.
 
         Args:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from groupax.data.tool_arguments import check_arguments
@@ -54,6 +55,9 @@ class Outcome:
     is_infrastructure: bool = False
 
 
+Work = Callable[[], Coroutine[Any, Any, Outcome]]
+
+
 class ToolRunner:
     """Runs calls of tools. As a context it is closed at the end.
 
@@ -63,26 +67,15 @@ class ToolRunner:
             since Python cannot end it; another one takes its place.
         max_result_bytes: Longest result in UTF-8, to which it is cut in the middle.
         hung: Names of functions that were warned of since they hang; updated.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(
         self, num_workers: int, timeout_s: int | float, max_result_bytes: int, hung: set[str] | None = None
     ) -> None:
-        for name, value, low in (
-            ("num_workers", num_workers, 1),
-            ("max_result_bytes", max_result_bytes, MIN_RESULT_BYTES),
-        ):
-            if value < low:
-                raise ValueError(f"{name} must be at least {low}, got {value}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self.timeout_s, self.max_result_bytes = timeout_s, max_result_bytes
+        self.timeout_s, self.max_result_bytes = timeout_s, max(max_result_bytes, MIN_RESULT_BYTES)
         self._slots = asyncio.Semaphore(num_workers)
         self._control = start_loop("tools")
-        self._async_thread = _AsyncThread()
+        self._async_loop: asyncio.AbstractEventLoop | None = None  # of coroutine functions
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -120,10 +113,10 @@ class ToolRunner:
     def call(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Function,
         arguments: dict[str, Any],
         on_done: Callable[[Outcome], None],
-        finish: Callable[[Any], Any] | None = None,
+        finish: Finish,
     ) -> None:
         """Starts a call of any function, whose value or error is not changed into a text.
 
@@ -137,14 +130,14 @@ class ToolRunner:
         Raises:
             RuntimeError: The runner is closed.
         """
-        convert = finish or _unchanged
 
         async def run() -> None:
             outcome = Outcome(message=CLOSED, kind="RuntimeError")
             with contextlib.suppress(asyncio.CancelledError):
                 async with self._slots:
                     is_async = inspect.iscoroutinefunction(function)
-                    outcome = await self._within(self.timeout_s, name, function, arguments, convert, is_async)
+                    work = partial(_finished, function, arguments, finish, is_async)
+                    outcome = await self._within(self.timeout_s, name, is_async, work)
             on_done(outcome)
 
         self._start(run())
@@ -156,34 +149,33 @@ class ToolRunner:
                 return
             self._is_closed = True
         finished = threading.Event()
-        self._control.call_soon_threadsafe(lambda: self._control.create_task(self._end(finished)))
-        finished.wait(0 if self._is_in_control() else CLOSE_S)
 
-    def _is_in_control(self) -> bool:
-        try:
-            return asyncio.get_running_loop() is self._control
-        except RuntimeError:
-            return False
+        async def end() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._async_loop is not None:  # its coroutines are cancelled
+                self._async_loop.call_soon_threadsafe(self._async_loop.stop)
+            finished.set()
+            self._control.stop()
+
+        self._control.call_soon_threadsafe(lambda: self._control.create_task(end()))
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._control:  # in a callback, which must not wait for itself
+                return
+        finished.wait(CLOSE_S)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        def begin() -> None:
+            task = self._control.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
         with self._lock:
             if self._is_closed:
                 work.close()
                 raise RuntimeError("the tool runner is closed; start calls inside of its context")
-            self._control.call_soon_threadsafe(self._begin, work)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._control.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _end(self, finished: threading.Event) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._async_thread.close()
-        finished.set()
-        self._control.stop()
+            self._control.call_soon_threadsafe(begin)
 
     async def _run(
         self,
@@ -221,9 +213,12 @@ class ToolRunner:
             arguments = check_arguments(tool.schema, call.arguments, call.is_text)
         except Exception as error:  # noqa: BLE001 - of a schema that is not groupax's too
             return error_result(message_of(error), 0.0, self.max_result_bytes)
+        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
+        finish = partial(as_step, max_bytes=self.max_result_bytes)
+        work = partial(_finished, tool.function, arguments, finish, tool.is_async)
         async with self._slots:
             start = time.perf_counter()
-            outcome = await self._outcome(tool, arguments)
+            outcome = await self._within(timeout_s, tool.name, tool.is_async, work)
             seconds = time.perf_counter() - start
         if isinstance(outcome.value, Step):
             step = outcome.value
@@ -232,113 +227,41 @@ class ToolRunner:
         result = error_result(outcome.message, seconds, self.max_result_bytes, kind)
         return replace(result, is_infrastructure=outcome.is_infrastructure)
 
-    async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
-        """Returns what becomes of a call within its time limit."""
-        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-
-        def finish(returned: Any) -> Step:
-            return as_step(returned, self.max_result_bytes)
-
-        return await self._within(timeout_s, tool.name, tool.function, arguments, finish, tool.is_async)
-
-    async def _within(
-        self,
-        timeout_s: int | float,
-        name: str,
-        function: Callable[..., Any],
-        arguments: dict[str, Any],
-        finish: Callable[[Any], Any],
-        is_async: bool,
-    ) -> Outcome:
-        start = self._async_thread.submit if is_async else _start_thread
+    async def _within(self, timeout_s: int | float, name: str, is_async: bool, work: Work) -> Outcome:
+        """Returns the outcome of a call, in a thread of its own or on the loop of coroutine functions."""
+        if is_async and self._async_loop is None:
+            self._async_loop = start_loop("async tools")
+        loop = self._async_loop if is_async else None
         try:
-            begun = start(function, arguments, finish)
+            begun = _in_thread(work) if loop is None else asyncio.run_coroutine_threadsafe(work(), loop)
         except RuntimeError as error:  # the system gives no more threads, after many calls that hang
             return Outcome(message=str(error), kind="RuntimeError", is_infrastructure=True)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begun), timeout_s)
         except TimeoutError:
-            if not is_async or not await self._async_thread.is_alive():
+            if loop is None or not await self._answers(loop):
                 self._warn_of_hanging(name, timeout_s)
             return Outcome(message=f"timed out after {timeout_s:g} s", kind=TIMED_OUT)
 
-    def _warn_of_hanging(self, name: str, timeout_s: int | float) -> None:
-        if name in self._hung:
-            return
-        self._hung.add(name)
-        logger.warning(
-            "the tool %s did not end within %g s; its thread is abandoned and may still use memory and processor time. "
-            "Have the tool limit its own time, or set its timeout_s",
-            one_line(name),
-            timeout_s,
-        )
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-# -- threads that no tool can end or block for others
-
-
-def _start_thread(
-    function: Function, arguments: Mapping[str, Any], finish: Finish
-) -> "concurrent.futures.Future[Outcome]":
-    """Calls a function in a thread of its own, which does not keep the interpreter from exiting.
-
-    Args:
-        function: Function of a tool.
-        arguments: Its arguments by name.
-        finish: Converts what it returns, in the same thread.
-    """
-    future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            outcome = Outcome(finish(_value(function(**arguments))))
-        except BaseException as error:  # noqa: BLE001 - becomes the result of the call
-            outcome = _failure(error)
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # its time is over
-            future.set_result(outcome)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return future
-
-
-class _AsyncThread:
-    """A thread with the event loop of async tools. If a tool blocks the loop, another one takes its place."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit(
-        self, function: Function, arguments: Mapping[str, Any], finish: Finish
-    ) -> "concurrent.futures.Future[Outcome]":
-        """Calls a coroutine function on the loop; see `_start_thread`. Cancelling the future cancels the coroutine."""
-        if self._loop is None:
-            self._loop = start_loop("async tools")
-        return asyncio.run_coroutine_threadsafe(_await(function, arguments, finish), self._loop)
-
-    async def is_alive(self) -> bool:
-        """Returns whether the loop answers in time. If not, it is abandoned."""
-        loop = self._loop
-        if loop is None:
-            return True
-        answer: concurrent.futures.Future[None] = concurrent.futures.Future()
-        loop.call_soon_threadsafe(_answer, answer)
+    async def _answers(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns whether a loop answers in time. If not, it is abandoned, and another one takes its place."""
+        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
         try:
             await asyncio.wait_for(asyncio.wrap_future(answer), GRACE_S)
         except TimeoutError:
-            if self._loop is loop:
-                self._loop = None
+            self._async_loop = None if self._async_loop is loop else self._async_loop
             return False
         return True
 
-    def close(self) -> None:
-        """Stops the loop, which cancels its coroutines, and does not wait for it."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+    def _warn_of_hanging(self, name: str, timeout_s: int | float) -> None:
+        if name not in self._hung:
+            self._hung.add(name)
+            logger.warning(
+                "the tool %s did not end within %g s; its thread is abandoned and may still use memory and processor "
+                "time. Have the tool limit its own time, or set its timeout_s",
+                one_line(name),
+                timeout_s,
+            )
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:
@@ -358,35 +281,36 @@ def start_loop(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _await(function: Function, arguments: Mapping[str, Any], finish: Finish) -> Outcome:
+def _in_thread(work: Work) -> "concurrent.futures.Future[Outcome]":
+    """Runs the coroutine of a call, which never waits, in a thread that does not keep the interpreter from exiting."""
+    future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            work().send(None)
+        except StopIteration as end:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # its time is over
+                future.set_result(end.value)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return future
+
+
+async def _finished(function: Function, arguments: Mapping[str, Any], finish: Finish, is_async: bool) -> Outcome:
+    """Calls a function and returns its converted value or its error; it waits for coroutine functions alone."""
     try:
-        return Outcome(finish(_value(await function(**arguments))))
+        returned = function(**arguments)
+        if is_async:
+            returned = await returned
+        if inspect.iscoroutine(returned):
+            returned.close()
+            raise TypeError("the function returns a coroutine; define it by async def")
+        if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+            raise TypeError("the function is a generator; let it return its result instead of yielding")
+        return Outcome(finish(returned))
     except BaseException as error:  # SystemExit, for one, would stop the event loop
-        task = asyncio.current_task()
+        task = asyncio.current_task() if is_async else None
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        return _failure(error)
-
-
-def _answer(future: "concurrent.futures.Future[None]") -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # too late
-        future.set_result(None)
-
-
-def _value(returned: Any) -> Any:
-    """Returns what a function has returned.
-
-    Raises:
-        TypeError: It is something that would still have to be run.
-    """
-    if inspect.iscoroutine(returned):
-        returned.close()
-        raise TypeError("the function returns a coroutine; define it by async def")
-    if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
-        raise TypeError("the function is a generator; let it return its result instead of yielding")
-    return returned
-
-
-def _failure(error: BaseException) -> Outcome:
-    is_infrastructure = isinstance(error, (InfrastructureError, RunError))
-    return Outcome(message=message_of(error), kind=type(error).__name__, is_infrastructure=is_infrastructure)
+        is_infrastructure = isinstance(error, (InfrastructureError, RunError))
+        return Outcome(message=message_of(error), kind=type(error).__name__, is_infrastructure=is_infrastructure)
