@@ -125,12 +125,7 @@ def mcp(
 
 
 class McpSession:
-    """A session with a server, which begins with the first call.
-
-    Args:
-        server: Address and limits.
-        pinned: Schemas of the tools at the start of the run, which must not have changed; None to accept any.
-    """
+    """A session with a server, which begins with the first call."""
 
     def __init__(self, server: McpServer, pinned: Schemas | None) -> None:
         self._server, self._pinned = server, pinned
@@ -143,13 +138,7 @@ class McpSession:
         return (await self._session())[1]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the result of a tool: the texts of its parts, joined by line ends.
-
-        Raises:
-            ToolError: The tool failed, or refuses the arguments.
-            InfrastructureError: The server does not answer.
-            RunError: The server describes its tools otherwise than at the start of the run.
-        """
+        """Returns the result of a tool: the texts of its parts, joined by line ends."""
         session, _ = await self._session()
         assert self._holder is not None, "it holds the session"
         calling = asyncio.ensure_future(session.call_tool(name, dict(arguments)))
@@ -217,12 +206,7 @@ class McpSession:
 
 
 class SharedSession:
-    """The session that the calls of all episodes use, in an event loop of its own. A lost one is begun again.
-
-    Args:
-        server: Address and limits.
-        pinned: Schemas of the tools at the start of the run.
-    """
+    """The session that the calls of all episodes use, in an event loop of its own. A lost one is begun again."""
 
     def __init__(self, server: McpServer, pinned: Schemas) -> None:
         self._server, self._pinned = server, pinned
@@ -256,11 +240,7 @@ async def _call_own(name: str, session: McpSession, /, **arguments: Any) -> str:
 
 
 def _command(address: str) -> tuple[str, ...]:
-    """Returns the command of an address; empty for a URL.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Returns the command of an address; empty for a URL."""
     kind, _, rest = address.partition(":")
     if kind in ("http", "https") and rest.startswith("//"):
         return ()
@@ -329,11 +309,7 @@ async def _schemas(server: McpServer, session: Any) -> Schemas:
 
 
 def _text_of(result: Any) -> str:
-    """Returns the texts of a result.
-
-    Raises:
-        ToolError: The result is an error.
-    """
+    """Returns the texts of a result."""
     found = result.model_dump(by_alias=True, mode="json")
     parts = [
         part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in found.get("content") or ()
@@ -384,17 +360,7 @@ def _say_once(record: logging.LogRecord) -> bool:
 
 
 def remote_schema(source: str, name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """Returns the schema of a server's tool in OpenAI's format.
-
-    Args:
-        source: Server in an error.
-        name: Name of the tool.
-        description: What the tool does; None for nothing.
-        parameters: JSON schema of its arguments.
-
-    Raises:
-        ValueError: The name cannot be written in a call, or the schema is not one of an object, or very long.
-    """
+    """Returns the schema of a server's tool in OpenAI's format."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             f"{source} has a tool with the name {short_repr(name)}; names of tools have up to 64 letters, digits, _, . "

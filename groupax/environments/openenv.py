@@ -98,15 +98,7 @@ def openenv(
 
 
 class OpenEnvSession:
-    """An episode in an environment of a server.
-
-    Args:
-        server: Where the environment is.
-        action: Turns a text of the model into an action.
-        observe: Turns an observation into what the model reads.
-        rewards: Whether the rewards are added, or the last one counts.
-        reset_columns: Columns of the dataset that `reset` takes.
-    """
+    """An episode in an environment of a server."""
 
     def __init__(
         self,
@@ -199,11 +191,7 @@ def _observation(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _result(observation: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the result of a tool, and the reason if there is none.
-
-    Raises:
-        InfrastructureError: The server could not reach its own tool.
-    """
+    """Returns the result of a tool, and the reason if there is none."""
     error, result = observation.get("error"), observation.get("result")
     if isinstance(error, Mapping):
         text = printable(str(error.get("message") or error.get("error_type")))
@@ -314,11 +302,7 @@ class Server:
             return False
 
     def read(self, path: str) -> Any:
-        """Returns the JSON at a path of the server; None if there is nothing.
-
-        Raises:
-            InfrastructureError: The server does not answer.
-        """
+        """Returns the JSON at a path of the server; None if there is nothing."""
         scheme, host, base, *_ = urlsplit(self.url)
         address = urlunsplit((scheme.replace("ws", "http"), host, base.removesuffix("/ws") + path, "", ""))
         handlers = [urllib.request.ProxyHandler({})] if self.is_local else []
@@ -335,11 +319,7 @@ class Server:
 
 
 def websocket_url(url: str) -> str:
-    """Returns the address of the WebSocket of a server's address, which may be that of its web pages.
-
-    Raises:
-        ValueError: It is no such address.
-    """
+    """Returns the address of the WebSocket of a server's address, which may be that of its web pages."""
     scheme, host, path, query, fragment = urlsplit(url)
     if scheme not in SCHEMES or not host or query or fragment:
         raise ValueError(f"openenv takes an address such as ws://127.0.0.1:8000 or https://host/path, got {url!r:.200}")
@@ -347,23 +327,14 @@ def websocket_url(url: str) -> str:
 
 
 class Connection:
-    """A session of a server. It belongs to the event loop of its first request.
-
-    Args:
-        server: Address and limits.
-    """
+    """A session of a server. It belongs to the event loop of its first request."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._socket, self._is_lost = server, None, False
         self._guard: asyncio.Task[None] | None = None
 
     async def request(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the data of the answer to a message; the first one connects.
-
-        Raises:
-            InvalidActionError: The action is not of the environment's type.
-            InfrastructureError: There is no answer, or the environment failed.
-        """
+        """Returns the data of the answer to a message; the first one connects."""
         if self._is_lost:
             raise InfrastructureError(f"the session of {self._server.url} was lost before")
         message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})

@@ -163,13 +163,7 @@ def _plain_messages(prompt: Any) -> Any:
 
 
 class VerifiersSession:
-    """An episode in an environment of verifiers.
-
-    Args:
-        environment: The environment, which all episodes share.
-        input_of: Returns the input of a rollout for a row of the dataset.
-        tools: Names of the tools that the model knows.
-    """
+    """An episode in an environment of verifiers."""
 
     def __init__(
         self, environment: Any, input_of: Callable[[Mapping[str, Any]], dict[str, Any]], tools: frozenset[str]
@@ -214,11 +208,7 @@ class VerifiersSession:
         return Step([self._plain(each) for each in asked[num_known + 1 :]])
 
     async def score(self, message: Mapping[str, Any] | None) -> float:
-        """Ends the rollout and returns its reward.
-
-        Args:
-            message: The last message of the model if the environment has not seen it, since the turn reached a limit.
-        """
+        """Ends the rollout and returns its reward."""
         assert self._rollout is not None, "it has begun"
         environment = self._environment
         if not self._rollout.done():

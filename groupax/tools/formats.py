@@ -70,10 +70,6 @@ def call_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     tokenizer's `response_template`. The latter comes last because transformers takes many malformed calls for content,
     while the readers here say what is wrong with them.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
-
     Raises:
         ValueError: The template fails, writes no calls, or writes them in another format.
     """
@@ -101,11 +97,6 @@ def call_opening(
     tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, name: str | None = None
 ) -> tuple[str, str, str]:
     """Returns what makes a model call a tool when it is put after a prompt.
-
-    Args:
-        tokenizer: Tokenizer whose chat template writes calls.
-        template_kwargs: Arguments for the template.
-        name: Name of the tool; None leaves the choice to the model.
 
     Returns:
         The generation prompt, what replaces it (without the opened reasoning), and the beginning of a call: up to the
@@ -135,10 +126,6 @@ class CallFrame:
 def call_frame(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> CallFrame | None:
     """Returns what the chat template writes around a call; None unless that is a mark, a name and arguments in JSON.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        template_kwargs: Arguments for the template.
-
     Raises:
         ValueError: The template writes no calls.
     """
@@ -155,12 +142,7 @@ def call_frame(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None)
 
 
 def reasoning_format(tokenizer: Any, generation_prompt: str) -> CallFormat | None:
-    """Returns the format of turns with reasoning and without calls; None if the chat template writes no reasoning.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        generation_prompt: What the template writes between a user's message and the turn.
-    """
+    """Returns the format of turns with reasoning and without calls; None if the chat template writes no reasoning."""
     for think in (THINK, MISTRAL_THINK):
         if think[1] in str(tokenizer.chat_template):
 

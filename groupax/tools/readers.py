@@ -53,15 +53,7 @@ CallReader = Callable[[str, int], tuple[list[ToolCall], int]]
 def read_marked(
     text: str, prompt: str, opening: str, read_calls: CallReader, think: tuple[str, str] = THINK
 ) -> ParsedTurn:
-    """Reads a turn in which a mark begins each call.
-
-    Args:
-        text: Text of the turn.
-        prompt: Generation prompt that the turn continues, which may have opened the reasoning.
-        opening: Mark at which calls begin.
-        read_calls: Reads the calls at such a mark, the mark included.
-        think: Marks around reasoning.
-    """
+    """Reads a turn in which a mark begins each call."""
     marks = re.compile("|".join(map(re.escape, (opening, think[0]))))
     content, thoughts, calls = [], [], []
     pos = _end_of_opened_reasoning(text, prompt, marks, think)
@@ -104,10 +96,6 @@ def _after(text: str, mark: str, start: int) -> int:
 
 def json_call(text: str, start: int) -> tuple[ToolCall, int]:
     """Reads a call {"name": ..., "arguments": {...}}; "parameters" is another name of its arguments.
-
-    Args:
-        text: Text of the turn.
-        start: Position at which the JSON begins.
 
     Returns:
         The call, which has no text yet, and the end of its JSON; `start` if that is not valid.
@@ -285,11 +273,6 @@ def read_by_template(template: Mapping[str, Any], text: str, prompt: str) -> Par
 
     The template's regular expressions come with a model, so they run in the process of chat templates, with its time
     and memory limits.
-
-    Args:
-        template: The tokenizer's response template.
-        text: Text of the turn.
-        prompt: Generation prompt that the turn continues.
     """
     request = {"action": "parse_response", "response_template": template, "prefix": prompt, "text": text}
     try:

@@ -41,10 +41,6 @@ def as_step(returned: Any, max_bytes: int) -> Step:
 
     A text stays as it is, None is empty, dicts and lists become JSON, anything else what `str` makes of it.
 
-    Args:
-        returned: An observation, or a `Step`.
-        max_bytes: Longest text in UTF-8, to which it is cut in the middle.
-
     Raises:
         InfrastructureError: The reward is not a finite number, or `done` is not a bool.
     """
@@ -83,14 +79,7 @@ def checked_reward(reward: Any) -> float:
 
 
 def error_result(message: str, seconds: float, max_bytes: int, kind: str = "") -> ToolResult:
-    """Returns the result of a call that failed.
-
-    Args:
-        message: Message for the model.
-        seconds: Duration of the call.
-        max_bytes: Longest text in UTF-8.
-        kind: Class of the exception, for the log.
-    """
+    """Returns the result of a call that failed."""
     message = _encodable(message)
     text = cut_middle(str({"error": message}), max_bytes)
     error = f"{kind}: {message}" if kind and kind != message else message
@@ -106,12 +95,7 @@ def message_of(error: BaseException) -> str:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Returns the text, or its start and end around a note of how many characters are left out.
-
-    Args:
-        text: Text to shorten.
-        max_bytes: Longest text in UTF-8, at least `MIN_RESULT_BYTES`.
-    """
+    """Returns the text, or its start and end around a note of how many characters are left out."""
     if 4 * len(text) <= max_bytes or len(text.encode()) <= max_bytes:
         return text
     room = (max_bytes - len(_note(len(text)))) // 2

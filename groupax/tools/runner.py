@@ -120,13 +120,6 @@ class ToolRunner:
     ) -> None:
         """Starts a call of any function, whose value or error is not changed into a text.
 
-        Args:
-            name: Name of the function in a warning.
-            function: A function, or a coroutine function.
-            arguments: Its arguments by name.
-            on_done: Called once, in a thread of the runner, with the value or the error.
-            finish: Converts what the function returns; an error of it is one of the call.
-
         Raises:
             RuntimeError: The runner is closed.
         """

@@ -102,9 +102,6 @@ def tool(
 def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
     """Returns tools by name, in the order given.
 
-    Args:
-        functions: Functions, bound methods or coroutine functions with docstring and type hints, or tools.
-
     Raises:
         ValueError: One of them is no function, lacks a part of its description, or has the name of another one.
     """
@@ -119,11 +116,6 @@ def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
 
 def tools_of(environment_class: type, public: bool = False, reserved: Sequence[str] = RESERVED) -> dict[str, Tool]:
     """Returns the tools of an environment's class, those of its base classes first. See `Tool.bind`.
-
-    Args:
-        environment_class: A class. It is not instantiated, and its properties are not evaluated.
-        public: Whether all public methods are tools, instead of only those marked with `tool`.
-        reserved: Methods that never are.
 
     Raises:
         ValueError: A method lacks a part of its description, or one that is reserved is marked.
@@ -181,11 +173,6 @@ def _check_timeout(name: str, timeout_s: int | float | None) -> None:
 
 def function_schema(function: Callable[..., Any], name: str, skip_first: bool = False) -> dict[str, Any]:
     """Returns the schema of a function in OpenAI's format, as transformers' `get_json_schema` writes it.
-
-    Args:
-        function: A function or method.
-        name: Name of the tool.
-        skip_first: Whether to leave out the first parameter, `self` or `cls`.
 
     Raises:
         ValueError: The docstring, the description of an argument or a type hint is missing, or a hint has no schema.
