@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from groupax.config import SFTConfig
-from groupax.data.examples import Examples, describe_source, load_examples
-from groupax.data.order import visit_order
-from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS
+from groupax.data.examples import Examples, describe_source, load_examples, visit_order
+from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS
 from groupax.data.supervised import TrainingSet, columns_of_examples, encode_training_set, prompt_of, rows_of
 from groupax.evaluation.sets import ONLY_SET, named_sets
 from groupax.events import Listener, Message, PhaseAdvanced, PhaseStarted, StepStarted
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.objective.objective import zero_metrics
 from groupax.objective.supervised import find_supervised_loss
 from groupax.parallel.preemption import PreemptionHandler

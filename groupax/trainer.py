@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.evaluation.evaluate import Evaluation, evaluate
 from groupax.events import PhaseStarted, StepStarted, TokenScores
 from groupax.parallel.preemption import PreemptionHandler

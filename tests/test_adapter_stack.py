@@ -9,10 +9,8 @@ import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
 from groupax.engine.prompt_logps import score
-from groupax.models.adapted import apply_adapter
-from groupax.models.adapter_stack import changes_of, stack_adapters
-from groupax.models.lora import adapter_specs
-from groupax.models.peft_format import adapter_config_dict
+from groupax.models.adapted import apply_adapter, changes_of, stack_adapters
+from groupax.models.lora import adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
@@ -41,7 +39,7 @@ def an_engine(model, adapters=None, **settings):
     given = {"kv_bytes": 1 << 24, "chunk_steps": 4, **settings}
     if not adapters:
         return Engine(model.config, model.params, model.mesh, (0,), **given)
-    changes = [changes_of(each.adapter, jnp.float32) for each in adapters.values()]
+    changes = [changes_of(each.adapter.trained, each.adapter.config.scale, jnp.float32) for each in adapters.values()]
     params = stack_adapters(model.params, changes)
     return Engine(model.config, params, model.mesh, (0,), adapters=tuple(adapters), **given)
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from groupax.models.adapted import AdaptedWeight, LowRank
-from groupax.models.layers import linear, rms_norm, vocabulary_logits
+from groupax.models.layers import linear, lookup, rms_norm, vocabulary_logits
 from groupax.models.logprobs import token_logprobs
-from groupax.models.lookup import lookup
 from groupax.parallel.collectives import all_gather, psum, psum_grad
 from groupax.parallel.mesh import AXES, make_mesh
 

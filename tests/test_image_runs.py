@@ -13,6 +13,7 @@ import pytest
 
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
+from groupax.data.files import read_rows
 from groupax.data.images import (
     as_urls,
     has_only_urls,
@@ -23,15 +24,14 @@ from groupax.data.images import (
     without_images,
 )
 from groupax.data.prompts import encode_examples
-from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
-from groupax.engine.images import check_images, lookup_tokens
+from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.specs import init_params
+from groupax.models.params import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
+from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.replay.from_python import bundle_step, replay_bundle, replay_step
 from groupax.runs.build import learner_settings

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from groupax.models.families import read_config
 from groupax.models.specs import num_params, spec_leaves
-from groupax.parallel import peak
+from groupax.parallel import memory as peak
 from groupax.parallel.mesh import make_mesh
 
 GB = 10**9

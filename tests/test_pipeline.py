@@ -9,10 +9,8 @@ import time
 import pytest
 
 from groupax import GRPOConfig
-from groupax.errors import PreemptedError
-from groupax.parallel.fair_lock import FairLock
-from groupax.parallel.preemption import RolloutCancelled
-from groupax.rewards import RewardError
+from groupax.errors import PreemptedError, RewardError
+from groupax.parallel.preemption import FairLock, RolloutCancelled
 from groupax.runs.checkpoints.arrays import read_on_host
 
 from .conftest import rest_heavy

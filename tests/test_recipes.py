@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from groupax.data.sources import MissingSplitError, read_rows
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
@@ -10,7 +11,6 @@ from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
-from groupax.data.sources import MissingSplitError, read_rows
 from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items

@@ -12,8 +12,7 @@ import pytest
 
 from groupax import LoRAConfig, SFTConfig, SFTTrainer, init_model, load_model
 from groupax.cli.main import main
-from groupax.data.assistant import render_with_spans
-from groupax.data.supervised import encode_training_set, rows_of
+from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
 from groupax.errors import DivergedError
 from groupax.events import Evaluated, StepEnded
 from groupax.metrics.completions import is_measured

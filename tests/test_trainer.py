@@ -13,10 +13,10 @@ import pytest
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
 from groupax.data.tokenizer import last_text
 from groupax.engine.core import EngineCore
+from groupax.errors import RewardError
 from groupax.events import StepEnded
 from groupax.metrics.completions import is_measured, window_mean
-from groupax.parallel.compilation import LARGE_PROGRAMS, compilation
-from groupax.rewards import RewardError
+from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
 from groupax.runs.progress.named import JsonLines
 from groupax.settings.objective import LossType
 from groupax.types import Row

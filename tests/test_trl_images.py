@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
-from groupax.models.checkpoint import load_model
 from groupax.models.execution import DIRECT
-from groupax.models.named_tensors import host_tensors, param_leaves
 from groupax.models.specs import model_specs
 from groupax.models.vision.processing import load_image_processor, process_images
+from groupax.models.weights.checkpoint import load_model
+from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.objective import ObjectiveSettings

@@ -10,11 +10,11 @@ import pytest
 from groupax import GRPOConfig, init_model
 from groupax.data.prompts import PromptSet
 from groupax.engine import batch
-from groupax.models import fused_attention
 from groupax.models.decoder import KERNELS, forward
 from groupax.models.execution import Execution, FusedAttention
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token
+from groupax.models.kernels import fused_attention
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import num_data_shards
 from groupax.rollouts.state import Cursor

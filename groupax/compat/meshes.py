@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from groupax.compat.fields import warn
-from groupax.models.checkpoint import Model
-from groupax.models.specs import split_dims
+from groupax.models.params import split_dims
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel.mesh import indivisible
 
 # Shards weights, gradients and optimizer state over all devices, like ZeRO stage 3 and FSDP.

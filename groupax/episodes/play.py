@@ -22,7 +22,7 @@ import numpy as np
 from groupax.data.examples import Examples, with_values
 from groupax.data.tokenizer import decode, encode_prompts, special_token_ids
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import ConversingSession, Sampler, SamplingSession
+from groupax.engine.sequence import ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.custom import RolloutRequest, custom_rollouts
 from groupax.episodes.environment import (

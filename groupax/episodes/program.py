@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from groupax.episodes.environment import EnvironmentClass
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 from groupax.tools.runner import Outcome
 
 MODEL = "policy"  # name of the model for programs

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.episodes.episode import Episode, EpisodeFailed, group_seed

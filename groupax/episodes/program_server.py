@@ -25,12 +25,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax.data.tokenizer import context_tokens, decode_after
-from groupax.engine.stop_strings import text_before_stop
+from groupax.engine.sequence import text_before_stop
 from groupax.episodes.program import BASE, MODEL, Answer, Endpoint, Listening, Session, TurnRequest
 from groupax.episodes.transcript import Templates
 from groupax.errors import RunError
 from groupax.parallel import processes
-from groupax.parallel.sockets import listen
+from groupax.parallel.processes import listen
 from groupax.serve.api_key import check_key
 from groupax.serve.body import json_body
 from groupax.serve.chat_prompt import template_kwargs

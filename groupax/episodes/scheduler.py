@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import BatchSession, SamplingSession
+from groupax.engine.sequence import BatchSession, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.record import LEFT, Question, Record
 from groupax.parallel import processes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from groupax.data.bridge import Bridge, TextBridge
-from groupax.data.messages import join_text_parts
+from groupax.data.chat import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
 from groupax.episodes.episode import assistant_message
 from groupax.episodes.program import TurnRequest

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from groupax.data.prompts import PromptSet
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.evaluation.answers import ACCURACY_REWARDS

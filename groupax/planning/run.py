@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import prompt_limit
-from groupax.engine.plan import CacheShape
+from groupax.engine.scheduler import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel

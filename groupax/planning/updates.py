@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from groupax.config import GRPOConfig
 from groupax.models.adapted import apply_adapter
 from groupax.models.execution import Execution
-from groupax.models.split import partition_specs
+from groupax.models.params import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, sharded_structs, struct_with

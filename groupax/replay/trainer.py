@@ -9,7 +9,7 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.events import Message, StepStarted
-from groupax.models.saving import save_model
+from groupax.models.weights.saving import save_model
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.moments import Moment, moment_of

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from groupax.config import GRPOConfig
-from groupax.data.order import visit_order
+from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
-from groupax.engine.sampler import PolicySampler, Sampler
+from groupax.engine.sequence import PolicySampler, Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules

@@ -18,10 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from groupax.engine.engine import Engine
-from groupax.engine.sampler import Cancellable, Sampler, SamplingSession
-from groupax.engine.sequence import Sequence
+from groupax.engine.sequence import Cancellable, Sampler, SamplingSession, Sequence
 from groupax.models.specs import Params
-from groupax.parallel.fair_lock import FairLock
+from groupax.parallel.preemption import FairLock
 from groupax.rollouts.collector import Collector
 from groupax.rollouts.state import Cursor, Experience
 

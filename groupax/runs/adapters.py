@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model
-from groupax.models.saving import save_adapter
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_adapter
 
 
 def result_folders(folder: Path, adapters: Sequence[str]) -> list[Path]:

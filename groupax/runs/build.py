@@ -14,21 +14,21 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
+from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rules import Rules, make_rules
-from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
-from groupax.models.vision.features import FeatureCache
-from groupax.models.vision.prompts import prompt_encoder
+from groupax.models.vision.processing import prompt_encoder
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model, load_model, reshard
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
-from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env

@@ -8,10 +8,10 @@ import jax
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet
-from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel.accelerators import chip_of
-from groupax.parallel.memory import is_on_host
+from groupax.parallel.collectives import is_on_host
 from groupax.rewards.contract import Reward
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.runs.model_card import shown_name

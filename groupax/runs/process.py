@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from groupax.parallel import processes
-from groupax.parallel.processor import instruction_set, processor_name
+from groupax.parallel.accelerators import instruction_set, processor_name
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import devices_of, versions
 from groupax.runs.commit import commit_of, program_folder

@@ -9,10 +9,10 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.data.examples import Examples, describe_source, load_examples
+from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet
-from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids, is_conversational
-from groupax.engine.plan import Demand
+from groupax.engine.scheduler import Demand
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.environment import environment_rewards
 from groupax.episodes.record import FOLDER as RECORDS
@@ -20,8 +20,8 @@ from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
 from groupax.metrics.estimates import Estimate
-from groupax.models.checkpoint import Model
-from groupax.models.quantize import require_quantizer
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import ENVIRONMENTS, Reward

@@ -16,16 +16,15 @@ from groupax.config import GRPOConfig, SFTConfig
 from groupax.errors import DivergedError, RewardError
 from groupax.events import EventStream, Listener, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
-from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model, add_adapter
+from groupax.models.weights.saving import save_adapter, save_model, source_folders
 from groupax.parallel import processes
-from groupax.parallel.compilation import compilation
-from groupax.parallel.peak import memory_in_use
+from groupax.parallel.collectives import to_host_on_primary
+from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
-from groupax.parallel.runtime import configure_jax
-from groupax.parallel.transfer import to_host_on_primary
+from groupax.parallel.runtime import compilation, configure_jax
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.adapters import adapter_models, result_folders, save_adapters

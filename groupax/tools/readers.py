@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from groupax.data.strict_json import read_json, skip_space
-from groupax.data.template_process import TEMPLATES, TemplateError
+from groupax.data.chat import TEMPLATES, TemplateError
+from groupax.data.tool_arguments import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 
 MAX_CALLS = 128  # of a turn; what follows them is one more call, with a fault

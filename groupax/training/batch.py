@@ -15,15 +15,15 @@ import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from groupax.models.execution import FusedAttention
-from groupax.models.fused_attention import MIN_QUERIES
-from groupax.models.grouped import RaggedBatch, RaggedImages
-from groupax.models.vision.batch import ImageBatch
+from groupax.models.kernels.fused_attention import MIN_QUERIES
+from groupax.models.logprobs import RaggedBatch, RaggedImages
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.tower import ImageBatch
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
+from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
 from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
 from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_parts, plan_micro_batches, round_up

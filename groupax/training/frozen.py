@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.models.adapted import FrozenBase
-from groupax.models.checkpoint import Model
-from groupax.models.quantize import cast_unquantized, is_quantized
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import cast_unquantized, is_quantized
 from groupax.parallel.mesh import format_mesh
 from groupax.settings.images import VisionSettings
 

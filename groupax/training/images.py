@@ -8,12 +8,11 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from groupax.engine.images import joined_features
+from groupax.engine.prefill import joined_features
 from groupax.models.specs import Params
-from groupax.models.vision.batch import ImageBatch, batch_images
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.placement import num_features
+from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
 from groupax.training.batch import Features, MicroBatch, Packed
 from groupax.types import Image
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from groupax.models.specs import Params
-from groupax.parallel.transfer import to_host
+from groupax.parallel.collectives import to_host
 from groupax.training.adapters import AdapterLearners, PolicyLearner
 from groupax.training.learner import Learner
 from groupax.types import Row

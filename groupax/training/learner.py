@@ -13,21 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model
 from groupax.models.execution import execution_for
-from groupax.models.fused_attention import select_fused_attention
-from groupax.models.quantize import cast_unquantized
+from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.specs import Params
-from groupax.models.vision.features import FeatureCache
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import cast_unquantized
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.metrics import MetricSums
-from groupax.parallel.digest import weights_digest
-from groupax.parallel.memory import on_devices, on_host
+from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
-from groupax.parallel.peak import free_memory_bytes
-from groupax.parallel.transfer import to_host
 from groupax.settings.compute import Checkpointing, UpdateSettings
 from groupax.settings.fields import like
 from groupax.settings.images import VisionSettings

@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from groupax.parallel.memory import DEVICE, HOST, on_host
+from groupax.parallel.collectives import DEVICE, HOST, on_host
 
 # The keys from the root of a tree to a leaf.
 Path = tuple[str, ...]

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.models.config import ModelConfig
-from groupax.models.specs import Params, weight_dtype
-from groupax.models.split import partition_specs
+from groupax.models.params import partition_specs, weight_dtype
+from groupax.models.specs import Params
 from groupax.parallel.mesh import splits_model
 from groupax.parallel.pytree import pytree
 from groupax.training.offload import host_shardings, update_by_layer

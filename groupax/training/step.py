@@ -19,17 +19,16 @@ from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss
-from groupax.models.grouped import gather_with_inverse, grouped_logprobs, local_tokens
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import partition_specs
+from groupax.models.logprobs import gather_with_inverse, grouped_logprobs, local_tokens
+from groupax.models.params import layout_of, partition_specs
+from groupax.models.specs import Params
 from groupax.models.vision.tower import encode_images
 from groupax.objective.aggregation import Denominators
 from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
-from groupax.parallel.collectives import psum
+from groupax.parallel.collectives import psum, to_device
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_device
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import MicroBatch
 from groupax.training.state import REPLICATED

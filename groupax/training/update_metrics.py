@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from groupax.models.config import ModelConfig
 from groupax.models.flops import forward_flops
 from groupax.objective.metrics import MetricSums
-from groupax.parallel.peak import peak_flops, peak_memory_bytes
+from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import Packed
 from groupax.training.step import ROUTER_LOSS, router_loss_coef

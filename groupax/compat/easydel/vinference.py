@@ -11,7 +11,7 @@ from groupax.compat.easydel.fields import DEFAULTS
 from groupax.compat.easydel.models import decoding_tp_of
 from groupax.compat.fields import warn
 from groupax.engine.engine import Engine
-from groupax.models.checkpoint import Model, load_model
+from groupax.models.weights.checkpoint import Model, load_model
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams, SamplingSettings
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from groupax.compat.fields import warn
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.settings.sampling import SamplingParams
 
 # Arguments of `generate` that a model's generation_config.json may set, with transformers' defaults.

@@ -7,8 +7,8 @@ from typing import Any
 from groupax.compat.hf.model import CausalLM
 from groupax.compat.hf.settings import base_weights, warn_inert
 from groupax.compat.hf.torch_models import is_torch_model, read_torch_model
-from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.lora import as_lora_config
+from groupax.models.weights.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.storage.folders import at_revision, resolve_folder
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -24,12 +24,12 @@ from groupax.compat.hf.parameters import Layer, as_parameter, parameters_of, tie
 from groupax.compat.hf.saving import save_into
 from groupax.compat.hf.settings import warn_inert
 from groupax.engine.engine import Engine
-from groupax.models.checkpoint import Model
 from groupax.models.lora import PREFIX, count_params, trainable_params_line
-from groupax.models.nf4 import Nf4
-from groupax.models.quantize import dense_params, is_quantized
-from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.nf4 import Nf4
+from groupax.models.weights.quantize import dense_params, is_quantized
+from groupax.models.weights.saving import save_adapter, save_model, source_folders
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
 

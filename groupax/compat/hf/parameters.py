@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.models.checkpoint import Model
 from groupax.models.lora import PREFIX, adapter_specs
-from groupax.models.named_tensors import join_tensors, specs_by_name
-from groupax.models.quantize import dense
 from groupax.models.specs import HEAD, embedding_name, model_specs
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import dense
+from groupax.models.weights.saving import join_tensors, specs_by_name
 
 _CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.compat.fields import warn
-from groupax.models.saving import source_folders
+from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 

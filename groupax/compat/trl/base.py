@@ -14,7 +14,7 @@ from groupax.compat.trl.layout import Flow, checkpoint_to_resume, flow_of, run_f
 from groupax.compat.trl.overrides import check_assigned
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
 from groupax.compat.trl.reports import TRAINER_STATE, Reports
-from groupax.models.saving import source_folders
+from groupax.models.weights.saving import source_folders
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
 from groupax.storage.buckets import is_remote

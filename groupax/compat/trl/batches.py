@@ -14,7 +14,7 @@ from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
 from groupax.compat.trl.hooks import NO_HOOKS, Hooks, RevisedRewards
 from groupax.compat.trl.layout import TRLFolders
 from groupax.compat.trl.own_generate import ModelSampler
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler

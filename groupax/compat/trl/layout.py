@@ -15,8 +15,8 @@ from groupax.compat.callbacks import Control, State
 from groupax.compat.trl.reports import TRAINER_STATE
 from groupax.events import Message
 from groupax.parallel import processes
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.preemption import PreemptionHandler
-from groupax.parallel.transfer import to_host_on_primary
 from groupax.runs.checkpoints.record import restore_params
 from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import HF, LocalStore

@@ -11,7 +11,7 @@ import numpy as np
 
 from groupax.compat import hf
 from groupax.config import GRPOConfig
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.sequence import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner

@@ -14,8 +14,8 @@ from groupax.compat.trl.model_kwargs import resolve_model
 from groupax.compat.trl.run_settings import RunArguments
 from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
-from groupax.models.checkpoint import Model
 from groupax.models.lora import Adapter, as_lora_config
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.run import Run
 

@@ -5,7 +5,7 @@ from typing import Any
 from groupax.compat.fields import interval_steps, native_attention, parse_mapping, warn
 from groupax.compat.meshes import requested_mesh, requested_offload, warn_replicated, zero_stage
 from groupax.compat.trl.training_arguments import TrainingArguments
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
 from groupax.settings.reporting import TRACKERS

@@ -29,10 +29,10 @@ from groupax.episodes.as_json import (
     turns_as_json,
     turns_from_json,
 )
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.objective.entropy import EntropyState
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.processes import num_processes
-from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
