@@ -16,7 +16,7 @@ import numpy as np
 
 from groupax.data.examples import with_values
 from groupax.episodes.as_json import DTYPES
-from groupax.episodes.episode import answered_calls
+from groupax.tools.calls import answered_calls
 from groupax.types import Branch, FinishReason, Rollout, Turn
 
 Messages = tuple[Mapping[str, Any], ...]

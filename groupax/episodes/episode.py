@@ -13,7 +13,7 @@ from groupax.episodes.environment import OpenEnvironment
 from groupax.episodes.record import Question
 from groupax.episodes.rules import Setup
 from groupax.settings.episodes import EpisodeSettings
-from groupax.tools.calls import ParsedTurn, ToolCall
+from groupax.tools.calls import ParsedTurn, ToolCall, assistant_message
 from groupax.tools.results import ToolResult
 from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, match_calls
@@ -243,31 +243,3 @@ def stacked_experts(experts: Sequence[np.ndarray | None]) -> np.ndarray | None:
         return None
     missing = np.full_like(recorded, -1)
     return np.stack([missing if each is None else each for each in experts])
-
-
-def answered_calls(message: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
-    """Returns the calls of an assistant's message that messages of tools answer."""
-    results = {answer.get("tool_call_id"): answer for answer in answers if answer["role"] == "tool"}
-    return tuple(
-        CallRecord(
-            call["function"]["name"], call["function"]["arguments"], str(results[call["id"]].get("content") or ""), 0.0
-        )
-        for call in message.get("tool_calls", ())
-        if call["id"] in results
-    )
-
-
-def assistant_message(
-    content: str, reasoning: str, calls: Sequence[tuple[str, Mapping[str, Any]]], num_calls: int
-) -> dict[str, Any]:
-    """Returns the assistant's message of a turn, whose calls are numbered from `num_calls`."""
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        # nine letters and digits, which is all that some templates take for an id
-        message["tool_calls"] = [
-            {"type": "function", "id": f"call{number:05d}", "function": {"name": name, "arguments": dict(arguments)}}
-            for number, (name, arguments) in enumerate(calls, num_calls)
-        ]
-    return message

@@ -35,14 +35,14 @@ from groupax.episodes.environment import (
     warn_of_failure,
     with_observation,
 )
-from groupax.episodes.episode import Episode, EpisodeFailed, Start, answered_calls, group_seed, stacked_experts
+from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed, stacked_experts
 from groupax.episodes.record import LEFT, Question, Record
 from groupax.episodes.rules import SINGLE_TURNS, Rules, Setup
 from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import short_repr
-from groupax.tools.calls import ToolCall
+from groupax.tools.calls import ToolCall, answered_calls
 from groupax.tools.results import checked_reward
 from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 from groupax.types import FinishReason, PromptImages, Rollout

@@ -17,11 +17,11 @@ import numpy as np
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.chat import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
-from groupax.episodes.episode import assistant_message
 from groupax.episodes.program import TurnRequest
 from groupax.serve.exchange import TokenTexts
 from groupax.serve.turn_format import TurnFormats
 from groupax.serve.turns import TurnReader
+from groupax.tools.calls import assistant_message
 from groupax.tools.formats import call_opening
 
 KINDS = 64  # of tools and template arguments that are kept ready
