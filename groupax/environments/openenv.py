@@ -89,7 +89,8 @@ def openenv(
     fields = _action_fields(schema)
     tools = _tools(server) if fields is None or "tool_name" in fields or not fields else {}
     if action is None and not tools:
-        action = partial(_single_field, _text_field(url, schema))
+        field_name = _text_field(url, schema)
+        action = lambda text: {field_name: text}  # noqa: E731
     methods = (
         {"reset", "close"} | ({"act"} if action is not None else set()) | ({"score"} if rewards == "last" else set())
     )
@@ -179,10 +180,6 @@ def default_observation(observation: Mapping[str, Any]) -> str | None:
     return json.dumps(fields, ensure_ascii=False) if fields else None
 
 
-def _single_field(name: str, text: str) -> dict[str, Any]:
-    return {name: text}
-
-
 def _observation(data: Mapping[str, Any]) -> Mapping[str, Any]:
     observation = data.get("observation")
     if not isinstance(observation, Mapping):
@@ -244,14 +241,13 @@ def _tools(server: "Server") -> dict[str, Tool]:
     with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop
         found = [each for each in pool.submit(asyncio.run, listed()).result() if isinstance(each, Mapping)]
     schemas = [
-        remote_schema(server.url, each.get("name"), each.get("description"), _parameters(each)) for each in found
+        remote_schema(
+            server.url, each.get("name"), each.get("description"), each.get("input_schema", each.get("inputSchema"))
+        )
+        for each in found
     ]
     schemas.sort(key=lambda schema: schema["function"]["name"])
     return {schema["function"]["name"]: _tool(schema, server.message_timeout_s) for schema in schemas}
-
-
-def _parameters(tool: Mapping[str, Any]) -> Any:
-    return tool.get("input_schema", tool.get("inputSchema"))
 
 
 def _tool(schema: dict[str, Any], timeout_s: float) -> Tool:
@@ -338,14 +334,14 @@ class Connection:
         if self._is_lost:
             raise InfrastructureError(f"the session of {self._server.url} was lost before")
         message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
-        is_answered = False
         try:
-            answer = await (self._begun(message) if self._socket is None else self._exchanged(message))
-            is_answered = True
-        finally:
-            if not is_answered:  # a late answer would be taken for that of the next message
-                self._lose()
-        return self._data(answer)
+            return await (self._begun(message) if self._socket is None else self._answer(message))
+        except InvalidActionError:
+            raise
+        except BaseException:  # a late answer would be taken for that of the next message
+            self._socket, self._is_lost = None, True
+            self._release()
+            raise
 
     async def close(self) -> None:
         """Ends the session, which the server then frees."""
@@ -363,7 +359,7 @@ class Connection:
             self._socket = await self._connected()
             self._guard = asyncio.create_task(_abort_at_end(self._socket))
             try:
-                return self._checked(await self._exchanged(message))
+                return await self._answer(message)
             except CapacityError:
                 self._release()
                 if time.monotonic() > deadline_s:
@@ -386,49 +382,40 @@ class Connection:
         except (OSError, TimeoutError, WebSocketException) as error:
             raise InfrastructureError(f"{server.url} cannot be reached: {error or type(error).__name__}") from error
 
-    async def _exchanged(self, message: str) -> dict[str, Any]:
+    async def _answer(self, message: str) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
         assert self._socket is not None, "connected"
+        url, limit_s = self._server.url, self._server.message_timeout_s
         try:
             with contextlib.suppress(ConnectionClosed):  # a server without free sessions has said so before it closed
                 await self._socket.send(message)
-            text = await asyncio.wait_for(self._socket.recv(), self._server.message_timeout_s)
+            text = await asyncio.wait_for(self._socket.recv(), limit_s)
         except TimeoutError as error:
-            limit_s = self._server.message_timeout_s
-            raise InfrastructureError(f"{self._server.url} has not answered within {limit_s:g} s") from error
+            raise InfrastructureError(f"{url} has not answered within {limit_s:g} s") from error
         except (OSError, ConnectionClosed) as error:
-            raise InfrastructureError(f"{self._server.url} has ended the session: {error}") from error
+            raise InfrastructureError(f"{url} has ended the session: {error}") from error
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError):
             answer = None
-        if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
-            raise InfrastructureError(f"{self._server.url} does not answer as OpenEnv does: {short_repr(text)}")
-        return answer
-
-    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if answer.get("type") == "error" and answer["data"].get("code") == CAPACITY:
-            raise CapacityError(
-                f"{self._server.url} has {short_repr(answer['data'].get('max_sessions'))} sessions, all of them in "
-                "use; every episode of a rollout needs one, so start the server with a larger max_concurrent_envs"
-            )
-        return answer
-
-    def _data(self, answer: dict[str, Any]) -> dict[str, Any]:
-        data = answer["data"]
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict) or not isinstance(data, dict):
+            raise InfrastructureError(f"{url} does not answer as OpenEnv does: {short_repr(text)}")
         if answer.get("type") != "error":
             return data
-        text = printable(str(data.get("message", "")))[:500]
+        if data.get("code") == CAPACITY:
+            raise CapacityError(
+                f"{url} has {short_repr(data.get('max_sessions'))} sessions, all of them in use; every episode of a "
+                "rollout needs one, so start the server with a larger max_concurrent_envs"
+            )
+        reasons = [str(data.get("message", ""))[:500]]
         if data.get("code") == INVALID:
             faults = [each for each in data.get("errors") or () if isinstance(each, dict)]
-            reasons = [f"{each.get('loc')}: {each.get('msg')}" for each in faults]
-            raise InvalidActionError(printable("; ".join([text, *reasons]))[:500])
-        raise InfrastructureError(f"the environment failed on the server ({short_repr(data.get('code'))}): {text}")
-
-    def _lose(self) -> None:
-        self._socket, self._is_lost = None, True
-        self._release()
+            reasons += [f"{each.get('loc')}: {each.get('msg')}" for each in faults]
+            raise InvalidActionError(printable("; ".join(reasons))[:500])
+        code = short_repr(data.get("code"))
+        raise InfrastructureError(f"the environment failed on the server ({code}): {printable(reasons[0])}")
 
     def _release(self) -> None:
         if self._guard is not None:
