@@ -8,10 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from groupax.data.tokenizer import decode
-from groupax.tools import harmony
 from groupax.tools.calls import ParsedTurn
 from groupax.tools.formats import FORMATS, RESPONSE_TEMPLATE, CallFormat, call_format, reasoning_format
-from groupax.tools.readers import MISTRAL_THINK, THINK
+from groupax.tools.readers import MESSAGE, MISTRAL_THINK, THINK
 
 KEPT_FORMATS = 64  # per model, one for each value of the template's arguments
 ENDED_LATE = ("llama", RESPONSE_TEMPLATE)  # formats in which only the end of a turn shows whether it is a call
@@ -57,7 +56,7 @@ class TurnFormat:
             return ""
         if self.calls.name == "gpt_oss":
             header = next(reversed([*HEADER.finditer(text)]), None)
-            if header is not None and harmony.MESSAGE not in text[header.start() :]:
+            if header is not None and MESSAGE not in text[header.start() :]:
                 text = text[: header.start()]
         longest = max((mark_overlap(text, mark) for mark in self.marks), default=0)
         return text[: len(text) - longest]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from groupax.data.chat import render
-from groupax.tools import harmony, readers
+from groupax.tools import readers
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.readers import MISTRAL_THINK, THINK, read_marked
 
@@ -26,7 +26,7 @@ FORMATS = {
     "hermes": Format(readers.read_hermes, readers.HERMES_MARKS),
     "qwen_xml": Format(readers.read_xml, readers.XML_MARKS),
     "mistral": Format(readers.read_mistral, readers.MISTRAL_MARKS),
-    "gpt_oss": Format(harmony.read_harmony, harmony.MARKS),
+    "gpt_oss": Format(readers.read_harmony, readers.HARMONY_MARKS),
     "llama": Format(readers.read_llama, readers.LLAMA_MARKS),
 }
 RESPONSE_TEMPLATE = "response_template"
