@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
+from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import EnvironmentClass
 from groupax.parallel.processes import is_loopback
 from groupax.tools.runner import Outcome
@@ -144,24 +143,17 @@ class Answer:
     """The turns that answer a request, or the reason why there are none.
 
     Attributes:
-        prompt_ids: Token ids of the prompt.
-        tokens: Tokens of each turn.
-        policy_logps, sampler_logps: Their log-probs.
-        ended: Whether each turn has ended by itself, and was not cut off by a limit.
+        turns: Sequences that have ended, after the same prompt.
         refusal: Status and code of an error, with its message; None without one.
     """
 
-    prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    tokens: tuple[list[int], ...] = ()
-    policy_logps: tuple[list[float], ...] = ()
-    sampler_logps: tuple[list[float], ...] = ()
-    ended: tuple[bool, ...] = ()
+    turns: Sequence[Completion] = ()
     refusal: tuple[int, str, str] | None = None
 
     @property
     def digest(self) -> str:
         """Digest of the tokens."""
-        return hashlib.blake2b(json.dumps(self.tokens).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(json.dumps([turn.tokens for turn in self.turns]).encode(), digest_size=8).hexdigest()
 
 
 ENDED = Answer(refusal=(410, "ended", "the episode has ended"))

@@ -204,13 +204,7 @@ class Programs:
             run.turns.append(turn)
             if sequence.finish_reason == "length" and len(sequence.tokens) != request.max_tokens:
                 run.cut = "turn_length" if len(sequence.tokens) == settings.max_turn_tokens else "length"
-        return Answer(
-            sequences[0].prompt,
-            tuple(sequence.tokens for sequence in sequences),
-            tuple(sequence.policy_logps for sequence in sequences),
-            tuple(sequence.sampler_logps for sequence in sequences),
-            tuple(sequence.finish_reason == "stop" for sequence in sequences),
-        )
+        return Answer(sequences)
 
     def _sequence(self, run: ProgramRun, prompt: np.ndarray, request: TurnRequest, room: int) -> Completion:
         """Returns the sequence of a turn that may have `room` tokens."""

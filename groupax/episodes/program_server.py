@@ -149,7 +149,7 @@ class ProgramServer:
             session.refusal = fault.message  # with which an episode without turns is explained
             return JSONResponse(protocol.error_body(fault), fault.status, fault.headers)
         tokenizer, name = templates.tokenizer, incoming.request.model or next(iter(templates.adapters), MODEL)
-        prompt, asked = answer.prompt_ids.tolist(), incoming.request
+        prompt, asked = answer.turns[0].prompt.tolist(), incoming.request
         exchange = Exchange(asked, incoming.wire, name, [prompt], [], templates.token_texts, reader)
         turns = await run_in_threadpool(_turns, tokenizer, tuple(asked.stop), answer)
         writer, completions = protocol.writer(exchange), [Completion() for _ in turns]
@@ -205,18 +205,17 @@ async def _answer(session: Session, request: TurnRequest, http: HttpRequest) -> 
 
 
 def _turns(tokenizer: Any, stop: Sequence[str], answer: Answer) -> list[_WholeTurn]:
-    context = context_tokens(tokenizer, answer.prompt_ids)
-    turns = zip(answer.tokens, answer.policy_logps, answer.sampler_logps, answer.ended, strict=True)
+    context = context_tokens(tokenizer, answer.turns[0].prompt)
     return [
         _WholeTurn(
             index,
-            tokens,
-            policy_logps,
-            sampler_logps,
-            "stop" if has_ended else "length",
-            text_before_stop(decode_after(tokenizer, context, tokens), stop, 0),
+            turn.tokens,
+            turn.policy_logps,
+            turn.sampler_logps,
+            "stop" if turn.finish_reason == "stop" else "length",
+            text_before_stop(decode_after(tokenizer, context, turn.tokens), stop, 0),
         )
-        for index, (tokens, policy_logps, sampler_logps, has_ended) in enumerate(turns)
+        for index, turn in enumerate(answer.turns)
     ]
 
 
