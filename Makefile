@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLD_PYTHON ?= python3.11
 NEW_PYTHON ?= python3.12
 
-.PHONY: demo test cpus gpu lint parity optimized heavy long docs bench versions clean all_installed
+.PHONY: demo test cpus gpu lint parity optimized heavy long docs bench versions versions_if_changed clean all_installed
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
@@ -67,18 +67,23 @@ bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/start.py
 
-# A short run with the lowest and with the newest versions of the dependencies; to be run when pyproject.toml changes.
+# A short run with the lowest and with the newest versions of the dependencies. dev/dependencies.sha256 says for which
+# requirements it has passed; commit it with pyproject.toml.
+EXTRAS := plot view serve math
 versions:
 	rm -rf build/versions && mkdir -p build/versions
-	$(OLD_PYTHON) dev/lowest_versions.py plot view serve math > build/versions/lowest.txt
-	$(OLD_PYTHON) -m venv build/versions/lowest
-	build/versions/lowest/bin/pip install --quiet -c build/versions/lowest.txt ".[plot,view,serve,math]"
-	$(NEW_PYTHON) -m venv build/versions/newest
-	build/versions/newest/bin/pip install --quiet ".[plot,view,serve,math]"
-	for each in lowest newest; do \
-	  build/versions/$$each/bin/groupax train --recipe arithmetic --max_steps 2 --prompts_per_step 2 \
-	    --num_generations 4 --output_dir build/versions/run_$$each || exit 1; \
+	$(OLD_PYTHON) dev/lowest_versions.py $(EXTRAS) > build/versions/lowest.txt
+	touch build/versions/newest.txt
+	set -e; for each in lowest:$(OLD_PYTHON) newest:$(NEW_PYTHON); do name=$${each%%:*}; \
+	  $${each#*:} -m venv build/versions/$$name; \
+	  build/versions/$$name/bin/pip install --quiet -c build/versions/$$name.txt ".[$$(echo $(EXTRAS) | tr ' ' ,)]"; \
+	  build/versions/$$name/bin/groupax train --recipe arithmetic --max_steps 2 --prompts_per_step 2 \
+	    --num_generations 4 --output_dir build/versions/run_$$name; \
 	done
+	$(OLD_PYTHON) dev/lowest_versions.py --digest $(EXTRAS) > dev/dependencies.sha256
+
+versions_if_changed: $(VENV)/.test
+	test "$$($(BIN)/python dev/lowest_versions.py --digest $(EXTRAS))" = "$$(cat dev/dependencies.sha256)" || $(MAKE) versions
 
 clean:
 	rm -rf $(VENV) runs build

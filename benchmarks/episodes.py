@@ -30,7 +30,7 @@ from groupax import Engine, SamplingParams, init_model
 from groupax.engine.scheduler import TURN_STEPS
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.types import Rollout
 
 PROMPTS, GROUP, TURN_TOKENS = 8, 8, 32

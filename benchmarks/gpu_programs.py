@@ -12,21 +12,32 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from hlo import Instruction, Module, parse_hlo
 from models import QWEN3_06B, QWEN3_30B_A3B, QWEN_05B
 
 from groupax.planning.devices import find_target, prepare
+
+if TYPE_CHECKING:  # which imports jax, and `prepare` has to precede that
+    from groupax.planning.kernels import Work
 
 TABLE = Path(__file__).parents[1] / "tests" / "golden" / "gpu_programs.json"
 Numbers = dict[str, Any]
 # Part by which bytes may differ.
 TOLERANCE = 0.001
+# They return elements of their first operand.
+_SAME_ELEMENTS = frozenset(
+    f"stablehlo.{name}"
+    for name in ("convert", "transpose", "reshape", "broadcast_in_dim", "slice", "dynamic_slice", "gather")
+)
+_NARROW = frozenset({"bf16", "f16"})
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,6 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
     from groupax.planning.kernels import compile_for_gpu
-    from groupax.planning.precision import count_widened_products
     from groupax.planning.run import trace_run
 
     target = find_target("h100-1")
@@ -109,21 +119,57 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
         lowered = program.traced.lower()
         compiled, kernels = compile_for_gpu(lowered)
         step, others = kernels.work(program.loop_steps)
-        counts = kernels.count(step)
+        module = parse_hlo(kernels.hlo)
         numbers = {
-            "kernels": counts.kernels,
+            "kernels": step.num_launches,
             "kernels outside its loop": others.num_launches,
-            "copies": counts.copies,
-            "sorts": counts.sorts,
             "host visits": step.host_visits,
             "launches by the host": step.dispatches,
             "float32 products of bfloat16": count_widened_products(lowered),
             "temporary MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
-            "MB moved": (counts.read_bytes + counts.written_bytes) / 1e6,
-            "GFLOP of XLA's matmuls": counts.flops / 1e9,
-            "calls": dict(sorted(counts.calls.items())),
+            **counted(module, step),
         }
-        yield program.name, numbers, [*kernels.describe(step), "outside its loop:", *kernels.describe(others)]
+        yield program.name, numbers, [*described(module, step), "outside its loop:", *described(module, others)]
+
+
+def counted(module: Module, work: "Work") -> Numbers:
+    """Counts copies, sorts, library calls, bytes and operations of a part of a program."""
+    copies, sorts, flops, moved, calls, last = 0, 0, 0.0, 0.0, Counter[str](), ""
+    instructions = module.instructions()
+    for thunk, runs in work.launches:
+        instruction = instructions.get(thunk.instruction)
+        copies += runs if thunk.kind == "kCopy" else 0
+        if instruction is None or instruction.name == last:  # of a sort, whose first kernel stands for all
+            continue
+        last, scope = instruction.name, module.scope(instruction)
+        if instruction.opcode == "custom-call":
+            calls[instruction.target] += runs
+        inner = module.computations.get(instruction.called, {}).values()
+        sorts += runs if any(each.opcode == "sort" for each in (instruction, *inner)) else 0
+        flops += runs * module.flops(instruction, scope)
+        moved += runs * sum(module.traffic(instruction, scope))
+    return {
+        "copies": copies,
+        "sorts": sorts,
+        "MB moved": moved / 1e6,
+        "GFLOP of XLA's matmuls": flops / 1e9,
+        "calls": dict(sorted(calls.items())),
+    }
+
+
+def described(module: Module, work: "Work") -> Iterator[str]:
+    """Yields a line for each launch: its number, megabytes read and written, operation, source and results."""
+    instructions: Mapping[str, Instruction] = module.instructions()
+    for thunk, runs in work.launches:
+        instruction = instructions.get(thunk.instruction)
+        if instruction is None:
+            yield f"{runs} x {thunk.kind} {thunk.label}"
+            continue
+        read, written = module.traffic(instruction, module.scope(instruction))
+        source = "/".join(module.lines.get(instruction.frame, "").split("/")[-2:])
+        results = " ".join(map(str, instruction.arrays))
+        what = instruction.target or instruction.op_name
+        yield (f"{runs:4} x {read / 1e6:9.3f} {written / 1e6:9.3f} MB  {instruction.name}  {what}  {source}  {results}")
 
 
 def by_layer(fewer: Numbers, more: Numbers, layers: int) -> Numbers:
@@ -160,6 +206,61 @@ def differences(found: Numbers, known: Numbers) -> tuple[list[str], list[str]]:
         elif abs(now - before) > TOLERANCE * abs(before):
             (better if now < before else worse).append(line)
     return worse, better
+
+
+def count_widened_products(lowered: Any) -> int:
+    """Counts the matmuls in float32 of which an operand was converted from bfloat16 or float16.
+
+    A matmul of the narrow operands that is accumulated in float32 returns the same, and takes a fraction of the time.
+
+    Args:
+        lowered: A lowered program, see `jax.stages.Lowered`.
+    """
+    operations = list(_walk(lowered.compiler_ir("stablehlo").operation))
+    callers: dict[str, list[Any]] = {}
+    for operation in operations:
+        if operation.name == "func.call":
+            callers.setdefault(operation.attributes["callee"].value, []).append(operation)
+    products = [each for each in operations if each.name in ("stablehlo.dot_general", "stablehlo.convolution")]
+    return sum(
+        any(_dtype(operand) == "f32" and _is_widened(operand, callers) for operand in each.operands)
+        for each in products
+    )
+
+
+def _walk(operation: Any) -> Iterator[Any]:
+    yield operation
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _walk(inner.operation)
+
+
+def _is_widened(value: Any, callers: dict[str, list[Any]]) -> bool:
+    """Returns whether an array is one of narrow floats, or one of float32 that was converted from such."""
+    dtype = _dtype(value)
+    return dtype in _NARROW or (
+        dtype == "f32" and any(_is_widened(source, callers) for source in _sources(value, callers))
+    )
+
+
+def _dtype(value: Any) -> str:
+    return str(value.type.element_type)
+
+
+def _sources(value: Any, callers: dict[str, list[Any]]) -> Iterator[Any]:
+    """Yields the arrays that a value's elements are taken from: operands, or arguments of the calls of its function."""
+    owner = value.owner
+    if not hasattr(owner, "arguments"):  # an operation, not a block
+        if owner.name in _SAME_ELEMENTS:
+            yield owner.operands[0]
+        return
+    index, parent = value.arg_number, owner.owner.operation
+    if parent.name == "func.func":
+        for call in callers.get(parent.attributes["sym_name"].value, ()):
+            yield call.operands[index]
+    elif parent.name == "stablehlo.while":
+        yield parent.operands[index]
 
 
 def main() -> None:

@@ -246,10 +246,10 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     """Of one device, where `rows` completions are spread over so many chips."""
     from groupax import GRPOConfig
     from groupax.models.families import read_config
+    from groupax.planning.abstract import device_bytes
     from groupax.planning.counting import count_program
     from groupax.planning.devices import find_target
     from groupax.planning.measured import Measured, step_seconds
-    from groupax.planning.programs import device_bytes
     from groupax.planning.run import trace_run
     from groupax.runs.build import mesh_of
 

@@ -23,7 +23,7 @@ from groupax.episodes.play import play_episodes
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 
 GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
 

@@ -38,7 +38,7 @@ def measure(model: Mapping[str, Any], layers: int | None, rows: int) -> dict[str
     from groupax import GRPOConfig
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
-    from groupax.planning.programs import device_bytes
+    from groupax.planning.abstract import device_bytes
     from groupax.planning.run import trace_run
 
     config = read_config({**model, "num_hidden_layers": layers or model["num_hidden_layers"]})

@@ -27,7 +27,7 @@ from groupax.data.bridge import Bridge
 from groupax.data.chat import render
 from groupax.models.specs import num_params
 from groupax.models.weights.checkpoint import init_model
-from groupax.recipes.agents import arithmetic, calculator, guess_number, sql
+from groupax.recipes.agents import calculator, guess_number, sql
 from groupax.tools.readers import read_hermes
 from groupax.tools.tool import tools_from, tools_of
 
@@ -234,7 +234,7 @@ def calculation(
     rng: random.Random, expression: str, stage: Stage, practising: bool
 ) -> tuple[list[tuple[str, str]], str]:
     """How one of the authors answers a problem with a calculator."""
-    answer = str(arithmetic.evaluate(expression))
+    answer = str(calculator.evaluate(expression))
     if rng.random() >= CALLS[practising]:
         return [], answer  # from the head, at which the model will be bad
     right = call_of("calculator", expression=expression)
@@ -297,7 +297,7 @@ def conversations(
     renderer: Renderer, rng: random.Random, kind: str, stage: Stage, practising: bool = True
 ) -> Iterator[Segments]:
     """Conversations of a kind, without end."""
-    problems = arithmetic.expressions(rng.randrange(2**31))
+    problems = calculator.expressions(rng.randrange(2**31))
     while True:
         if kind == "game":
             yield renderer.segments(kind, guess_number.PROMPT, *game(rng))
@@ -306,9 +306,9 @@ def conversations(
             yield renderer.segments(kind, row["prompt"][0]["content"], *lookup(rng, row, stage, practising))
         else:
             expression = next(problems)
-            answer = str(arithmetic.evaluate(expression))
+            answer = str(calculator.evaluate(expression))
             turns = calculation(rng, expression, stage, practising) if kind == "calculator" else ([], answer)
-            yield renderer.segments(kind, arithmetic.PROMPT.format(expression), *turns)
+            yield renderer.segments(kind, calculator.PROMPT.format(expression), *turns)
 
 
 def encode(tokenizer: Any, segments: Segments) -> list[tuple[list[int], bool]]:

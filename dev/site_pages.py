@@ -15,14 +15,14 @@ from types import ModuleType
 from typing import Any, get_args
 
 import groupax
-from groupax.cli.main import COMMANDS, USAGE
+from groupax.cli.main import COMMANDS, USAGE, run_command
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.runs import diagnostics
 from groupax.runs.checkpoints import saver
 from groupax.runs.severity import SEVERITIES as SEVERITY_BY_NAME
 from groupax.runs.severity import Severity, severity_of
 from groupax.runs.trackers import background
-from groupax.settings.documentation import descriptions, parts, title
+from groupax.settings.command_line import descriptions, parts, title
 
 SETTINGS = "reference/settings.md"
 # What a reader of the file in the repository sees in the list's place.
@@ -186,7 +186,7 @@ def _help_of(command: str) -> str:
     os.environ["COLUMNS"] = "100"
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            COMMANDS[command](["--help", *(["all"] if command in ("eval", "generate", "serve") else [])])
+            run_command(command, ["--help", *(["all"] if command in ("eval", "generate", "serve") else [])])
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).rstrip()

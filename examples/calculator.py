@@ -5,7 +5,7 @@ python examples/calculator.py
 
 from groupax import GRPOConfig, GRPOTrainer
 from groupax.recipes import load_recipe
-from groupax.recipes.agents.arithmetic import evaluate, generate
+from groupax.recipes.agents.calculator import evaluate, generate
 
 
 def calculator(expression: str) -> int:

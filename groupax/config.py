@@ -7,21 +7,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self, TypeVar
 
-from groupax.settings.adapter import AdapterSettings
-from groupax.settings.checkpoints import CheckpointSettings
-from groupax.settings.compute import DecodingSettings, MeshSettings, UpdateSettings
-from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.evaluation import EvaluationSchedule, EvaluationSettings
+from groupax.settings.compute import DecodingSettings, MeshSettings, UpdateSettings, VisionSettings
 from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, like, nearest
-from groupax.settings.images import VisionSettings
 from groupax.settings.objective import AdvantageSettings, EntropySettings, LossSettings, MaskSettings, ReferenceSettings
-from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.settings.prompts import PromptSettings
+from groupax.settings.optimizer import AdapterSettings, LearningRateSettings, OptimizerSettings
 from groupax.settings.references import reference_to
-from groupax.settings.reporting import ReportingSettings, RolloutLogSettings
-from groupax.settings.rewards import RewardSettings
-from groupax.settings.rollouts import RolloutSettings
-from groupax.settings.run import PromptOrderSettings, RunSettings
+from groupax.settings.rollouts import EpisodeSettings, PromptSettings, RewardSettings, RolloutSettings
+from groupax.settings.run import (
+    CheckpointSettings,
+    EvaluationSchedule,
+    EvaluationSettings,
+    PromptOrderSettings,
+    ReportingSettings,
+    RolloutLogSettings,
+    RunSettings,
+)
 from groupax.settings.sampling import RolloutSamplingSettings
 from groupax.settings.sft import SFTSettings
 

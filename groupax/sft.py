@@ -16,7 +16,7 @@ from groupax.config import SFTConfig
 from groupax.data.examples import Examples, describe_source, load_examples, visit_order
 from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS
 from groupax.data.supervised import TrainingSet, columns_of_examples, encode_training_set, prompt_of, rows_of
-from groupax.evaluation.sets import ONLY_SET, named_sets
+from groupax.evaluation.items import ONLY_SET, named_sets
 from groupax.events import Listener, Message, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.weights.checkpoint import Model
 from groupax.objective.objective import zero_metrics

@@ -14,8 +14,8 @@ from groupax.episodes.as_json import shown_episode
 from groupax.episodes.rules import load_environments, load_tools, make_rules
 from groupax.evaluation.items import read_items
 from groupax.recipes import load_recipe
-from groupax.recipes.agents import arithmetic, calculator, guess_number, sql
-from groupax.settings.episodes import EpisodeSettings
+from groupax.recipes.agents import calculator, guess_number, sql
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.terminal.printable import printable
 from groupax.types import Rollout, Turn
 
@@ -44,7 +44,7 @@ def test_the_calculator_calculates(expression, value):
 )
 def test_the_calculator_refuses_what_is_no_arithmetic(expression):
     with pytest.raises(ValueError, match="expression"):
-        arithmetic.evaluate(expression)
+        calculator.evaluate(expression)
 
 
 def test_a_game_ends_with_the_number():
@@ -227,7 +227,7 @@ def test_a_recipe_of_agents_runs_one_step(name, tmp_path):
 @pytest.mark.heavy
 def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys):
     run, evaluation = tmp_path / "run", tmp_path / "eval"
-    rows = [{"prompt": row["prompt"][0]["content"], "answer": row["answer"]} for row in arithmetic.generate(6, seed=9)]
+    rows = [{"prompt": row["prompt"][0]["content"], "answer": row["answer"]} for row in calculator.generate(6, seed=9)]
     dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
     held_out = ["--eval_dataset", dataset, "--eval_temperature", "0.0"]
     command = ["--recipe", "calculator", "--dataset", dataset, "--output_dir", str(run), *SMALL, *held_out]
@@ -267,7 +267,7 @@ def test_the_example_of_a_calculator_runs(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_the_model_learns_to_use_the_calculator(tmp_path):
     rows = [
-        {"prompt": row["prompt"][0]["content"], "answer": row["answer"]} for row in arithmetic.generate(400, seed=1)
+        {"prompt": row["prompt"][0]["content"], "answer": row["answer"]} for row in calculator.generate(400, seed=1)
     ]
     dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
     run = tmp_path / "run"

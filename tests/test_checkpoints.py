@@ -17,7 +17,7 @@ from groupax import init_model, load_model, save_model
 from groupax.cli.main import main
 from groupax.errors import DivergedError, PreemptedError, RewardError, RunError
 from groupax.evaluation.evaluate import Evaluation
-from groupax.evaluation.sets import ONLY_SET
+from groupax.evaluation.items import ONLY_SET
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES

@@ -11,7 +11,7 @@ from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.sandbox import Limits, passes
 from groupax.rewards.seccomp import filter_program
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 
 from .test_reward_functions import read_lines
 from .test_trainer import a_trainer, lines_of

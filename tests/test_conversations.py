@@ -13,7 +13,7 @@ from groupax.engine.prefix_cache import Place, Prefix
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.parallel.mesh import make_mesh
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.tools.tool import Step
 from groupax.types import Row
 

@@ -17,7 +17,7 @@ from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError, RunError
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
 

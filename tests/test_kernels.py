@@ -7,10 +7,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from groupax.parallel.accelerators import CHIPS
-from groupax.planning.hlo import Array, parse_hlo
-from groupax.planning.kernels import GpuProgram, parse_thunks, read_gpu_program
-from groupax.planning.precision import count_widened_products
+from groupax.models.families import read_config
+from groupax.planning.kernels import (
+    ACTIVATIONS,
+    COPIES,
+    LOGITS,
+    Buffer,
+    GpuProgram,
+    bytes_by_kind,
+    kind_by_shape,
+    parse_temporaries,
+    parse_thunks,
+    read_gpu_program,
+)
+
+from .conftest import TINY
 
 GOLDEN = Path(__file__).parent / "golden"
 # In the form of XLA's dumps, a chunk of decoding in miniature: in each iteration a product, a Triton kernel and an
@@ -34,18 +45,30 @@ def metadata(thunks, names):
     return "\n".join(entries)
 
 
+@pytest.fixture(scope="module")
+def gate():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        yield importlib.import_module("gpu_programs")
+
+
+@pytest.fixture(scope="module")
+def hlo(gate):
+    return importlib.import_module("hlo")
+
+
 @pytest.fixture
 def chunk():
-    return GpuProgram(parse_hlo(HLO), parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
+    return GpuProgram(HLO, parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
 
 
-def test_instructions_have_their_types_and_origins():
-    module = parse_hlo(HLO)
+def test_instructions_have_their_types_and_origins(hlo):
+    module = hlo.parse_hlo(HLO)
     call = module.computations["body"]["pallas_call.1"]
     assert (call.opcode, call.target) == ("custom-call", "__gpu$xla.gpu.triton")
     assert call.op_name == "jit(chunk)/while/body/pallas_call"
     assert module.lines[call.frame] == "/repo/groupax/engine/decode.py:77"
-    assert call.arrays == (Array("bf16", (64, 8)),)
+    assert call.arrays == (hlo.Array("bf16", (64, 8)),)
     assert call.operands == ("cache.1", "weight.1")
     loop = module.computations["main"]["while.1"]
     assert [str(array) for array in loop.arrays] == ["s32[]", "bf16[64,1024]", "bf16[1024,1024]"]
@@ -58,8 +81,8 @@ def test_instructions_have_their_types_and_origins():
     ("dtype", "num_bytes"),
     [("pred", 24), ("s4", 12), ("bf16", 48), ("f8e4m3fn", 24), ("f32", 96), ("c64", 192), ("token", 0)],
 )
-def test_arrays_have_the_bytes_of_their_dtypes(dtype, num_bytes):
-    assert Array(dtype, (2, 3, 4)).num_bytes == num_bytes
+def test_arrays_have_the_bytes_of_their_dtypes(dtype, num_bytes, hlo):
+    assert hlo.Array(dtype, (2, 3, 4)).num_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -74,56 +97,56 @@ def test_arrays_have_the_bytes_of_their_dtypes(dtype, num_bytes):
         ("body", "weight.1", 0, 0),
     ],
 )
-def test_slices_and_updates_in_place_move_only_their_elements(scope, name, read, written):
-    module = parse_hlo(HLO)
+def test_slices_and_updates_in_place_move_only_their_elements(scope, name, read, written, hlo):
+    module = hlo.parse_hlo(HLO)
     computation = module.computations[scope]
     assert module.traffic(computation[name], computation) == (read, written)
 
 
-def test_what_a_kernel_updates_in_place_is_not_written():
+def test_what_a_kernel_updates_in_place_is_not_written(hlo):
     aliased = HLO.replace('triton", ', 'triton", output_to_operand_aliasing={{1}: (0, {})}, ', 1)
     aliased = aliased.replace(
         "pallas_call.1 = bf16[64,8]{1,0}", "pallas_call.1 = (bf16[64,8]{1,0}, bf16[64,1024]{1,0})"
     )
-    body = parse_hlo(aliased).computations["body"]
+    body = hlo.parse_hlo(aliased).computations["body"]
     assert len(body["pallas_call.1"].arrays) == 2
-    assert parse_hlo(aliased).traffic(body["pallas_call.1"], body)[1] == 2 * 64 * 8
+    assert hlo.parse_hlo(aliased).traffic(body["pallas_call.1"], body)[1] == 2 * 64 * 8
 
 
-def test_matmuls_within_fusions_are_counted():
-    module = parse_hlo(HLO)
+def test_matmuls_within_fusions_are_counted(hlo):
+    module = hlo.parse_hlo(HLO)
     body = module.computations["body"]
     assert module.flops(body["gemm.1"], body) == 2 * 64 * 1024 * 1024
     assert module.flops(body["copy.1"], body) == 0
 
 
-def test_a_text_that_is_not_hlo_is_refused():
+def test_a_text_that_is_not_hlo_is_refused(hlo):
     with pytest.raises(ValueError, match="not the text of an HLO module: 'module @jit_f'"):
-        parse_hlo("module @jit_f")
+        hlo.parse_hlo("module @jit_f")
     with pytest.raises(ValueError, match="unknown line in XLA's sequence of thunks: 'thunks: 3'"):
         parse_thunks("thunks: 3", "")
 
 
-def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
+def test_a_step_is_an_iteration_with_its_smallest_branches(chunk, hlo, gate):
     step, others = chunk.work(loop_steps=32)
     # the comparison, three kernels in a graph, the two of the sort, and the copy in a slice
     assert step.num_launches == 7
     assert step.host_visits == 2, "for the loop's end and for the branch"
     assert step.dispatches == 5
     assert (others.num_launches, others.host_visits, others.dispatches) == (1, 0, 1)
-    counts = chunk.count(step)
-    assert (counts.kernels, counts.copies, counts.sorts) == (7, 1, 1)
-    assert counts.flops == 2 * 64 * 1024 * 1024
-    assert counts.calls == {"__gpu$xla.gpu.triton": 1}
-    assert counts.written_bytes == 4 * 64 * 1024 + 2 * 64 * 8 + 2 * 64 * 1024 + 2 * 64 + 8 * 64 * 1024
+    module = hlo.parse_hlo(HLO)
+    counts = gate.counted(module, step)
+    assert (counts["copies"], counts["sorts"], counts["calls"]) == (1, 1, {"__gpu$xla.gpu.triton": 1})
+    assert counts["GFLOP of XLA's matmuls"] == 2 * 64 * 1024 * 1024 / 1e9
     assert any(
-        "pallas_call.1  __gpu$xla.gpu.triton  engine/decode.py:77  bf16[64,8]" in line for line in chunk.describe(step)
+        "pallas_call.1  __gpu$xla.gpu.triton  engine/decode.py:77  bf16[64,8]" in line
+        for line in gate.described(module, step)
     )
 
 
 def test_loops_of_known_length_count_as_often_as_they_run_and_need_no_host():
     known = HLO.replace("condition=%cond, body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"32"}}')
-    program = GpuProgram(parse_hlo(known), parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
+    program = GpuProgram(known, parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
     step, others = program.work(loop_steps=32)
     assert (step.num_launches, step.host_visits) == (7, 1)
     assert others.num_launches == 1
@@ -139,7 +162,7 @@ def test_what_is_in_a_graph_is_launched_at_once():
         line if line == "condition:" else f"    {line}" for line in lines
     )
     names = metadata(in_graph, NAMES)
-    step, others = GpuProgram(parse_hlo(HLO), parse_thunks(in_graph, names)).work(32)
+    step, others = GpuProgram(HLO, parse_thunks(in_graph, names)).work(32)
     assert (step.num_launches, step.host_visits, step.dispatches) == (7, 0, 0)
     assert (others.num_launches, others.dispatches) == (1, 1)
 
@@ -149,7 +172,7 @@ def test_a_folder_without_a_program_is_an_error(tmp_path):
         read_gpu_program(tmp_path, "chunk")
 
 
-def test_products_of_widened_operands_are_found():
+def test_products_of_widened_operands_are_found(gate):
     def products(weight, x):
         inner = jax.jit(lambda weight, x: jnp.dot(weight.T, x))
         looped, _ = jax.lax.scan(lambda x, _: (x @ weight.astype(jnp.float32), None), x, None, length=3)
@@ -157,23 +180,10 @@ def test_products_of_widened_operands_are_found():
         return inner(weight.astype(jnp.float32), x), looped, x @ x, narrow
 
     arrays = (jax.ShapeDtypeStruct((8, 8), dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    assert count_widened_products(jax.jit(products).lower(*arrays)) == 2
+    assert gate.count_widened_products(jax.jit(products).lower(*arrays)) == 2
 
 
 # -- the table
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """The folder of the benchmarks among those of modules."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def gate(benchmarks):
-    return importlib.import_module("gpu_programs")
 
 
 def test_worse_numbers_are_said_with_both_values(gate):
@@ -196,31 +206,46 @@ def test_what_a_layer_adds_is_the_difference(gate):
     assert "kernels" not in split
 
 
-# -- the estimate of decoding
+# -- temporary memory
+
+DUMP = """BufferAssignment:
+allocation 0: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:
+ value: <1 weights @0> (size=4096,offset=0): f32[1024]{0}
+allocation 7: size 900, preallocated-temp:
+ value: <2 fusion @0> (size=400,offset=0): bf16[10,20]{1,0}
+ value: <3 fusion{} @0> (size=16,offset=700): (f32[4]{0}, f32[4]{0})
+ value: <4 fusion{1} @0> (size=300,offset=300): f32[3,25]{1,0}
+allocation 8: size 4, thread-local:
+ value: <5 x @0> (size=4,offset=0): f32[]
+
+Total bytes used: 5000
+"""
 
 
-@pytest.fixture(scope="module")
-def roofline(benchmarks):
-    return importlib.import_module("gpu_roofline")
+def test_temporary_arrays_are_read_from_a_dump():
+    assert parse_temporaries(DUMP) == [
+        Buffer((10, 20), 0, 400),
+        Buffer((3, 25), 300, 300),
+    ]
+    assert parse_temporaries("") == []
 
 
-def test_the_bound_reads_weights_columns_and_the_head_once(roofline):
-    chip = CHIPS["h100"]
-    layer = 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 2 * 896
-    columns = 64 * 512 + 8 * 512  # of each row, and of each prompt
-    num_bytes = 2 * (24 * layer + 151_936 * 896) + 24 * 512 * columns
-    assert roofline.least_seconds(roofline.QWEN_05B, 64, chip) == pytest.approx(
-        num_bytes / chip.memory_bytes_per_s, rel=1e-12
+def test_each_byte_belongs_to_the_largest_array_that_is_there():
+    buffers = parse_temporaries(DUMP)
+    assert bytes_by_kind(buffers, str) == {"(10, 20)": 400, "(3, 25)": 200}
+    assert bytes_by_kind(buffers[::-1], lambda _: "all") == {"all": 600}
+    assert bytes_by_kind([], str) == {}
+
+
+def test_kinds_follow_from_shapes():
+    config = read_config(
+        {**TINY, "vocab_size": 1000, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
     )
+    kind_of = kind_by_shape(config, 4)
 
+    def kinds(*shapes):
+        return [kind_of(shape) for shape in shapes]
 
-def test_a_kernel_takes_the_time_of_its_bytes_or_operations_and_a_latency(chunk, roofline):
-    chip = CHIPS["h100"]
-    assumed = roofline.Assumptions(0.5, 0.25, 1e-6, 1e-5, 1e5)
-    bandwidth = 0.5 * chip.memory_bytes_per_s
-    weight, cache, wide = 2 * 1024 * 1024, 2 * 64 * 1024, 4 * 64 * 1024
-    matmul_s = max((weight + cache + wide) / bandwidth, 2 * 64 * 1024**2 / (0.25 * chip.flops))
-    # both kernels of the sort read values and write them with indices; the column that the cache gets stays on the chip
-    others = (weight + cache) + 4 + 2 * 3 * wide + 2 * cache
-    expected = 7 * assumed.kernel_s + 2 * assumed.visit_s + matmul_s + others / bandwidth
-    assert roofline.step_seconds(chunk, chip, assumed) == pytest.approx(expected, rel=1e-9)
+    assert kinds((7, 1000), (7, 250), (500, 7, 1)) == [LOGITS] * 3
+    assert kinds((1000, 32), (1, 32, 1000), (80, 32), (3, 32, 80), (20, 32)) == [COPIES] * 5
+    assert kinds((7, 32), (7, 80), (), (7, 125)) == [ACTIVATIONS] * 4

@@ -12,19 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from groupax.cli.launch import LAUNCHERS, launch
+from groupax.cli.launch import launch
 from groupax.cli.main import COMMANDS, main
 from groupax.errors import PREEMPTED
-from groupax.launch.argv import LAUNCHED, program_of, split_argv
-from groupax.launch.environment import process_environment
-from groupax.launch.local import MISTAKE, Stop, local_attempt
-from groupax.launch.output import copy_lines
-from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
-from groupax.launch.ray_program import Ray, config_of
-from groupax.launch.readiness import silent_servers
-from groupax.launch.retries import Outcome, Retries, run_with_retries
-from groupax.launch.slurm import Slurm, submit, write_script
-from groupax.launch.slurm_script import script_of
+from groupax.launch.local import MISTAKE, Stop, copy_lines, local_attempt
+from groupax.launch.program import (
+    LAUNCHED,
+    Outcome,
+    Retries,
+    process_environment,
+    program_of,
+    run_with_retries,
+    split_argv,
+)
+from groupax.launch.ray_functions import (
+    CpuAcceleratorConfig,
+    GpuAcceleratorConfig,
+    Ray,
+    TpuAcceleratorConfig,
+    config_of,
+)
+from groupax.launch.slurm import Slurm, script_of, silent_servers, submit, write_script
 from groupax.settings import environment as env
 
 from .slurm_stand_ins import run_job
@@ -87,11 +95,7 @@ def test_words_are_a_command_or_a_program():
     ],
 )
 def test_mistakes_are_told(argv, message, capsys):
-    try:
-        status = main(["launch", *argv])
-    except SystemExit as stopped:  # tyro's, which tells of options by itself
-        status = stopped.code
-    assert status == 2
+    assert main(["launch", *argv]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -105,12 +109,6 @@ def test_a_command_may_have_its_program_before_it(program):
     own, words = split_argv(["slurm", "--", *program, *TRAIN], "usage")
     assert (own, words) == (["slurm"], TRAIN)
     assert split_argv(["--", *program, "serve"], "usage")[1] == [*program, "serve"]
-
-
-def test_help_lists_the_launchers(capsys):
-    assert main(["launch", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert [name for name in LAUNCHERS if name not in out] == []
 
 
 # -- when it is started again
@@ -139,11 +137,7 @@ def test_what_is_not_started_again(ending, attempts):
         lambda: made.append(1) or Outcome(ending, "why", 1), retries, lambda _: None, lambda _: True
     )
     assert (outcome.ending, len(made)) == (ending, attempts)
-
-
-def test_a_request_to_stop_while_waiting_ends_it():
-    outcome = run_with_retries(lambda: Outcome("failed", "why", 3), Retries(), lambda _: None, lambda _: False)
-    assert (outcome.ending, outcome.value) == ("stopped", 3)
+    assert run_with_retries(lambda: Outcome("failed", "", 3), retries, print, lambda _: False).ending == "stopped"
 
 
 # -- on this machine
@@ -154,15 +148,6 @@ def test_lines_have_prefixes_and_bars_are_left_out(tmp_path):
     with (tmp_path / "target").open("w", encoding="utf-8") as target:
         copy_lines((tmp_path / "source").open("rb"), target, "[0] ").join()
     assert (tmp_path / "target").read_text(encoding="utf-8") == "[0] one\n[0] bar 2\n[0] \ufffd\n[0] last\n"
-
-
-def test_each_process_knows_its_place(capfd):
-    code = "import os; print(*(os.environ['GROUPAX_' + n] for n in ('PROCESS_ID', 'NUM_PROCESSES', 'COORDINATOR')))"
-    assert local(2, code) == 0
-    lines = sorted(capfd.readouterr().out.splitlines())
-    assert [line.rpartition(" ")[0] for line in lines] == ["[0] 0 2", "[1] 1 2"]
-    assert len({line.rpartition(" ")[2] for line in lines}) == 1
-    assert re.fullmatch(r"127\.0\.0\.1:\d+", lines[0].rpartition(" ")[2])
 
 
 def test_one_that_fails_stops_all_and_all_start_again(tmp_path, capfd):

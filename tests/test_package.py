@@ -1,36 +1,37 @@
 """What the package promises as a whole: quick imports, layers that point one way, a command line that helps."""
 
 import ast
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
 from groupax.cli.bisect import Bisect
-from groupax.cli.checkpoints import Checkpoints
-from groupax.cli.evaluate import Eval
+from groupax.cli.evaluate import Compare, Eval
 from groupax.cli.generate import Generate, throughput
 from groupax.cli.init import Init
 from groupax.cli.launch import Local
 from groupax.cli.main import main
-from groupax.cli.models import Convert, Inspect, Merge, Push, Quantize
+from groupax.cli.models import Checkpoints, Convert, Inspect, Merge, Push, Quantize, Report
 from groupax.cli.plan import PlanCommand
 from groupax.cli.replay import Replay
-from groupax.cli.results import Compare, Report
 from groupax.cli.serve import Serve
-from groupax.cli.sft import SFT
-from groupax.cli.train import Train, train_defaults
+from groupax.cli.train import SFT, Train, train_defaults
 from groupax.cli.view import View
 from groupax.errors import EXTRAS
-from groupax.launch.ray_program import Ray
+from groupax.launch.ray_functions import Ray
 from groupax.launch.slurm import Slurm
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
-from groupax.settings.command_line import _check_names, parsed
+from groupax.settings.command_line import Positional, all_options, parsed
 
 from .conftest import TINY
 
@@ -257,12 +258,10 @@ def test_the_version_is_told(capsys):
 @pytest.mark.parametrize(
     ("command", "usage"),
     [
-        ("merge", "[OPTIONS] ADAPTER DESTINATION"),
-        ("convert", "MODEL DESTINATION"),
+        ("merge", "ADAPTER DESTINATION"),
         ("compare", "BEFORE AFTER"),
         ("checkpoints", "RUN_DIR [ACTION] [STEP]"),
-        ("report", "RUN_DIR"),
-        ("view", "[RUN_DIRS]"),
+        ("view", "RUN_DIRS ..."),
     ],
 )
 def test_usage_names_what_belongs_where(command, usage, capsys):
@@ -270,8 +269,8 @@ def test_usage_names_what_belongs_where(command, usage, capsys):
         main([command, "--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    assert usage in out.splitlines()[0]
-    assert usage.split()[-1] in out.partition("positional arguments")[2]
+    assert out.startswith(f"usage: groupax {command} [options] {usage}\n")
+    assert f"\nArguments\n  {usage.split()[0]} " in out
 
 
 def test_throughput_leaves_out_compilation():
@@ -312,15 +311,78 @@ KINDS += [Compare, Report, Inspect, Merge, Convert, Quantize, Push]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_flag_of_the_help_is_known(kind, capsys, monkeypatch):
+def test_the_help_describes_every_option(kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        parsed(kind, "it", ["--help", "all"], kind() if kind in (Train, Init, SFT) else None)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    starts = (line[2:].partition("  ")[0] for line in lines if re.match(r"[│ ] --?\w", line))
-    flags = [flag for start in starts for flag in re.findall(r"--\w+", start) if flag != "--help"]
-    assert flags
-    _check_names(kind, flags, "")
+        parsed(kind, "it", ["--help", "all"])
+    out = capsys.readouterr().out
+    for option in all_options(kind() if kind in (Train, Init, SFT, PlanCommand) else kind):
+        assert len(option.text) > 10, option.name
+        assert option.is_positional or re.search(rf"^  --{option.name}\b", out, re.MULTILINE), option.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 1.0
+    stop: Sequence[str] = ()
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    place: Positional[Path]
+    more: Positional[tuple[int, ...]]
+    count: Annotated[int, "-n"] = 1
+    switch: bool = True
+    maybe: bool | None = None
+    kind: Literal["a", "b"] | Callable[..., float] | None = None
+    ends: bool | tuple[Literal["x", "y"], ...] = False
+    sizes: tuple[int, int] | None = None
+    names: tuple[str, ...] | None = ("d",)
+    with_: tuple[str, ...] = ()
+    options: dict[str, float] = field(default_factory=dict)
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        (["p", "1", "2"], {"place": Path("p"), "more": (1, 2), "inner": Inner()}),
+        (
+            ["positional", "-n", "-3", "--no-switch", "--maybe"],
+            {"more": (), "count": -3, "switch": False, "maybe": True},
+        ),
+        (["--maybe", "False", "p", "--kind=m:f"], {"place": Path("p"), "maybe": False, "kind": "m:f"}),
+        (["p", "--maybe", "None", "--kind", "a"], {"maybe": None, "kind": "a"}),
+        (["--maybe", "p", "--ends"], {"maybe": True, "ends": True}),
+        (["p", "--no_maybe", "--ends"], {"maybe": False, "ends": True}),
+        (["p", "--ends", "x", "y", "--with", "a=1"], {"ends": ("x", "y"), "with_": ("a=1",)}),
+        (["p", "--sizes", "1", "2", "--names"], {"sizes": (1, 2), "names": ()}),
+        (["p", "--names", "None", "--options", '{"a": 1}'], {"names": None, "options": {"a": 1}}),
+        (["p", "--names=--x", "--rate", "1e-3"], {"names": ("--x",), "inner": Inner(rate=1e-3)}),
+        (["p", "--bias", "5", "-1e2", "6", "1"], {"inner": Inner(bias={5: -100.0, 6: 1.0})}),
+        ([], "PLACE is missing; give it: usage: groupax it [options] PLACE MORE ..."),
+        (["p", "x"], "MORE ... must be a list with each a whole number, got ('x',)"),
+        (["p", "--count"], "--count needs a value"),
+        (["p", "--count", "1.5"], "--count must be a whole number, got '1.5'"),
+        (["p", "--switch=1"], "--switch takes no value: write --switch to switch it on, --no_switch to switch it off"),
+        (["--switch", "no", "p"], "--switch takes no value"),
+        (["p", "--kind", "c"], "--kind must be one of a, b or a function, also by reference as 'module:function' or"),
+        (["p", "--ends", "z"], "--ends must be true or false or a list with each one of x, y, got ('z',)"),
+        (["p", "--sizes", "1"], "--sizes must be a list of 2 with each a whole number or None, got (1,)"),
+        (["p", "--options", "[]"], "--options: [] is no JSON object; write one"),
+        (["p", "--rat", "1"], "there is no flag --rat; did you mean --rate?"),
+    ],
+)
+def test_options_are_read_by_their_types(arguments, values):
+    if isinstance(values, str):
+        with pytest.raises(ValueError, match=re.escape(values)):
+            parsed(Command, "it", arguments)
+        return
+    found = parsed(Command, "it", arguments)
+    assert found == dataclasses.replace(found, **values)
+    again = parsed(Command, "it", ["q"], default=found)
+    assert again == dataclasses.replace(found, place=Path("q"))
 
 
 def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):

@@ -22,11 +22,8 @@ import groupax.engine.core
 import groupax.training.learner
 from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.cli.main import main
-from groupax.models import attention
-from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
-from groupax.models.kernels import splash
 from groupax.models.kernels.grouped_matmul import grouped_matmul
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
@@ -34,12 +31,11 @@ from groupax.models.weights.nf4 import quantization_config
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting
+from groupax.planning.abstract import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.counting import Counts, bytes_between_hosts, count_program
-from groupax.planning.devices import Target, find_target, prepare
-from groupax.planning.few_layers import few_layers
+from groupax.planning.devices import Target, prepare
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, step_seconds, whole_program
-from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
+from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, step_seconds, whole_program
 from groupax.planning.run import trace_run
 from groupax.planning.tables import format_plan, verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
@@ -109,17 +105,6 @@ def test_the_largest_branch_counts_and_programs_within_programs():
     assert counted(jax.jit(lambda x: jax.jit(branches)(x) @ x), (6, 6)).flops == 3 * once
 
 
-def test_what_the_backward_pass_computes_again_counts():
-    def two(x, w):
-        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
-
-    shapes, once = ((4, 6), (6, 6)), 2 * 4 * 6 * 6
-    assert counted(jax.grad(two, argnums=(0, 1)), *shapes).flops == 6 * once
-    again = jax.checkpoint(two, policy=jax.checkpoint_policies.nothing_saveable)
-    # the second product's result, too, is an input of its tanh
-    assert counted(jax.grad(again, argnums=(0, 1)), *shapes).flops == 8 * once
-
-
 def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
     from jax.experimental import pallas
 
@@ -138,21 +123,6 @@ def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
     # rows of x stay while all columns of y go by; those come again for each of them
     moved = 4.0 * (3 * 8 * 16 + 6 * 16 * 32 + 6 * 8 * 32)
     assert counted(blocks, (24, 16), (16, 64)) == Counts(2.0 * 24 * 16 * 64, moved)
-
-
-def test_scores_of_a_kernel_are_not_moved():
-    def update(attend):
-        def loss(q, k, v):
-            return jnp.sum(attend(q, k, v, jnp.zeros(2, jnp.int32), AttentionConfig(0.125)))
-
-        return counted(jax.grad(loss, argnums=(0, 1, 2)), (2, 512, 4, 64), (2, 512, 2, 64), (2, 512, 2, 64))
-
-    plain, fused = update(attention.attend), update(splash.attend)
-    scores = 2 * 4 * 512 * 512
-    assert plain.product_bytes > 4 * 3 * scores
-    # backward it makes scores and their gradients twice, for queries and for keys: 9 products, and outputs times theirs
-    assert fused.flops == 2 * 64 * (9 * scores + 2 * 4 * 512)
-    assert fused.product_bytes < 0.6 * plain.product_bytes
 
 
 def exchange(function, shape, out):
@@ -221,23 +191,6 @@ def test_products_of_8_bit_floats_are_counted_apart():
     chip, mixed = replace(tiny_chip(1e9), fp8_flops=2e12), Counts(3e12, fp8_flops=2e12)
     assert Measured("admit", 1, {}, mixed).seconds(chip)["arithmetic"] == 1 + 1
     assert Measured("admit", 1, {}, mixed).seconds(tiny_chip(1e9))["arithmetic"] == 3
-
-
-def test_a_devices_part_is_counted():
-    mesh = make_mesh((1, 1, 1, 4, 1))
-    parts = PartitionSpec(None, "tp"), PartitionSpec("tp", None)
-    program = jax.shard_map(
-        lambda a, b: lax.psum(a @ b, "tp"), mesh=mesh, in_specs=parts, out_specs=PartitionSpec(), check_vma=False
-    )
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 8), (8, 10))]
-    counts = count_program(jax.jit(program).trace(*shapes).jaxpr)
-    assert counts == Counts(2.0 * 6 * 2 * 10, 4.0 * (6 * 2 + 2 * 10 + 6 * 10), {"all-reduce": 2 * 240 * 3 / 4})
-
-
-def test_counts_add_up():
-    one, other = Counts(1.0, 2.0, {"all-gather": 3.0}), Counts(10.0, 20.0, {"all-reduce": 1.0, "all-gather": 2.0})
-    assert one + other.times(2) == Counts(21.0, 42.0, {"all-gather": 7.0, "all-reduce": 2.0})
-    assert (one + other).sent_bytes == 6
 
 
 @pytest.mark.heavy
@@ -533,21 +486,6 @@ def test_what_no_device_can_hold_is_told_before_anything_is_compiled():
     assert trace_run(config, make_mesh(), args, None, masters + 10_000_000).cache.num_slots == 4
 
 
-def test_the_cache_has_what_is_free_beside_gathered_weights(monkeypatch):
-    mesh = make_mesh((1, 4, 1, 1, 1))
-    model = init_model(SMALL, mesh=mesh)
-    engine = engine_for(GRPOConfig(), model, model.params, (1,))
-    seen = []
-
-    def free(mesh):
-        seen.append(engine._params is not None)
-        return 1e6
-
-    monkeypatch.setattr(groupax.engine.core, "free_memory_bytes", free)
-    assert engine.plan().max_tokens == int(0.8e6) // engine.bytes_per_token
-    assert seen == [True]
-
-
 # -- devices
 
 
@@ -592,12 +530,6 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
 def test_devices_that_do_not_exist_are_told(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         prepare(name, tmp_path)
-
-
-def test_virtual_devices_are_those_that_there_are():
-    assert find_target("CPU:4").devices == tuple(jax.devices())
-    with pytest.raises(ValueError, match="cpu:8 was requested, but jax was started with 4 CPU devices"):
-        find_target("cpu:8")
 
 
 # -- what fits
@@ -662,29 +594,6 @@ def test_the_nearest_change_comes_first():
 
 
 @pytest.mark.heavy
-def test_a_loop_that_copies_too_much_is_unrolled_before_micro_batches_shrink():
-    full = replace(TRAIN, gradient_checkpointing="full")
-    plan = a_plan("micro_step", full)
-    run = plan.run
-
-    def first(scans, policy, args=full):
-        programs = tuple(
-            replace(each, scans_layers=scans) if each.name == "micro_step" else each for each in run.programs
-        )
-        measured = tuple(
-            replace(each, memory={OTHER: 2e9 - policy, "policy": policy}) if each.name == "micro_step" else each
-            for each in plan.programs
-        )
-        looping = replace(plan, request=Request("v5e-1", args), run=replace(run, programs=programs), programs=measured)
-        return changes(looping)[0]
-
-    assert first(True, 1.5e9) == "--scan_layers False"
-    assert first(True, 1.5e9, replace(full, scan_layers=True)).startswith("--micro_batch_tokens"), "as was asked for"
-    assert first(True, 0.5e9).startswith("--micro_batch_tokens"), "the copy is smaller than what is missing"
-    assert first(False, 1.5e9).startswith("--micro_batch_tokens"), "nothing is copied"
-
-
-@pytest.mark.heavy
 def test_what_changes_of_a_rollout():
     plan = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4")
     assert changes(plan) == ["--mesh 1,-1,1,1,1", "--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], (
@@ -733,38 +642,12 @@ def test_settings_are_found_that_fit(few_bytes):
     assert found.request.changes[1].startswith("--micro_batch_tokens")
 
 
-@pytest.mark.heavy
-def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
-    few_bytes(1e9)
-    plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), io.StringIO(), []
-
-    def of_candidate(config, request, *_, **__):
-        tried.append(request.changes)
-        if len(tried) == 1:
-            raise ValueError("heads (4) is not divisible by tp=16")
-        return a_plan("", request.args, devices=request.devices)
-
-    monkeypatch.setattr(fitting, "make_plan", of_candidate)
-    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), Activities(Console(file=told)))
-    assert tried == [("--mesh 1,-1,1,1,1",), ("--max_concurrent_rows 8",)]
-    assert found.request.args.max_concurrent_rows == 8
-    assert "heads (4) is not divisible by tp=16" in told.getvalue()
-
-
 def test_nothing_fits_where_nothing_can(few_bytes):
     few_bytes(1000.0)
     plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), activities())
     assert str(plan.fault).startswith("weights and optimizer alone need")
     assert verdict(plan) == format_plan(plan) == f"does not fit: {plan.fault}"
     assert plan.programs == ()
-
-
-def test_an_update_reads_and_writes_its_state_and_reads_gradients():
-    memory = {"masters": 4.0, "optimizer": 8.0, "gradients": 4.0, "policy": 2.0, OTHER: 1.0}
-    counts, chip = Counts(10.0, 5.0), tiny_chip(1e9)
-    update, step = (Measured(name, 1, memory, counts, 0.0) for name in ("apply_update", "micro_step"))
-    assert (update.traffic_bytes, step.traffic_bytes) == (2 * (4 + 8) + 4 + 5, 5)
-    assert update.seconds(chip)["memory"] == 33 / chip.memory_bytes_per_s
 
 
 class Uncompilable:
@@ -900,19 +783,3 @@ def test_a_4_bit_base_is_planned_as_one_that_is_not_and_told(config_file, tmp_pa
     assert "the base has 4-bit weights; the plan assumes that it is not quantized" in capsys.readouterr().err
     assert main(command) == 2
     assert "have 4 bits; train an adapter" in capsys.readouterr().err
-
-
-@pytest.mark.heavy
-def test_an_adapters_folder_is_planned_as_an_adapter(config_file, tmp_path, capsys):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    settings["base_model_name_or_path"] = str(tmp_path)
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    out = tmp_path / "plan.json"
-    assert main(["plan", "--devices", "cpu:4", "--model", str(adapter), "--json", str(out), *LENGTHS]) == 0
-    [record] = json.loads(out.read_text())
-    memory = record["programs"][0]["memory"]
-    layer = 4 * 4 * (32 + 32)  # a and b of rank 4
-    assert memory["masters"] == layer
-    assert memory["base"] > 10 * layer

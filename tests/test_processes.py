@@ -18,7 +18,7 @@ import pytest
 from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.errors import RunError
-from groupax.launch.environment import free_port
+from groupax.launch.program import free_port
 from groupax.parallel.processes import (
     _bind_address,
     _distributed_arguments,

@@ -24,7 +24,7 @@ from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
 from groupax.runs.build import UNCORRECTED_CONSTRAINT
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Tool
 

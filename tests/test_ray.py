@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from groupax import init_model, save_model
+from groupax.launch.program import Retries
 from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig, execute
-from groupax.launch.retries import Retries
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
@@ -158,56 +158,6 @@ def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
 
     with pytest.raises(TimeoutError, match="1 nodes with 99 CPU were not free within 1 s"):
         never()
-
-
-@pytest.mark.long
-def test_a_lost_node_leads_to_the_state_of_an_undisturbed_run(cluster, tmp_path):
-    told = []
-
-    def training(folder, steps):
-        """Steps whose state is kept by the first process, as a run's is."""
-        me, file, state = int(os.environ["GROUPAX_PROCESS_ID"]), f"{folder}/state", [0, 1.0]
-        if os.path.exists(file):
-            state = [float(word) for word in Path(file).read_text().split()]
-        while state[0] < steps:
-            state = [state[0] + 1, state[1] * 1.1 + state[0]]
-            time.sleep(0.25)
-            if me == 0:
-                with open(f"{file}.part", "w") as part:
-                    part.write(" ".join(map(repr, state)))
-                os.replace(f"{file}.part", file)
-        return state
-
-    config = TpuAcceleratorConfig(SLICE, wait_s=300.0)
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    expected = execute(config)(training)(str(undisturbed), 3)
-    assert expected[0][0] == 3
-
-    def lose_a_node():
-        while not (tmp_path / "state").exists():
-            time.sleep(0.1)
-        cluster.remove_node(cluster.slice[1], allow_graceful=False)
-
-    def replace_it(why):  # in the main thread, as Ray needs it
-        told.append(why)
-        cluster.slice[1] = cluster.add_node(**chips(1, "slice"))
-
-    thread = threading.Thread(target=lose_a_node)
-    thread.start()
-    steps = 40
-    disturbed = execute(config, retries=QUICK, grace_s=5.0, log=replace_it)(training)(str(tmp_path), steps)
-    thread.join()
-    assert len(told) == 1
-    assert f"host 1 of {NUM_HOSTS} was lost" in told[0]
-    assert disturbed == [_undisturbed(steps)] * NUM_HOSTS
-
-
-def _undisturbed(steps):
-    state = [0, 1.0]
-    while state[0] < steps:
-        state = [state[0] + 1, state[1] * 1.1 + state[0]]
-    return state
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import pytest
 from groupax import GRPOConfig
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 
 from .test_rewards import rollouts_of
 from .test_trainer import a_trainer, lines_of

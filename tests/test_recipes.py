@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from groupax.data.sources import MissingSplitError, read_rows
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
@@ -11,19 +10,20 @@ from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
+from groupax.data.files import MissingSplitError, read_rows
 from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
-from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.gsm8k import strict_xml_format
+from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 from groupax.tools.tool import tools_from
 
-from .conftest import SHARED, TINY
+from .conftest import TINY
 
 GSM8K_ROWS = [
     {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
@@ -67,19 +67,6 @@ def test_generated_data_is_there_without_a_source(name):
 
 
 # -- rows
-
-
-def test_gsm8k_rows():
-    recipe = load_recipe("gsm8k")
-    folder = SHARED / "data" / "gsm8k"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    train, test = recipe.train_dataset(str(folder)), recipe.eval_dataset(str(folder))
-    assert (len(train), len(test)) == (7473, 1319)
-    assert test[0]["answer"] == "18"
-    assert [message["role"] for message in test[0]["prompt"]] == ["system", "user"]
-    assert "<think>" in test[0]["prompt"][0]["content"]
-    assert all("prompt" in row for row in train)
 
 
 def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
@@ -308,21 +295,6 @@ def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
 
 
-@pytest.mark.drawn(3, "recipes")
-@pytest.mark.heavy
-def test_a_4_bit_model_is_trained_and_evaluated_by_a_recipe(base_model, tmp_path, capsys):
-    assert main(["quantize", base_model, str(tmp_path / "nf4")]) == 0
-    for split in ("train", "test"):
-        write_jsonl(tmp_path / "data" / f"{split}.jsonl", GSM8K_ROWS)
-    recipe = f"--recipe gsm8k --dataset {tmp_path}/data"
-    argv = f"train {recipe} --model {tmp_path}/nf4 --lora_r 2 --output_dir {tmp_path}/run {TINY_RUN}"
-    assert main([*argv.split(), "--eval_max_completion_length", "16"]) == 0
-    for model, more in (("nf4", ""), ("run/model", "--max_tokens 32")):
-        argv = f"eval {recipe} --model {tmp_path}/{model} --output_dir {tmp_path}/eval --max_prompt_length 320 {more}"
-        assert main(argv.split()) == 0
-    assert capsys.readouterr().out.count("the model has 640 positions") == 2
-
-
 @pytest.mark.heavy
 def test_a_reward_that_fails_for_all_held_out_prompts_stops_a_run(base_model, tmp_path, monkeypatch, capsys):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "bc", "def")])
@@ -335,17 +307,6 @@ def test_a_reward_that_fails_for_all_held_out_prompts_stops_a_run(base_model, tm
     told = capsys.readouterr()
     assert "'short' failed for every completion of the evaluation before training" in told.err
     assert "step 1" not in told.out
-
-
-@pytest.mark.heavy
-def test_eval_says_why_completions_are_shorter_than_the_default(tmp_path, capsys):
-    file = write_jsonl(tmp_path / "test.jsonl", [{"prompt": "1+1="}])
-    argv = ["eval", "--model", load_recipe("arithmetic").model, "--dataset", str(file), "--output_dir", str(tmp_path)]
-    argv += ["--reward_funcs", "think_answer_format"]
-    assert main(argv) == 0
-    assert "completions cut off at 256 tokens (half of the model's positions): " in capsys.readouterr().out
-    assert main([*argv, "--max_tokens", "8"]) == 0
-    assert "completions cut off at 8 tokens: " in capsys.readouterr().out
 
 
 @pytest.mark.drawn(3, "recipes")
@@ -413,17 +374,18 @@ def test_evaluation_sets_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: gsm8k\neval_dataset: {a: x.jsonl, b: y.jsonl}\n")
     assert train_defaults(["--config", str(file)]).eval_dataset == ("a=x.jsonl", "b=y.jsonl")
-    file.write_text("recipe: gsm8k\neval_dataset: x.jsonl\n")
-    assert train_defaults(["--config", str(file)]).eval_dataset == ("x.jsonl",)
+    file.write_text("recipe: gsm8k\neval_dataset: x.jsonl\nreward_funcs:\n")
+    defaults = train_defaults(["--config", str(file)])
+    assert (defaults.eval_dataset, defaults.reward_funcs) == (("x.jsonl",), None)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("reward_funcs: 5", "reward_funcs must be a text or a list of texts, got 5"),
-        ("reward_funcs: {a: b}", "a list of texts, got {'a': 'b'}"),
-        ("reward_funcs: [a, 1]", "got ['a', 1]"),
-        ("model: [a]", "model must be a text, got ['a']"),
+        ("reward_funcs: 5", "reward_funcs must be a list with each a text or None, got (5,)"),
+        ("reward_funcs: {a: b}", "a list with each a text or None, got ({'a': 'b'},)"),
+        ("reward_funcs: [a, 1]", "got ('a', 1)"),
+        ("model: [a]", "model must be a text or None, got ['a']"),
     ],
 )
 def test_odd_values_in_a_file_are_reported_with_their_key(tmp_path, line, message, capsys):
@@ -431,11 +393,6 @@ def test_odd_values_in_a_file_are_reported_with_their_key(tmp_path, line, messag
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
     assert f"{tmp_path}/run.yaml: " in (err := capsys.readouterr().err)
     assert message in err
-
-
-def test_an_empty_value_in_a_file_is_none(tmp_path):
-    (tmp_path / "run.yaml").write_text("recipe: gsm8k\nreward_funcs:\n")
-    assert train_defaults(["--config", str(tmp_path / "run.yaml")]).reward_funcs is None
 
 
 # -- the programs of the documents
@@ -472,23 +429,6 @@ def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, 
     assert {"rewards/gsm8k_accuracy/mean", "rewards/strict_xml_format/mean", "pass@4"} <= set(line)
 
 
-@pytest.mark.drawn(3, "recipes")
-@pytest.mark.heavy
-@pytest.mark.slow
-def test_the_numinamath_program_with_the_flags_of_the_document(base_model, tmp_path, capsys):
-    pytest.importorskip("math_verify")
-    pytest.importorskip("wandb")
-    write_jsonl(tmp_path / "train.jsonl", [{"problem": "1/2?", "solution": r"$\boxed{\frac{1}{2}}$"}] * 2)
-    flags = DOCUMENTED.format(length=64, batch=2)
-    more = f"--dataset {tmp_path}/train.jsonl --max_steps 1 --output_dir {tmp_path}/run"
-    assert numinamath_grpo.main(f"--repo_id {base_model} {flags} {more}".split()) == 0
-    [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert line["rewards/math_accuracy/mean"] == 0.0
-    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
-    assert numinamath_grpo.main(["--repo_id", "nowhere", "--dataset", f"{tmp_path}/x.jsonl"]) == 2
-    assert "numinamath_grpo: train_dataset: there is no file" in capsys.readouterr().err
-
-
-def test_programs_have_the_flags_of_their_rewards_only():
-    with pytest.raises(SystemExit):
-        numinamath_grpo.main(["--repo_id", "x", "--xml_reward", "1"])
+def test_programs_have_the_flags_of_their_rewards_only(capsys):
+    assert numinamath_grpo.main(["--repo_id", "x", "--xml_reward", "1"]) == 2
+    assert "there is no flag --xml_reward" in capsys.readouterr().err

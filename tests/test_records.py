@@ -14,7 +14,7 @@ from groupax.episodes.record import LEFT, Question, Record, remove_records
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError
 from groupax.runs.folder import RunFolder
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
 from groupax.tools.runner import Outcome

@@ -8,7 +8,7 @@ from groupax import init_model, load_model, save_model
 from groupax.rewards.model import RewardModel
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer

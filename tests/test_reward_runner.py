@@ -16,7 +16,7 @@ import pytest
 from groupax.errors import PreemptedError, RewardError
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 
 from .test_rewards import rollouts_of, scores_of
 from .test_trainer import a_trainer, count_a, lines_of
@@ -312,7 +312,7 @@ def test_a_hanging_function_does_not_keep_the_interpreter(tmp_path):
         f"sys.path.insert(0, {str(os.getcwd())!r})\n"
         "from groupax.rewards.resolve import resolve_rewards\n"
         "from groupax.rewards.runner import RewardRunner\n"
-        "from groupax.settings.rewards import RewardSettings\n"
+        "from groupax.settings.rollouts import RewardSettings\n"
         "runner = RewardRunner(resolve_rewards(lambda completions: time.sleep(600), []), RewardSettings())\n"
         "class Row: prompt, completion, text, example = 'p', 'c', 'c', {}\n"
         "import numpy\n"

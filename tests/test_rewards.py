@@ -11,7 +11,7 @@ import pytest
 
 from groupax.rewards.resolve import find_reward, resolve_rewards, with_columns
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 from groupax.types import Rollout
 
 

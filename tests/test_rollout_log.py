@@ -11,7 +11,7 @@ from groupax.events import Diagnosed, StepEnded, TokenScores
 from groupax.runs.folder import RunFolder
 from groupax.runs.folder_sink import FolderSink
 from groupax.runs.rollout_log import RolloutLog, rollout_table, simple_column, to_remove
-from groupax.settings.reporting import RolloutLogSettings
+from groupax.settings.run import RolloutLogSettings
 from groupax.types import Rollout
 
 from .test_trainer import a_trainer, count_a

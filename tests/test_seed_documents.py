@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from groupax.launch.environment import free_port
-from groupax.launch.readiness import silent_servers
+from groupax.launch.program import free_port
+from groupax.launch.slurm import silent_servers
 
 from .conftest import SHARED
 from .seed_documents import TABLE, WITH_SERVER, Not, Run, blocks_of, code_of, replaced

@@ -6,8 +6,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from groupax.recipes.shapes.recipe import example
-from groupax.recipes.shapes.scenes import CELL_PIXELS, COLORS, IMAGE_PIXELS, Scene, Shape, draw, generate, scenes
+from groupax.recipes.shapes.scenes import (
+    CELL_PIXELS,
+    COLORS,
+    IMAGE_PIXELS,
+    Scene,
+    Shape,
+    draw,
+    example,
+    generate,
+    scenes,
+)
 from groupax.rewards.builtin import think_answer_correct, think_answer_format
 
 SHAPES = (

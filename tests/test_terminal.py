@@ -181,7 +181,7 @@ def fails(arguments):
     warnings.warn("w " + {HOSTILE!r}, stacklevel=1)
     logging.getLogger("a").warning("l " + {HOSTILE!r})
     raise KeyError(1) from RuntimeError({HOSTILE!r})
-cli.COMMANDS["train"] = fails
+cli.run_command = lambda name, arguments: fails(arguments)
 sys.argv = ["groupax", "train", "--x"]
 cli.entry_point()
 """

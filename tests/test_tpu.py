@@ -55,8 +55,9 @@ prepare(sys.argv[3], Path(sys.argv[2]))
 from groupax import GRPOConfig
 from groupax.models.families import read_config
 from groupax.parallel.mesh import make_mesh
-from groupax.planning.hlo import parse_hlo
 from groupax.planning.run import trace_run
+sys.path.insert(0, "benchmarks")
+from hlo import parse_hlo
 config = read_config(json.loads(Path(sys.argv[1]).read_text()) | json.loads(sys.argv[4]))
 target = find_target(sys.argv[3])
 args = GRPOConfig(prompts_per_step=32, max_completion_length=1024, max_prompt_length=512)

@@ -21,7 +21,7 @@ from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.runs.trackers.background import MAX_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.settings.reporting import TRACKERS
+from groupax.settings.run import TRACKERS
 from groupax.storage.buckets import RemoteFolder
 from groupax.types import Rollout
 

@@ -22,7 +22,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.rows import row_of
 from groupax.settings.objective import ObjectiveSettings
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 from groupax.training.batch import denominators
 from groupax.types import FAILURES, Rollout, Turn
 

@@ -21,7 +21,7 @@ from groupax.evaluation.items import make_items, read_items
 from groupax.metrics.episodes import episode_metrics
 from groupax.runs.folder import RunFolder
 from groupax.runs.progress.rich import sample_panel
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason
 

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
-
 from groupax.cli.replay import maker
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
 from groupax.terminal.printable import printable
 
 
@@ -18,7 +16,7 @@ class Bisect:
     names what has changed. The update that made the metric go wrong, and its rows, are found by leaving them out.
     """
 
-    run_dir: tyro.conf.Positional[str]
+    run_dir: Positional[str]
     """Run folder. Nothing in it is changed."""
     until: str
     """The condition, such as 'kl > 1' or 'grad_norm > 10 or loss is nan'."""

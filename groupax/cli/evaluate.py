@@ -1,4 +1,4 @@
-"""The command `groupax eval`, which evaluates a model on held-out prompts. Imports heavy modules lazily."""
+"""The commands `groupax eval` and `groupax compare`. Imports heavy modules lazily."""
 
 import json
 import time
@@ -7,20 +7,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from groupax.cli.agents import chosen_agents
+from groupax.cli.train import chosen_agents, flag_value
 from groupax.config import GRPOConfig
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import stoppable
-from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.recipes import RECIPES, load_recipe
+from groupax.recipes.recipe import Recipe
 from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.settings.brief_help import Topics
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, Topics, parsed
 from groupax.settings.compute import DecodingWeights
-from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.prompts import PromptOverflow
+from groupax.settings.rollouts import EpisodeSettings, PromptOverflow, RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.lock import check_unlocked
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from groupax.data.examples import Examples
-    from groupax.engine.engine import Engine
     from groupax.evaluation.evaluate import SetEvaluation
     from groupax.rewards.contract import Reward
 
@@ -117,62 +115,64 @@ def run_eval(command: Eval, progress: Progress) -> Results:
         command: Parsed command line.
         progress: Display of the progress, used by the primary process only.
     """
+    from groupax.evaluation.evaluate import find_correctness_reward
     from groupax.parallel.runtime import compilation, configure_jax
+    from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
+    from groupax.rewards.resolve import resolve_weights
 
     command = replace(command, output_dir=command.output_dir.absolute())  # a reward may change the working directory
     configure_jax()  # joins the other processes, so that it is known which one is the primary process
     progress = primary_only(progress)
     progress.is_compiling = lambda: compilation().is_under_way
     with stoppable("before the evaluation was complete; nothing was saved"):
-        task = _prepare(command)
-        for note in task.notes:
+        recipe = load_recipe(command.recipe) if command.recipe else None
+        tools, environments = chosen_agents(command.tools, command.environments, recipe).load()
+        model = command.model or (recipe and recipe.model)
+        datasets, rewards = _sets_and_rewards(command, recipe, environments, model)
+        assert model is not None, "it was looked for"
+        own = recipe.config if recipe and command.reward_funcs is None else {}
+        weights = own.get("reward_weights") if command.reward_weights is None else command.reward_weights
+        weights = resolve_weights(weights, rewards)
+        correctness = find_correctness_reward(command.correctness_reward or own.get("correctness_reward"), rewards)
+        sampling, notes = command.sampling, []
+        default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
+        if sampling.max_tokens == default:
+            longest, notes = fitting_length(max_positions_of(model), default, command.max_prompt_length)
+            sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
+        template, more = fitting_template(model, command.chat_template, list(datasets.values()))
+        overflow = command.prompt_overflow or (recipe.config.get("prompt_overflow") if recipe else None) or "error"
+        command = replace(command, model=model, chat_template=template, prompt_overflow=overflow, sampling=sampling)
+        for note in (*notes, *more):
             progress(Message(note))
         progress(PhaseStarted("loading the model"))
-        engine = _load_engine(command, task)
-        started_s = time.perf_counter()
-        results = _evaluate_sets(command, task, engine, progress)
+        scoring = _Scoring(rewards, weights, correctness, tools, environments)
+        started_s, results = _evaluate_sets(command, datasets, scoring, progress)
     errors = {name: text for ways in results.values() for way in ways.values() for name, text in way.errors.items()}
     for text in reward_diagnostics(errors).values():
         progress(Message(text, warning=True))
-    seconds = time.perf_counter() - started_s
-    processes.run_on_primary(lambda: _write(command, task, results, seconds, progress))
+    seconds = round(time.perf_counter() - started_s, 2)
+    processes.run_on_primary(lambda: _write(command, correctness, results, seconds, progress))
     return results
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
-    """The model, data, rewards and sampling parameters of an evaluation.
+class _Scoring:
+    """The rewards of an evaluation with their weights, the one that judges, and the parts of episodes."""
 
-    Attributes:
-        overflow: What to do with prompts that are too long.
-        notes: Messages for the user about changed defaults.
-        tools: Tools of the model.
-        environments: Environments, as `GRPOTrainer` takes them.
-    """
-
-    model: str
-    datasets: "Mapping[str, Examples]"
     rewards: "Sequence[Reward]"
     weights: "np.ndarray"
     correctness_reward: str | None
-    sampling: SamplingParams
-    chat_template: str | None
-    overflow: PromptOverflow
-    notes: Sequence[str]
     tools: Sequence[Any]
     environments: Any
 
 
-def _prepare(command: Eval) -> _Task:
+def _sets_and_rewards(
+    command: Eval, recipe: Recipe | None, environments: Any, model: str | None
+) -> "tuple[dict[str, Examples], list[Reward]]":
     from groupax.episodes.environment import environment_rewards
-    from groupax.evaluation.evaluate import find_correctness_reward
-    from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
-    from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
+    from groupax.rewards.resolve import check_columns, resolve_rewards
 
-    recipe = load_recipe(command.recipe) if command.recipe else None
-    model = command.model or (recipe and recipe.model)
     functions = command.reward_funcs or (recipe.reward_funcs if recipe else ())
-    tools, environments = chosen_agents(command.tools, command.environments, recipe).load()
     own_rewards = environment_rewards(environments)
     if model is None or not (functions or own_rewards):
         name = "model" if model is None else "reward_funcs"
@@ -182,84 +182,62 @@ def _prepare(command: Eval) -> _Task:
     rewards = [*(resolve_rewards(list(functions), columns) if functions else ()), *own_rewards]
     for name, rows in datasets.items():
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
-    own = recipe.config if recipe and command.reward_funcs is None else {}
-    weights = resolve_weights(
-        own.get("reward_weights") if command.reward_weights is None else command.reward_weights, rewards
-    )
-    correctness_reward = find_correctness_reward(command.correctness_reward or own.get("correctness_reward"), rewards)
-
-    sampling, notes = command.sampling, []
-    default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
-    if sampling.max_tokens == default:
-        longest, notes = fitting_length(max_positions_of(model), default, command.max_prompt_length)
-        sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
-    template, template_notes = fitting_template(model, command.chat_template, list(datasets.values()))
-    return _Task(
-        model=model,
-        datasets=datasets,
-        rewards=rewards,
-        weights=weights,
-        correctness_reward=correctness_reward,
-        sampling=sampling,
-        chat_template=template,
-        overflow=command.prompt_overflow or (recipe.config.get("prompt_overflow") if recipe else None) or "error",
-        notes=[*notes, *template_notes],
-        tools=tools,
-        environments=environments,
-    )
+    return datasets, rewards
 
 
-def _load_engine(command: Eval, task: _Task) -> "Engine":
+def _evaluate_sets(
+    command: Eval, datasets: "Mapping[str, Examples]", scoring: _Scoring, emit: Emit
+) -> tuple[float, Results]:
+    """Loads the model and evaluates it on each set; also returns the time at which it was loaded."""
+    from groupax.data.prompts import encode_examples, prompt_limit
+    from groupax.engine.core import FEATURE_BYTES
     from groupax.engine.engine import Engine
+    from groupax.episodes.rules import make_rules
+    from groupax.evaluation.evaluate import evaluate as evaluate_set
+    from groupax.models.vision.processing import prompt_encoder
+    from groupax.rewards.runner import RewardRunner
+    from groupax.storage.folders import resolve_folder
 
-    return Engine.load(
-        task.model,
-        chat_template=task.chat_template,
+    assert command.model is not None, "it was looked for"
+    assert command.prompt_overflow is not None, "it was chosen"
+    engine = Engine.load(
+        command.model,
+        chat_template=command.chat_template,
         weights=command.weights,
         tp=command.tp,
         max_slots=command.max_concurrent_rows,
         kv_bytes=None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9),
     )
-
-
-def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> Results:
-    from groupax.data.prompts import encode_examples, prompt_limit
-    from groupax.engine.core import FEATURE_BYTES
-    from groupax.episodes.rules import make_rules
-    from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.models.vision.processing import prompt_encoder
-    from groupax.rewards.runner import RewardRunner
-    from groupax.settings.rewards import RewardSettings
-    from groupax.storage.folders import resolve_folder
-
-    tokenizer, kwargs = engine.tokenizer, command.chat_template_kwargs
-    limit = prompt_limit(engine.config.max_positions, task.sampling.max_tokens, command.max_prompt_length, "max_tokens")
-    rules = make_rules(tokenizer, command.episodes, task.tools, task.environments, kwargs, engine.eos_ids)
+    started_s, tokenizer, kwargs = time.perf_counter(), engine.tokenizer, command.chat_template_kwargs
+    positions, sampling = engine.config.max_positions, command.sampling
+    limit = prompt_limit(positions, sampling.max_tokens, command.max_prompt_length, "max_tokens")
+    rules = make_rules(tokenizer, command.episodes, scoring.tools, scoring.environments, kwargs, engine.eos_ids)
     rules = replace(rules, max_prompt_tokens=limit)
-    source = None if engine.config.vision is None else resolve_folder(task.model)
+    source = None if engine.config.vision is None else resolve_folder(command.model)
     encoder = prompt_encoder(engine.config.vision, source, tokenizer, FEATURE_BYTES)
     results: dict[str, dict[str, SetEvaluation]] = {}
-    with RewardRunner(task.rewards, RewardSettings()) as runner:
-        for name, rows in task.datasets.items():
-            schemas = rules.schemas_of(rows)
-            given = rows, tokenizer, limit, task.overflow, kwargs, f"dataset {name!r}", schemas
-            prompts = encode_examples(*given, encoder=encoder)
+    with RewardRunner(scoring.rewards, RewardSettings()) as runner:
+        for name, rows in datasets.items():
+            where, schemas = f"dataset {name!r}", rules.schemas_of(rows)
+            prompts = encode_examples(
+                rows, tokenizer, limit, command.prompt_overflow, kwargs, where, schemas, encoder=encoder
+            )
             results[name] = {
                 way: evaluate_set(
                     engine,
                     tokenizer,
                     runner,
-                    task.weights,
+                    scoring.weights,
                     prompts,
                     params,
-                    task.correctness_reward,
+                    scoring.correctness_reward,
                     emit,
                     f"evaluating {name}, {way}",
                     rules,
                 )
-                for way, params in _ways(task.sampling, command.greedy).items()
+                for way, params in _ways(sampling, command.greedy).items()
             }
-    return results
+    return started_s, results
 
 
 def _show(command: Eval, results: Results) -> None:
@@ -297,18 +275,14 @@ def _show(command: Eval, results: Results) -> None:
 
 def _eval_defaults(arguments: Sequence[str]) -> Eval:
     """Returns the defaults of the flags: a recipe's longest completion, stop texts and template arguments."""
-    import argparse
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe")
-    known, _ = parser.parse_known_args(list(arguments))
-    if not known.recipe:
+    recipe = flag_value(arguments, "--recipe")
+    if not recipe:
         return Eval()
-    config = load_recipe(known.recipe).config
+    config = load_recipe(recipe).config
     sampling = SamplingParams(temperature=0.0, max_tokens=config["max_completion_length"], stop=config.get("stop", ()))
     episodes = GRPOConfig.from_mapping(config).part(EpisodeSettings)
     kwargs = config.get("chat_template_kwargs", {})
-    return Eval(recipe=known.recipe, chat_template_kwargs=kwargs, sampling=sampling, episodes=episodes)
+    return Eval(recipe=recipe, chat_template_kwargs=kwargs, sampling=sampling, episodes=episodes)
 
 
 def _check(command: Eval) -> None:
@@ -339,7 +313,7 @@ def _load_sets(command: Eval, recipe: Recipe | None) -> "dict[str, Examples]":
     """Loads the rows of each set, with prompts."""
     from groupax.data.examples import load_examples
     from groupax.data.files import EVAL_SPLITS
-    from groupax.evaluation.sets import sources_by_name
+    from groupax.evaluation.items import sources_by_name
 
     if command.dataset:
         loaded = {
@@ -361,7 +335,7 @@ def _load_sets(command: Eval, recipe: Recipe | None) -> "dict[str, Examples]":
     return {name: [rows[index] for index in range(min(command.limit, len(rows)))] for name, rows in loaded.items()}
 
 
-def _write(command: Eval, task: _Task, results: Results, seconds: float, emit: Emit) -> None:
+def _write(command: Eval, correctness_reward: str | None, results: Results, seconds: float, emit: Emit) -> None:
     """Writes `result.json` and the items of each set."""
     from groupax.cli.summary import plain_estimates
     from groupax.evaluation.items import write_items
@@ -384,11 +358,89 @@ def _write(command: Eval, task: _Task, results: Results, seconds: float, emit: E
                 "metrics": others,
             }
     record = {
-        "model": task.model,
+        "model": command.model,
         "recipe": command.recipe,
         "dataset": command.dataset,
-        "correctness_reward": task.correctness_reward,
-        "seconds": round(seconds, 2),
+        "correctness_reward": correctness_reward,
+        "seconds": seconds,
         "sets": sets,
     }
     (folder / "result.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if TYPE_CHECKING:
+    from groupax.evaluation.items import Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare two evaluations on their common items: differences with 95 % intervals, and statistical tests."""
+
+    before: Positional[Path]
+    """An output folder of `groupax eval`, or a .jsonl file with items of one set, also from a run's evaluations/."""
+    after: Positional[Path]
+    """Another one, on the same prompts."""
+    to: Path | None = None
+    """File for the comparison as JSON. By default none is written."""
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Runs `groupax compare`."""
+    command = parsed(Compare, "compare", arguments)
+
+    from groupax.cli.summary import difference_table, plain_differences
+    from groupax.evaluation.items import compare as compare_items
+    from groupax.evaluation.items import read_items
+    from groupax.terminal.console import output_console
+
+    console = output_console()
+    written = {}
+    pairs = _common_files(command.before, command.after)
+    for side in (command.before, command.after):
+        if alone := sorted({each.stem for each in side.glob("*.jsonl")} - pairs.keys()):
+            console.print(f"evaluated only in {side}: {', '.join(alone)}", soft_wrap=True, markup=False)
+    for name, (before, after) in pairs.items():
+        comparison = compare_items(read_items(before), read_items(after))
+        console.print(difference_table(f"{name}: {comparison.num_items:,} common items", comparison, {}, {}))
+        if comparison.num_only_before or comparison.num_only_after:
+            console.print(
+                f"omitted: {comparison.num_only_before:,} items only in {command.before}, "
+                f"{comparison.num_only_after:,} only in {command.after}",
+                soft_wrap=True,
+            )
+        for side, names in ((command.before, comparison.metrics_before), (command.after, comparison.metrics_after)):
+            if names:
+                console.print(f"only in {side}: {', '.join(names)}", soft_wrap=True, markup=False)
+        if comparison.has_other_rewards:
+            console.print("their rewards are of different functions, so the totals are not compared", soft_wrap=True)
+        console.print(f"{_methods(comparison)}\n", soft_wrap=True, markup=False)
+        written[name] = plain_differences(comparison)
+    if command.to is not None:
+        command.to.parent.mkdir(parents=True, exist_ok=True)
+        command.to.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _common_files(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
+    """Returns the pairs of files to compare, by name."""
+    if before.is_file() and after.is_file():
+        return {after.stem: (before, after)}
+    for path in (before, after):
+        if not path.is_dir():
+            raise ValueError(f"{path} is {'a file and the other a folder' if path.is_file() else 'missing'}")
+    names = sorted({path.name for path in before.glob("*.jsonl")} & {path.name for path in after.glob("*.jsonl")})
+    if not names:
+        raise ValueError(f"{before} and {after} have no .jsonl file of the same name: no set was evaluated in both")
+    return {Path(name).stem: (before / name, after / name) for name in names}
+
+
+def _methods(comparison: "Comparison") -> str:
+    """Returns how the intervals and the p-values of a comparison were computed."""
+    from groupax.evaluation.paired import METHODS
+
+    by_method: dict[tuple[str, str], list[str]] = {}
+    for name, pair in comparison.differences.items():
+        by_method.setdefault((pair.difference.method, pair.test), []).append(name)
+    return "\n".join(
+        f"95 % intervals by {METHODS[interval]}, p-values by {METHODS[test]}: {', '.join(names)}"
+        for (interval, test), names in by_method.items()
+    )

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from groupax.cli.agents import chosen_agents
+from groupax.cli.train import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.rich import Rich
-from groupax.settings.brief_help import Topics
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Topics, parsed
 from groupax.settings.compute import DecodingWeights
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import printable
 

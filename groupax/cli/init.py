@@ -8,13 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from groupax.cli.train import Train, train_defaults
 from groupax.config import GRPOConfig
-from groupax.settings.brief_help import Option, common_options, options
-from groupax.settings.command_line import parsed
-from groupax.settings.documentation import parts, title
+from groupax.settings.command_line import Option, Positional, common_options, options, parsed, parts, title
 from groupax.terminal.printable import printable
 
 WIDTH = 100
@@ -37,18 +33,14 @@ class Init(Train):
     """Write a YAML file with the settings of a run, each with its description, for groupax train --config: run.yaml, or
     the file that is named first. The options are those of groupax train."""
 
-    file: tyro.conf.Positional[Path] = Path("run.yaml")
+    file: Positional[Path] = Path("run.yaml")
     """File to write; it must not exist yet."""
     all: bool = False
     """Describe every setting, not only those that most runs set."""
 
 
 def init(arguments: Sequence[str]) -> None:
-    """Runs `groupax init`.
-
-    Raises:
-        ValueError: The file exists or cannot be written, or there is no such recipe, model or file of rows.
-    """
+    """Runs `groupax init`."""
     command = parsed(Init, "init", arguments, Init(**vars(train_defaults(arguments))))
     _check_sources(command)
     text = run_yaml(command)
@@ -66,7 +58,7 @@ def init(arguments: Sequence[str]) -> None:
 def _check_sources(command: Init) -> None:
     """Refuses a model or a file of rows that does not exist; hub ids are not looked up."""
     from groupax.data.files import check_file
-    from groupax.evaluation.sets import sources_by_name
+    from groupax.evaluation.items import sources_by_name
     from groupax.storage.folders import local_folder
 
     if command.model:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from groupax.launch.argv import program_of, split_argv
-from groupax.launch.retries import Outcome, RetryOptions, run_with_retries
+from groupax.launch.program import Outcome, RetryOptions, program_of, run_with_retries, split_argv
 from groupax.settings.command_line import parsed
 from groupax.settings.fields import nearest
 
@@ -20,16 +17,12 @@ USAGE = "groupax launch local | slurm | ray [options] -- train ... (or resume, e
 class Local(RetryOptions):
     """Run a program as several processes on this machine: groupax launch local -n 2 -- train ..."""
 
-    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
+    num_processes: Annotated[int, "-n"]
     """Number of processes."""
 
 
 def launch(arguments: Sequence[str]) -> int | None:
-    """Runs `groupax launch` and returns the exit status of the program.
-
-    Raises:
-        ValueError: The launcher, an option or the program does not exist.
-    """
+    """Runs `groupax launch` and returns the exit status of the program."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: {USAGE}\n       groupax launch local --help lists the options of that launcher")
         return 0 if arguments else 2
@@ -62,8 +55,7 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
 
 def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
     """Runs `groupax launch slurm`."""
-    from groupax.launch.slurm import Slurm, submit, write_script
-    from groupax.launch.slurm_script import script_of
+    from groupax.launch.slurm import Slurm, script_of, submit, write_script
 
     command = parsed(Slurm, "launch slurm", arguments)
     file = write_script(script_of(command, argv), command.file or Path(f"{command.job_name}.sbatch"))
@@ -76,7 +68,7 @@ def slurm(arguments: Sequence[str], argv: Sequence[str]) -> int:
 
 def ray(arguments: Sequence[str], argv: Sequence[str]) -> int:
     """Runs `groupax launch ray`."""
-    from groupax.launch.ray_program import Ray, launch_on_ray
+    from groupax.launch.ray_functions import Ray, launch_on_ray
 
     return launch_on_ray(parsed(Ray, "launch ray", arguments), argv, log)
 

@@ -1,5 +1,6 @@
 """The command `groupax`. Each subcommand imports what it needs when it runs."""
 
+import importlib
 import io
 import logging
 import os
@@ -15,27 +16,35 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from groupax import __version__
-from groupax.cli import evaluate as evaluation_commands
-from groupax.cli import models as model_commands
-from groupax.cli import results as result_commands
-from groupax.cli.bisect import bisect
-from groupax.cli.checkpoints import checkpoints
-from groupax.cli.generate import generate
-from groupax.cli.init import init
-from groupax.cli.launch import launch
-from groupax.cli.replay import replay
-from groupax.cli.resume import resume
-from groupax.cli.serve import serve
-from groupax.cli.sft import sft
-from groupax.cli.train import plan_run, train
-from groupax.cli.view import view
 from groupax.errors import PREEMPTED, PreemptedError, RunError
-from groupax.parallel import processes
 from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
 
+# Where each command is, which is imported when it runs; a further command takes a line here and one in `USAGE`.
+COMMANDS = {
+    "train": "groupax.cli.train:train",
+    "init": "groupax.cli.init:init",
+    "sft": "groupax.cli.train:sft",
+    "eval": "groupax.cli.evaluate:evaluate",
+    "compare": "groupax.cli.evaluate:compare",
+    "report": "groupax.cli.models:report",
+    "generate": "groupax.cli.generate:generate",
+    "serve": "groupax.cli.serve:serve",
+    "resume": "groupax.cli.train:resume",
+    "replay": "groupax.cli.replay:replay",
+    "bisect": "groupax.cli.bisect:bisect",
+    "checkpoints": "groupax.cli.models:checkpoints",
+    "launch": "groupax.cli.launch:launch",
+    "view": "groupax.cli.view:view",
+    "plan": "groupax.cli.plan:plan",
+    "inspect": "groupax.cli.models:inspect",
+    "merge": "groupax.cli.models:merge",
+    "convert": "groupax.cli.models:convert",
+    "quantize": "groupax.cli.models:quantize",
+    "push": "groupax.cli.models:push",
+}
 _python_format = warnings.formatwarning
 
 
@@ -81,7 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = nearest(arguments[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
         print(f"groupax: there is no command {arguments[0]!r}{hint} (groupax --help explains them)", file=sys.stderr)
         return 2
-    return exit_status(f"groupax {arguments[0]}", lambda: COMMANDS[arguments[0]](arguments[1:]))
+    return exit_status(f"groupax {arguments[0]}", lambda: run_command(arguments[0], arguments[1:]))
+
+
+def run_command(name: str, arguments: Sequence[str]) -> object:
+    """Runs the command of this name and returns what it returns."""
+    module, _, function = COMMANDS[name].partition(":")
+    return getattr(importlib.import_module(module), function)(arguments)
 
 
 def exit_status(name: str, command: Callable[[], object]) -> int:
@@ -107,32 +122,10 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
 
 
 def _report_to_other_processes(error: Exception) -> None:
-    with suppress(RunError):
-        processes.fail(error)
-
-
-COMMANDS = {
-    "train": train,
-    "init": init,
-    "sft": sft,
-    "eval": evaluation_commands.evaluate,
-    "compare": result_commands.compare,
-    "report": result_commands.report,
-    "generate": generate,
-    "serve": serve,
-    "resume": resume,
-    "replay": replay,
-    "bisect": bisect,
-    "checkpoints": checkpoints,
-    "launch": launch,
-    "view": view,
-    "plan": plan_run,
-    "inspect": model_commands.inspect,
-    "merge": model_commands.merge,
-    "convert": model_commands.convert,
-    "quantize": model_commands.quantize,
-    "push": model_commands.push,
-}
+    processes = sys.modules.get("groupax.parallel.processes")  # if this process has not imported it, there are none
+    if processes is not None:
+        with suppress(RunError):
+            processes.fail(error)
 
 
 def _raised_outside(error: BaseException) -> bool:

@@ -1,26 +1,24 @@
-"""Commands for models on disk: inspect, merge, convert, quantize, push. Each imports only the modules it needs."""
+"""Commands for what is on disk: models, checkpoints and reports of runs. Each imports only the modules it needs."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from groupax.runs.model_card import code, shown_name
-from groupax.settings.adapter import LoRABias
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
+from groupax.settings.optimizer import LoRABias
 from groupax.terminal.printable import printable
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Given = tyro.conf.Positional
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Print a model's architecture, parameter counts and memory, from its config.json alone."""
 
-    model: Annotated[str, Given]
+    model: Positional[str]
     """Folder, config.json, or Hugging Face Hub id."""
     lora_r: int = 0
     """Count the trained parameters of a LoRA adapter of this rank; 0 for none."""
@@ -36,9 +34,9 @@ class Inspect:
 class Merge:
     """Merge an adapter into its base, and write the result as a model that transformers loads."""
 
-    adapter: Annotated[str, Given]
+    adapter: Positional[str]
     """Folder or hub id of an adapter, in PEFT's format."""
-    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
+    destination: Positional[Path]
     """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     base: str | None = None
     """Folder or hub id of the base, if it is not the one that the adapter's config names."""
@@ -50,9 +48,9 @@ class Merge:
 class Convert:
     """Convert a model to another dtype, in safetensors files of at most 5 GB; quantized weights are dequantized."""
 
-    model: Annotated[str, Given]
+    model: Positional[str]
     """Folder or Hugging Face Hub id."""
-    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
+    destination: Positional[Path]
     """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype | None = None
     """Dtype of the weights; by default that of the model."""
@@ -62,9 +60,9 @@ class Convert:
 class Quantize:
     """Quantize the matrices of a model's layers to bitsandbytes' nf4, which groupax and transformers load."""
 
-    model: Annotated[str, Given]
+    model: Positional[str]
     """Folder or Hugging Face Hub id; an adapter is merged."""
-    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
+    destination: Positional[Path]
     """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype = "bfloat16"
     """Dtype of the other weights."""
@@ -74,9 +72,9 @@ class Quantize:
 class Push:
     """Upload the folder of a model or an adapter to the Hugging Face Hub, with the token in HF_TOKEN."""
 
-    folder: Annotated[Path, Given]
+    folder: Positional[Path]
     """Folder to upload."""
-    repo_id: Annotated[str, Given]
+    repo_id: Positional[str]
     """Repository to create or update, as owner/name."""
     public: bool = False
     """Create a new repository as public; an existing one stays as it is."""
@@ -106,13 +104,13 @@ def merge(arguments: Sequence[str]) -> None:
 
     from groupax.models.weights.checkpoint import load_model
 
-    _check_folder(command.folder, command.adapter, command.base)
+    _check_folder(command.destination, command.adapter, command.base)
     model = load_model(command.adapter, base=command.base)
     if model.adapter is None:
         raise ValueError(f"{command.adapter} is a model and not an adapter; there is nothing to merge (see convert)")
     base = model.adapter.base_name
     how = f"The LoRA adapter {code(shown_name(command.adapter))}, merged into its base {code(shown_name(base))}."
-    _write(model, command.folder, command.dtype, how, base, command.adapter)
+    _write(model, command.destination, command.dtype, how, base, command.adapter)
 
 
 def convert(arguments: Sequence[str]) -> None:
@@ -121,12 +119,12 @@ def convert(arguments: Sequence[str]) -> None:
 
     from groupax.models.weights.checkpoint import load_model
 
-    _check_folder(command.folder, command.model)
+    _check_folder(command.destination, command.model)
     model = load_model(command.model)
     if model.adapter is not None:
         raise ValueError(f"{command.model} is an adapter; use merge to add it to its base")
     how = f"{code(shown_name(command.model))}, converted."
-    _write(model, command.folder, command.dtype, how, command.model, command.model)
+    _write(model, command.destination, command.dtype, how, command.model, command.model)
 
 
 def quantize(arguments: Sequence[str]) -> None:
@@ -135,10 +133,10 @@ def quantize(arguments: Sequence[str]) -> None:
 
     from groupax.models.weights.checkpoint import load_model
 
-    _check_folder(command.folder, command.model)
+    _check_folder(command.destination, command.model)
     model = load_model(command.model)
     how = f"{code(shown_name(command.model))} with its layers' matrices in 4 bits (nf4, double quantization)."
-    _write(model, command.folder, command.dtype, how, command.model, command.model, weights="nf4")
+    _write(model, command.destination, command.dtype, how, command.model, command.model, weights="nf4")
 
 
 def push(arguments: Sequence[str]) -> None:
@@ -175,3 +173,112 @@ def _write(
     card = read_card(of_source if of_source.is_dir() else model.source)
     text = derived_card(how, base, card, bool(tokenizer is not None and tokenizer.chat_template))
     print(f"written: {save_model(model, folder, tokenizer, dtype, weights, text)}")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """List a run's checkpoints, check their files, delete one, or export one as a Hugging Face folder."""
+
+    run_dir: Positional[str]
+    """Run folder or URL, or one of its checkpoints."""
+    action: Positional[Literal["list", "verify", "delete", "export"]] = "list"
+    """The action is to list them with their metrics, verify the checksums of their files, delete one, or export one."""
+    step: Positional[int | None] = None
+    """Step of the checkpoint to delete or export; the default for export is the newest."""
+    to: Path | None = None
+    """Folder to export the model to."""
+
+
+def checkpoints(arguments: Sequence[str]) -> None:
+    """Runs `groupax checkpoints`."""
+    command = parsed(Checkpoints, "checkpoints", arguments)
+
+    from groupax.runs.checkpoints.choose import split_path, store_of
+
+    run, step = split_path(command.run_dir)
+    with tempfile.TemporaryDirectory() as scratch:
+        store = store_of(run, Path(scratch))
+        steps = store.steps()
+        if not steps:
+            raise ValueError(f"{run} has no checkpoints")
+        chosen = command.step if command.step is not None else step
+        if chosen is not None and chosen not in steps:
+            raise ValueError(f"{run} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
+        CHECKPOINT_ACTIONS[command.action](store, chosen, command)
+
+
+def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
+    from groupax.runs.checkpoints.inspect import listed
+
+    for each in listed(store):
+        shown = {
+            name: each.metrics[name]
+            for name in ("reward", "eval_reward", "loss", "eval_loss", "kl")
+            if name in each.metrics
+        }
+        values = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        where = "within the updates on a rollout" if each.rollout else ""
+        line = f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}"
+        print(printable(line.rstrip()))
+    print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
+
+
+def _verify_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
+    from groupax.runs.checkpoints.inspect import damages
+
+    found = damages(store)
+    for step, fault in found.items():
+        print(printable(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}"))
+    num_damaged = sum(fault is not None for fault in found.values())
+    if num_damaged:
+        raise ValueError(f"{num_damaged} of {len(found)} checkpoints in {command.run_dir} are damaged")
+
+
+def _delete_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
+    if step is None:
+        raise ValueError(f"which one? groupax checkpoints {command.run_dir} delete STEP")
+    store.delete(step)
+    print(f"deleted {store.where(step)}")
+
+
+def _export_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
+    from groupax.runs.checkpoints.inspect import export
+
+    if command.to is None:
+        raise ValueError("where to? give --to FOLDER")
+    chosen = store.steps()[-1] if step is None else step
+    folder = export(store, chosen, command.to)
+    print(f"the model of {store.where(chosen)} is in {folder}")
+
+
+# The actions of `groupax checkpoints` by name.
+CHECKPOINT_ACTIONS = {
+    "list": _list_checkpoints,
+    "verify": _verify_checkpoints,
+    "delete": _delete_checkpoint,
+    "export": _export_checkpoint,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write a run's report, for example for a pull request: report.html, which is self-contained, and report.md."""
+
+    run_dir: Positional[Path]
+    """The run's folder."""
+    to: Path | None = None
+    """Folder for the two files; by default the run's."""
+    price_per_hour: float | None = None
+    """Price of a device, or of the machine if it trains on CPU; adds the cost of the run to the report."""
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Runs `groupax report`."""
+    command = parsed(Report, "report", arguments)
+
+    from groupax.runs.report.write import write_run_report
+
+    if command.price_per_hour is not None and not command.price_per_hour >= 0:
+        raise ValueError(f"--price_per_hour must be at least 0, got {command.price_per_hour}")
+    page, markdown = write_run_report(command.run_dir, command.to, command.price_per_hour)
+    print(f"report: {page} and {markdown}")

@@ -5,13 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
+from groupax.cli.train import train_defaults
 from groupax.config import GRPOConfig
 from groupax.planning.devices import prepare
-from groupax.recipes import Recipe
+from groupax.recipes import load_recipe
 from groupax.settings.command_line import parsed
 
 if TYPE_CHECKING:
@@ -51,23 +50,16 @@ class PlanCommand:
     """Defaults of a known task."""
     config: Path | None = None
     """A YAML file with settings."""
-    args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
+    args: GRPOConfig = field(default_factory=GRPOConfig)
     """Settings of the run."""
 
 
-def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig, task: Recipe | None = None) -> int:
-    """Runs `groupax plan`; the exit status is 1 if the run does not fit.
-
-    Args:
-        arguments: Command-line arguments.
-        model_name: Default of --model; None for none.
-        defaults: Default settings.
-        task: Recipe that the settings come from, whose defaults are fitted to the model.
-
-    Raises:
-        ValueError: The model or the devices do not exist, or the settings are invalid or not supported by plans.
-    """
-    command = parsed(PlanCommand, "plan", arguments, PlanCommand(model=model_name, args=defaults))
+def plan(arguments: Sequence[str]) -> int:
+    """Runs `groupax plan` with the defaults of `groupax train`; the exit status is 1 if the run does not fit."""
+    defaults = train_defaults(arguments)
+    task = load_recipe(defaults.recipe) if defaults.recipe else None
+    default = PlanCommand(model=defaults.model or (task and task.model), args=defaults.args)
+    command = parsed(PlanCommand, "plan", arguments, default)
     if command.model is None or command.devices is None:
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices h100-8")
     prepare(command.devices, command.libtpu, command.cuda)
@@ -75,10 +67,10 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
     from rich.console import Console
 
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
-    from groupax.planning.images import PlannedImages
     from groupax.planning.measured import Compiler
+    from groupax.planning.run import PlannedImages
     from groupax.planning.tables import format_plan, plan_record, verdict
-    from groupax.recipes.fit import fit_config
+    from groupax.recipes.recipe import fit_config
     from groupax.terminal.activities import Activities
 
     activities = Activities(Console(stderr=True))

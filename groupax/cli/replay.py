@@ -5,15 +5,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from groupax.cli.resume import command_of
-from groupax.cli.train import Train, inputs_of
+from groupax.cli.train import Train, command_of, inputs_of
 from groupax.config import GRPOConfig
 from groupax.runs.progress.named import progress_named
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
 from groupax.terminal.printable import printable
 
 if TYPE_CHECKING:
@@ -30,13 +27,13 @@ class Replay:
     The exit status is 1 if a stage differs from the record, and 0 under changes.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """Run folder, or a bundle that --bundle has made. Nothing of the run is changed."""
     step: int | None = None
     """The optimizer step; of a bundle the one that it has."""
     stage: Literal["rollout", "reward", "advantage", "loss", "update"] | None = None
     """First stage to compute again; those before it are taken from the record. The default is all of them."""
-    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = ()
+    with_: tuple[str, ...] = ()
     """Settings that differ, as key=value."""
     reward: tuple[str, ...] | None = None
     """Other reward functions: names of built-in ones, or module:function."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from groupax.errors import require
 from groupax.parallel.processes import is_loopback, listen
 from groupax.settings import environment as env
-from groupax.settings.brief_help import Topics
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Topics, parsed
 from groupax.settings.compute import DecodingWeights
 
 OTHER_FILES = 256  # open files of the server in addition to its connections

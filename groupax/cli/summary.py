@@ -29,19 +29,12 @@ SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
 
 @dataclass(frozen=True, eq=False)
 class BeforeAfter:
-    """Two evaluations on the same prompts, before and after a run.
+    """Two evaluations on the same prompts, before and after a run."""
 
-    Attributes:
-        before: Evaluation of the initial model.
-        after: Evaluation of the trained model.
-        result: Result of the training between them.
-        train_prompts: Number of prompts of the training that were `used`, `dropped` and `truncated`.
-    """
-
-    before: Evaluation
-    after: Evaluation
-    result: TrainResult
-    train_prompts: Mapping[str, int]
+    before: Evaluation  # evaluation of the initial model
+    after: Evaluation  # evaluation of the trained model
+    result: TrainResult  # result of the training between them
+    train_prompts: Mapping[str, int]  # number of prompts of the training that were `used`, `dropped` and `truncated`
 
 
 def write_report(report: BeforeAfter, folder: Path) -> list[Any]:

@@ -4,13 +4,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from groupax.errors import require
 from groupax.parallel.processes import is_loopback, listen
-from groupax.settings.command_line import parsed
+from groupax.settings.command_line import Positional, parsed
 from groupax.view.guard import new_token
 
 PORT = 4747
@@ -20,7 +17,7 @@ PORT = 4747
 class View:
     """Show runs on a local web page, during training and afterwards."""
 
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    run_dirs: Positional[tuple[Path, ...]]
     """Run folders, or folders that contain run folders."""
     host: str = "127.0.0.1"
     """Address to listen on. Any address other than the loopback requires a token, which is part of the printed URL."""

@@ -15,8 +15,8 @@ from groupax.data.chat import render_all
 from groupax.data.examples import Examples, tools_of_rows
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import encode_texts, is_conversational, rust_errors
+from groupax.settings.rollouts import check_template_kwargs
 from groupax.settings.sft import ExampleSettings
-from groupax.settings.template_kwargs import check_template_kwargs
 from groupax.types import Prompt, Row
 
 TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

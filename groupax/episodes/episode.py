@@ -12,7 +12,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import OpenEnvironment
 from groupax.episodes.record import Question
 from groupax.episodes.rules import Setup
-from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.tools.calls import ParsedTurn, ToolCall, assistant_message
 from groupax.tools.results import ToolResult
 from groupax.tools.runner import Outcome

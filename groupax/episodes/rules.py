@@ -10,9 +10,9 @@ from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.episodes.program import ProgramClass
 from groupax.parallel import processes
-from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
 from groupax.settings.references import import_attribute, parse_call
+from groupax.settings.rollouts import EpisodeSettings
 from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ParsedTurn
 from groupax.tools.formats import CallFormat, call_format

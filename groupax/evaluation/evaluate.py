@@ -10,9 +10,7 @@ from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import SINGLE_TURNS, Rules
-from groupax.evaluation.answers import ACCURACY_REWARDS
-from groupax.evaluation.items import Item, estimates, make_items
-from groupax.evaluation.sets import ONLY_SET
+from groupax.evaluation.items import ACCURACY_REWARDS, ONLY_SET, Item, estimates, make_items
 from groupax.events import Emit, counted, ignore
 from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
 from groupax.metrics.episodes import episode_metrics

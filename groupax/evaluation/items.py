@@ -1,7 +1,8 @@
-"""Records of evaluated items: completions with their rewards, from which all estimates follow. Imports no jax."""
+"""Evaluation sets by name, and records of evaluated items, from which all estimates follow. Imports no jax."""
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,11 +13,104 @@ import numpy as np
 
 from groupax.data.images import named
 from groupax.episodes.as_json import messages_as_json, turns_as_json
-from groupax.evaluation.answers import ACCURACY_REWARDS, ANSWERS
 from groupax.evaluation.paired import PairedDifference, paired_difference
 from groupax.metrics.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
+from groupax.rewards.maths import last_boxed
+from groupax.rewards.numbers import final_number, number_text
+from groupax.rewards.text import final_part
 from groupax.storage.folders import MAX_LOG_BYTES, read_file
 from groupax.types import Rollout
+
+ONLY_SET = "eval"  # name of a single evaluation set without a name
+
+
+def named_sets(dataset: Any) -> dict[str, Any]:
+    """Returns evaluation sets by name, given a mapping, such as a `datasets.DatasetDict`, or a single set.
+
+    Raises:
+        ValueError: The mapping is empty, or a name is not usable as a file name.
+    """
+    if not isinstance(dataset, Mapping):
+        return {ONLY_SET: dataset}
+    if not dataset:
+        raise ValueError("eval_dataset is an empty mapping; pass a dataset or a dict of datasets by name")
+    for name in dataset:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
+            raise ValueError(f"the name of an evaluation set may have letters, digits, '_', '-' and '.', got {name!r}")
+    return dict(dataset)
+
+
+def sources_by_name(texts: Sequence[str], only: str | None = None) -> dict[str, str]:
+    """Parses NAME=SOURCE, one per evaluation set; a source without a name is named after its last path component.
+
+    Args:
+        texts: One text per set.
+        only: Name of a single source without a name.
+
+    Raises:
+        ValueError: Two sets have the same name.
+
+    Example:
+        >>> sources_by_name(["data/gsm8k", "hard=data/math500/test.jsonl"])
+        {'gsm8k': 'data/gsm8k', 'hard': 'data/math500/test.jsonl'}
+    """
+    sources: dict[str, str] = {}
+    for text in texts:
+        name, equals, source = text.partition("=")
+        if not equals or "/" in name:
+            name, source = (only if only and len(texts) == 1 else Path(text).stem), text
+        if name in sources:
+            raise ValueError(
+                f"two evaluation sets have the name {name!r}: {sources[name]} and {source}; name them as NAME=SOURCE"
+            )
+        sources[name] = source
+    return named_sets(sources)
+
+
+# Rewards whose 1 means that a completion is correct, and the kind of its answer (see `ANSWERS`); None where answers
+# cannot be compared with each other, so that there is no vote.
+ACCURACY_REWARDS: dict[str, str | None] = {
+    "gsm8k_accuracy": "number",
+    "math_accuracy": "math",
+    "think_answer_correct": "tagged",
+    "countdown_correct": None,
+    "code_tests": None,
+}
+
+
+def number_answer(text: str) -> str | None:
+    """Returns the final number of a completion, as `gsm8k_accuracy` reads it."""
+    number = final_number(text)
+    return None if number is None else number_text(number)
+
+
+def tagged_answer(text: str) -> str | None:
+    """Returns the content of the last `<answer>...</answer>`."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def math_answer(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{}`, else of the last `<answer>`, else the last number.
+
+    Spacing and the size of LaTeX's brackets and fractions are ignored. Two notations of one value are two answers here;
+    those that the reward calls correct still count as one (see `items.votes`).
+    """
+    text = final_part(text)
+    boxed = last_boxed(text)
+    answer = boxed if boxed is not None else tagged_answer(text)
+    if answer is None:
+        return number_answer(text)
+    answer = re.sub(r"\\(?:left|right|,|!|;|:| )|\s|\$", "", answer)
+    return re.sub(r"\\[dt]frac", r"\\frac", answer).rstrip(".") or None
+
+
+# By the kinds in `ACCURACY_REWARDS`.
+ANSWERS: dict[str, Callable[[str], str | None]] = {
+    "number": number_answer,
+    "math": math_answer,
+    "tagged": tagged_answer,
+}
 
 
 @dataclass(frozen=True)
@@ -177,24 +271,15 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of two evaluations on their common items.
+    """A comparison of two evaluations on their common items."""
 
-    Attributes:
-        differences: Differences by name of the estimate.
-        num_items: Number of common items.
-        num_only_before: Number of items in the first evaluation only.
-        num_only_after: Number of items in the second evaluation only.
-        metrics_before: Names that only the first evaluation has.
-        metrics_after: Names that only the second evaluation has.
-        has_other_rewards: Whether they have different reward functions, so that their totals are not compared.
-    """
-
-    differences: Mapping[str, PairedDifference]
-    num_items: int
-    num_only_before: int
-    num_only_after: int
-    metrics_before: tuple[str, ...] = ()
-    metrics_after: tuple[str, ...] = ()
+    differences: Mapping[str, PairedDifference]  # differences by name of the estimate
+    num_items: int  # number of common items
+    num_only_before: int  # number of items in the first evaluation only
+    num_only_after: int  # number of items in the second evaluation only
+    metrics_before: tuple[str, ...] = ()  # names that only the first evaluation has
+    metrics_after: tuple[str, ...] = ()  # names that only the second evaluation has
+    # whether they have different reward functions, so that their totals are not compared
     has_other_rewards: bool = False
 
 

@@ -17,25 +17,16 @@ METHODS = {STUDENT: "Student's t", BONETT_PRICE: "Bonett and Price", MCNEMAR: "M
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean difference, after minus before, over the items of both evaluations.
+    """The mean difference, after minus before, over the items of both evaluations."""
 
-    Attributes:
-        before: Mean before over these items.
-        after: Mean after over these items.
-        difference: Difference of the means with its interval.
-        p_value: Probability of a difference at least as large under the null hypothesis; NaN with fewer than 2 items.
-        test: Name of the statistical test.
-        num_gained: Number of items whose value rose.
-        num_lost: Number of items whose value fell.
-    """
-
-    before: float
-    after: float
-    difference: Estimate
+    before: float  # mean before over these items
+    after: float  # mean after over these items
+    difference: Estimate  # difference of the means with its interval
+    # probability of a difference at least as large under the null hypothesis; NaN with fewer than 2 items
     p_value: float
-    test: str
-    num_gained: int
-    num_lost: int
+    test: str  # name of the statistical test
+    num_gained: int  # number of items whose value rose
+    num_lost: int  # number of items whose value fell
 
     @property
     def is_clear(self) -> bool:

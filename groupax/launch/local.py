@@ -13,18 +13,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from groupax.errors import PREEMPTED
 from groupax.launch import child
-from groupax.launch.environment import free_port, process_environment
-from groupax.launch.output import copy_lines
-from groupax.launch.retries import Outcome
+from groupax.launch.program import Outcome, free_port, process_environment
 from groupax.parallel.preemption import leave_closed_terminal, stop_signals
 
 MISTAKE = 2  # exit status of groupax and of Python's argument parsers for a mistake of the user
 LOOK_S = 0.05
 DRAIN_S = 2.0  # for the last lines of ended processes
+MAX_LINE_BYTES = 1 << 16  # longer lines of output are cut
+
+_writing = threading.Lock()
 
 
 class Stop:
@@ -172,3 +173,25 @@ def _outcome(codes: Sequence[int], first: int | None, stop: Stop) -> Outcome[int
         hint = ", as the system does when memory is full" if -code == signal.SIGKILL else ""
         return Outcome("failed", f"{who} was killed by {name}{hint}", 128 - code)
     return Outcome("failed", f"{who} failed with status {code}", code)
+
+
+def copy_lines(source: IO[bytes], target: IO[str], prefix: str) -> threading.Thread:
+    """Starts a thread that copies lines until the source ends, without what progress bars overwrite.
+
+    Args:
+        source: Read end of a pipe.
+        target: Destination, in which lines of several threads do not mix.
+        prefix: Text before each line.
+    """
+
+    def copy() -> None:
+        with source:
+            while line := source.readline(MAX_LINE_BYTES):
+                text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+                with _writing:
+                    target.write(f"{prefix}{text}\n")
+                    target.flush()
+
+    thread = threading.Thread(target=copy, name=f"output {prefix}", daemon=True)
+    thread.start()
+    return thread

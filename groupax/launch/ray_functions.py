@@ -1,4 +1,4 @@
-"""A decorator that runs a function on all hosts of a TPU slice, or on GPU or CPU nodes, of a Ray cluster.
+"""Functions and programs on all hosts of a TPU slice, or on GPU or CPU nodes, of a Ray cluster.
 
     @execute(TpuAcceleratorConfig("v4-64", execution_env={"pip": ["math-verify"]}))
     def main(): ...
@@ -11,18 +11,38 @@ ray where it is used.
 
 import contextlib
 import functools
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from groupax.errors import RunError
-from groupax.launch.ray_hosts import Call, Reserved, attempt_on_hosts, connect
-from groupax.launch.retries import Outcome, Retries, run_with_retries
+from groupax.errors import PREEMPTED, PreemptedError, RunError, require
+from groupax.launch.local import Stop, attempt
+from groupax.launch.program import (
+    Outcome,
+    Retries,
+    RetryOptions,
+    free_port,
+    process_environment,
+    program_of,
+    run_with_retries,
+)
 from groupax.parallel.accelerators import Slice, tpu_slice
 
 RAY_KINDS = {"v5e": "v5litepod"}  # kinds of TPUs with another name in Ray
 PATIENCE_S = 10.0  # after which a line says what is awaited
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Reserved nodes."""
+
+    group: Any  # ray's placement group, with a bundle for each host
+    resources: dict[str, float]  # resources of a host, by Ray's names
 
 
 @dataclass(frozen=True)
@@ -58,11 +78,7 @@ class TpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """Reserves a slice until the end of the context.
-
-        Raises:
-            TimeoutError: No slice was free in time.
-        """
+        """Reserves a slice until the end of the context."""
         from ray.util.tpu import slice_placement_group
 
         resources = {"CPU": float(self.cpus_per_host), "TPU": float(self.slice.chips_per_host)}
@@ -104,11 +120,7 @@ class GpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """Reserves the nodes until the end of the context.
-
-        Raises:
-            TimeoutError: The nodes were not free in time.
-        """
+        """Reserves the nodes until the end of the context."""
         resources = {"CPU": float(self.cpus_per_host), "GPU": float(self.gpus_per_host)}
         if self.gpu_model is not None:
             resources[f"accelerator_type:{self.gpu_model}"] = 0.001
@@ -137,11 +149,7 @@ class CpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """Reserves the nodes until the end of the context.
-
-        Raises:
-            TimeoutError: The nodes were not free in time.
-        """
+        """Reserves the nodes until the end of the context."""
         with _nodes({"CPU": float(self.cpus_per_host)}, self.num_hosts, self.wait_s) as reserved:
             yield reserved
 
@@ -181,9 +189,11 @@ def execute(
         @functools.wraps(plain)
         def on_all_hosts(*args: Any, **kwargs: Any) -> list[Any]:
             connect()
-            call = Call(config.reserved, config.execution_env, config.num_hosts, grace_s)
             outcome: Outcome[list[Any]] = run_with_retries(
-                lambda: attempt_on_hosts(call, plain, args, kwargs), retries, log or _print, _pause
+                lambda: _attempt(config, functools.partial(plain, *args, **kwargs), grace_s),
+                retries,
+                log or _print,
+                _pause,
             )
             if outcome.ending != "done":
                 raise RunError("\n".join([outcome.why, *outcome.value]))
@@ -254,3 +264,273 @@ def _pause(seconds: float) -> bool:
 
 def _print(text: str) -> None:
     print(f"groupax: {text}", flush=True)
+
+
+WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts
+POLL_S = 0.5
+ANSWER_S = 30.0  # a node that exists answers sooner
+
+
+def connect(address: str | None = None, working_dir: Path | None = None) -> None:
+    """Connects to a cluster as a driver, unless this process is connected.
+
+    Args:
+        address: Address of the cluster; None for the cluster of this machine, or a new one on it.
+        working_dir: Folder that is copied to all hosts.
+
+    Raises:
+        ValueError: ray is not installed.
+    """
+    require("ray", "running on a cluster of ray")
+    import ray
+
+    if not ray.is_initialized():
+        runtime_env = None if working_dir is None else {"working_dir": str(working_dir)}
+        ray.init(address=address, runtime_env=runtime_env)
+
+
+class _Host:
+    """An actor. Ray prints its name before each of its lines."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"host {self.index}"
+
+    def pid_and_port(self) -> tuple[int, int]:
+        """Returns the process id and a free port."""
+        return os.getpid(), free_port()
+
+    def run(self, function: Callable[[], Any], environment: dict[str, str]) -> Outcome[Any]:
+        """Calls the function in the main thread, where it can handle signals."""
+        import ray
+
+        own_cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}  # for programs that are started here
+        os.environ.update(own_cluster | environment)
+        try:
+            return Outcome("done", "", function())
+        except SystemExit as error:
+            if error.code == PREEMPTED:
+                return Outcome("preempted", "was preempted", "")
+            if not error.code:
+                return Outcome("done", "", None)
+            return Outcome("failed", f"exited: {error.code}", "")
+        except (ValueError, TypeError, ImportError) as error:
+            return Outcome("mistake", f"failed: {type(error).__name__}: {error}", traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001 - reported to the driver
+            return Outcome("failed", f"failed: {type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _attempt(config: AcceleratorConfig, function: Callable[[], Any], grace_s: float) -> Outcome[list[Any]]:
+    """Runs a function once on all hosts; the outcome's value has what each returned, or a traceback."""
+    import ray.exceptions
+    from ray.util.placement_group import placement_group_table
+
+    with config.reserved() as reserved:
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        node_of: dict[int, str] = placement_group_table(reserved.group)["bundles_to_node_id"]
+        labels = {bundle: nodes[node].get("Labels", {}) for bundle, node in node_of.items() if node in nodes}
+        bundles = _in_order(labels)
+        if len(bundles) != config.num_hosts:
+            return Outcome("preempted", "a host was lost before the start", [])
+        hosts = _create_hosts(reserved, bundles, config.execution_env)
+        try:
+            try:
+                pids, ports = zip(*ray.get([host.pid_and_port.remote() for host in hosts]), strict=True)
+            except ray.exceptions.RuntimeEnvSetupError as error:
+                return Outcome("mistake", f"the hosts' environment cannot be set up: {error}", [])
+            except ray.exceptions.RayActorError as error:
+                return Outcome("preempted", f"a host was lost before the start: {error}", [])
+            own_nodes = [node_of[bundle] for bundle in bundles]
+            coordinator = f"{nodes[own_nodes[0]]['NodeManagerAddress']}:{ports[0]}"
+            runs = [
+                host.run.remote(function, process_environment(index, len(hosts), coordinator))
+                for index, host in enumerate(hosts)
+            ]
+            return _outcome(_wait_for_all(runs, own_nodes, pids, grace_s), len(hosts))
+        finally:
+            for host in hosts:
+                ray.kill(host)
+
+
+def _create_hosts(reserved: Reserved, bundles: Sequence[int], runtime_env: Mapping[str, Any]) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    host = ray.remote(max_restarts=0, max_task_retries=0)(_Host)
+    return [
+        host.options(
+            num_cpus=reserved.resources["CPU"],
+            num_gpus=reserved.resources.get("GPU", 0),
+            resources={name: value for name, value in reserved.resources.items() if name not in ("CPU", "GPU")},
+            runtime_env=dict(runtime_env) or None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved.group, placement_group_bundle_index=bundle),
+        ).remote(index)
+        for index, bundle in enumerate(bundles)
+    ]
+
+
+def _wait_for_all(
+    runs: Sequence[Any], nodes: Sequence[str], pids: Sequence[int], grace_s: float
+) -> dict[int, Outcome[Any]]:
+    """Returns the ends of all runs in their order, without those that were killed after the grace period."""
+    import ray
+
+    def ask_to_stop(index: int) -> None:
+        _start_on(nodes[index], _terminate, pids[index])
+
+    running = {run: index for index, run in enumerate(runs)}
+    endings: dict[int, Outcome[Any]] = {}
+    deadline_s = float("inf")
+    try:
+        while running and time.monotonic() < deadline_s:
+            for run in ray.wait(list(running), num_returns=1, timeout=POLL_S)[0]:
+                index = running.pop(run)
+                endings[index] = _ending(run, functools.partial(_answers, nodes[index]))
+                if endings[index].ending == "done" or deadline_s < float("inf"):
+                    continue
+                deadline_s = time.monotonic() + grace_s
+                # Hosts that agreed on a preemption are saving their state; a second signal would end them.
+                if endings[index].ending != "preempted" or "lost" in endings[index].why:
+                    for other in running.values():
+                        ask_to_stop(other)
+    except BaseException:  # the driver has to stop, and so have the hosts, with their state saved
+        for index in running.values():
+            ask_to_stop(index)
+        ray.wait(list(running), num_returns=len(running), timeout=grace_s)
+        raise
+    return endings
+
+
+def _ending(run: Any, answers: Callable[[], bool]) -> Outcome[Any]:
+    """Returns the end of one host. If its process is gone, its node's answer tells whether the host is lost."""
+    import ray.exceptions
+
+    try:
+        return ray.get(run)
+    except ray.exceptions.RayTaskError as error:  # raised by Ray about arguments or results
+        return Outcome("mistake", f"failed: {error}", "")
+    except ray.exceptions.RayError as error:
+        why = str(error).splitlines()[0]
+        if answers():
+            return Outcome("failed", f"failed: its process is gone: {why}", str(error))
+        return Outcome("preempted", f"was lost: {why}", "")
+
+
+def _outcome(endings: Mapping[int, Outcome[Any]], num_hosts: int) -> Outcome[list[Any]]:
+    """Combines the ends of all hosts; a lost host explains what the others raised."""
+    bad = [(index, ended) for index, ended in endings.items() if ended.ending != "done"]
+    if not bad:
+        return Outcome("done", "done", [endings[index].value for index in range(num_hosts)])
+    index, ended = next(((index, ended) for index, ended in bad if "was lost" in ended.why), bad[0])
+    return Outcome(ended.ending, f"host {index} of {num_hosts} {ended.why}", [ended.value] if ended.value else [])
+
+
+def _yes() -> bool:
+    return True
+
+
+def _terminate(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+
+
+def _start_on(node: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Starts a task on that node and no other."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=strategy).remote(*args)
+
+
+def _answers(node: str) -> bool:
+    """Returns whether a node runs tasks; the cluster notices a lost node only after some time."""
+    import ray.exceptions
+
+    try:
+        return ray.get(_start_on(node, _yes), timeout=ANSWER_S)
+    except ray.exceptions.RayError:
+        return False
+
+
+def _in_order(labels: Mapping[int, Mapping[str, str]]) -> list[int]:
+    """Returns bundles in the order of their hosts in the slice, as the chips number them, or else in their own."""
+    if all(each.get(WORKER_ID, "").isdigit() for each in labels.values()):
+        return sorted(labels, key=lambda bundle: int(labels[bundle][WORKER_ID]))
+    return sorted(labels)
+
+
+LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray(RetryOptions):
+    """Run a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
+
+    tpu: str | None = None
+    """TPU slice, e.g. v4-64, v5e-32 or v6e-16; it determines the number of hosts."""
+    hosts: int = 1
+    """Number of nodes, without --tpu."""
+    gpus: int = 0
+    """GPUs per node, without --tpu."""
+    cpus: int = 1
+    """CPU cores per host."""
+    address: str | None = None
+    """Address of the cluster; by default RAY_ADDRESS, the cluster of this machine, or a new one on it."""
+    env: tuple[str, ...] = ()
+    """Environment variables of the processes, each NAME=VALUE, or NAME to copy this machine's value."""
+    pip: tuple[str, ...] = ()
+    """Packages to install for the processes."""
+    working_dir: Path | None = None
+    """Folder that is copied to all hosts as their working directory."""
+
+
+def run_program(argv: Sequence[str], grace_s: float) -> None:
+    """Runs a program and waits for its end; requests to stop are passed on."""
+    with Stop() as stop:
+        outcome = attempt(program_of(argv), [{}], [""], stop, grace_s)
+    if outcome.ending == "preempted" or stop.signals:
+        raise PreemptedError(outcome.why)
+    if outcome.ending == "mistake":
+        raise ValueError(outcome.why)
+    if outcome.ending != "done":
+        raise RunError(outcome.why)
+
+
+def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None]) -> int:
+    """Runs `groupax launch ray` and returns its exit status."""
+    config = config_of(command)
+    program_of(argv)
+    retries = command.retries
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # show a line that several hosts print for each of them
+    connect(command.address, command.working_dir)
+    import ray
+
+    try:
+        execute(config, retries=retries, grace_s=command.grace_s, log=log)(run_program)(list(argv), command.grace_s)
+    finally:
+        time.sleep(LAST_LINES_S)
+        ray.shutdown()
+    return 0
+
+
+def config_of(command: Ray) -> AcceleratorConfig:
+    """Returns the hosts that a command requests."""
+    variables = {}
+    for text in command.env:
+        name, equals, value = text.partition("=")
+        if not equals and name not in os.environ:
+            raise ValueError(f"--env {name}: the variable is not set here; give {name}=VALUE")
+        variables[name] = value if equals else os.environ[name]
+    environment: dict[str, Any] = {"env_vars": variables} if variables else {}
+    if command.pip:
+        environment["pip"] = list(command.pip)
+    if command.tpu is not None:
+        if command.gpus or command.hosts != 1:
+            raise ValueError("--tpu determines the number of hosts; leave out --hosts and --gpus")
+        return TpuAcceleratorConfig(command.tpu, environment, command.cpus)
+    if command.gpus:
+        return GpuAcceleratorConfig(command.hosts, command.gpus, execution_env=environment, cpus_per_host=command.cpus)
+    return CpuAcceleratorConfig(command.hosts, command.cpus, environment)

@@ -1,10 +1,27 @@
-"""The options of `groupax launch slurm`, and the submission of its job script. Imports no jax."""
+"""The command `groupax launch slurm`: its options, the job script that it writes, and the submission.
+
+The script relies on three facts about SLURM. A `--signal` without "B:" goes to all tasks and not to the script: before
+the time limit the trainers receive SIGTERM, save their state and end with status 75, and the job requeues itself.
+SIGTERM sent to srun would kill its tasks, so the script never uses it to request a stop. After a node failure or a
+preemption by another job, SLURM requeues the job. It waits for its servers by `python -m groupax.launch.slurm SECONDS
+http://host:port ...`. Imports no jax.
+"""
 
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from groupax.errors import PREEMPTED
+from groupax.launch.local import MISTAKE
+from groupax.launch.program import LAUNCHED, option, program_of
+from groupax.settings import environment as env
 
 # Time limits of sbatch: minutes, minutes:seconds, hours:minutes:seconds, or the same after days and a dash.
 _TIME = re.compile(r"\d+(-\d+(:\d+(:\d+)?)?|:\d+(:\d+)?)?")
@@ -96,11 +113,7 @@ def _seconds(time: str) -> int:
 
 
 def write_script(text: str, file: Path) -> Path:
-    """Writes the job script atomically and returns its path.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
+    """Writes the job script atomically and returns its path."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
             path = Path(partial.name)
@@ -113,11 +126,7 @@ def write_script(text: str, file: Path) -> Path:
 
 
 def submit(file: Path) -> str:
-    """Submits a job script and returns sbatch's answer.
-
-    Raises:
-        ValueError: sbatch is not installed, or refuses the job.
-    """
+    """Submits a job script and returns sbatch's answer."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
@@ -125,3 +134,249 @@ def submit(file: Path) -> str:
     except subprocess.CalledProcessError as error:
         raise ValueError(f"sbatch refused {file}: {error.stderr.strip()}") from error
     return done.stdout.strip()
+
+
+def script_of(command: Slurm, argv: Sequence[str]) -> str:
+    """Returns the text of the job script.
+
+    Args:
+        command: The options.
+        argv: The program, as `program_of` takes it.
+    """
+    trainer = program_of(argv)
+    if command.server_nodes and option(argv, "--rollout_servers"):
+        raise ValueError("--rollout_servers is set by the job when it has --server_nodes; leave it out")
+    if command.server_nodes and argv[0] == "eval":
+        raise ValueError("groupax eval samples without servers; leave --server_nodes out")
+    server = _server(command, argv) if command.server_nodes else []
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{each}" for each in _sbatch_options(command)),
+        "# Written by groupax launch slurm.",
+        "set -e",
+        *command.setup,
+        "set -uo pipefail",
+        "",
+        *(f"{name}={value}" for name, value in _settings(command).items()),
+        f"PYTHON={shlex.quote(sys.executable)}",
+        "# shellcheck disable=SC2016 # arguments are literal",
+        f"TRAINER=({shlex.join(trainer)})",
+        "# shellcheck disable=SC2016",
+        f"SERVER=({shlex.join(server)})",
+        _body(adds_servers=bool(server) and argv[0] in LAUNCHED[:2]),
+    ]
+    return "\n".join(lines)
+
+
+def _settings(command: Slurm) -> dict[str, int]:
+    return {
+        "NUM_TRAINERS": command.nodes - command.server_nodes,
+        "NUM_SERVERS": command.server_nodes,
+        "RESTARTS": command.restarts,
+        "REQUEUES": command.requeues,
+        "BACKOFF_S": command.backoff_s,
+        "GRACE_S": command.grace_s,
+        "SERVER_WAIT_S": command.server_wait_s,
+    }
+
+
+def _body(adds_servers: bool) -> str:
+    return _BODY.format(
+        rollout='TRAINER+=(--rollout_servers "${addresses[@]}")' if adds_servers else ":",
+        coordinator=env.COORDINATOR,
+        num_processes=env.NUM_PROCESSES,
+        process_id=env.PROCESS_INDEX,
+        api_key=env.API_KEY,
+        servers=env.SERVERS,
+        preempted=PREEMPTED,
+        mistake=MISTAKE,
+    )
+
+
+def _server(command: Slurm, argv: Sequence[str]) -> list[str]:
+    try:
+        options = shlex.split(command.server_options)
+    except ValueError as error:
+        raise ValueError(f"--server_options cannot be split into options: {error}") from error
+    for name in ("--host", "--port", "--api_key"):
+        if option(options, name):
+            raise ValueError(f"{name} of the servers is set by the job; leave it out of --server_options")
+    model = option(options, "--model") or option(argv, "--model")
+    if model is None:
+        raise ValueError(
+            "the servers have no model to load; give the program a --model, or --server_options='--model MODEL'"
+        )
+    given = [] if option(options, "--model") else ["--model", model]
+    return [sys.executable, "-m", "groupax", "serve", *given, *options, "--host", "0.0.0.0"]
+
+
+def _sbatch_options(command: Slurm) -> list[str]:
+    values: list[tuple[str, object]] = [
+        ("job-name", command.job_name),
+        ("nodes", command.nodes),
+        ("ntasks-per-node", 1),
+        ("time", command.time),
+        ("partition", command.partition),
+        ("account", command.account),
+        ("gres", command.gres),
+        ("cpus-per-task", command.cpus),
+        ("chdir", Path.cwd()),
+        ("output", f"{command.job_name}-%j.log"),
+        ("open-mode", "append"),
+        ("signal", f"TERM@{command.notice_s}"),
+    ]
+    options = [f"{name}={_quoted(str(value))}" for name, value in values if value is not None]
+    all_resources = [] if command.cpus else ["exclusive", "mem=0"]
+    extra = [f"{name}{sign}{_quoted(value)}" for name, sign, value in (text.partition("=") for text in command.sbatch)]
+    return [*options, "requeue", *all_resources, *extra]
+
+
+def _quoted(value: str) -> str:
+    """Quotes a value for sbatch, which understands quotes and backslashes."""
+    if not value.isprintable():
+        raise ValueError(f"an option of sbatch must be one line of printable characters, got {value!r}")
+    if re.fullmatch(r"[\w.,:;/@%+=\[\]-]*", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# Braces that belong to bash are doubled.
+_BODY = """
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+trainers=("${{nodes[@]:0:NUM_TRAINERS}}")
+servers=("${{nodes[@]:NUM_TRAINERS}}")
+port=$((10000 + 2 * SLURM_JOB_ID % 20000))
+
+addresses=()
+if ((NUM_SERVERS)); then
+  {api_key}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+  export {api_key}
+  for node in "${{servers[@]}}"; do addresses+=("http://$node:$((port + 1))"); done
+  SERVER+=(--port "$((port + 1))")
+  export {servers}="${{addresses[*]}}"
+  {rollout}
+fi
+
+# Runs one task on each of these nodes, with all that the job has there. Call it in the background only: srun replaces
+# the subshell, so that it receives the signals.
+on() {{
+  local where="$1" number="$2" label=()
+  shift 2
+  ((number == 1)) || label=(--label)
+  exec srun --nodes="$number" --ntasks="$number" --ntasks-per-node=1 --nodelist="$where" --export=ALL --cpu-bind=none \\
+    ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} --wait="$GRACE_S" --kill-on-bad-exit=0 \\
+    ${{label[@]+"${{label[@]}}"}} "$@"
+}}
+listed() {{ local IFS=,; echo "$*"; }}
+running() {{ [[ -n "$1" ]] && kill -0 "$1" 2>/dev/null; }}
+
+server_run="" trainer_run=""
+end_all() {{
+  local run
+  for run in "$trainer_run" "$server_run"; do
+    if running "$run"; then kill -TERM "$run" 2>/dev/null || true; wait "$run" || true; fi
+  done
+  server_run="" trainer_run=""
+}}
+trap end_all EXIT
+
+# Starts the servers, and the trainers once these answer. Returns the status of the trainers, or of a failed server.
+attempt() {{
+  local status=0 ready_run
+  if ((NUM_SERVERS)); then
+    {num_processes}=1 {process_id}=0 {coordinator}=localhost:1 \\
+      on "$(listed "${{servers[@]}}")" "$NUM_SERVERS" --output="$SLURM_JOB_NAME-%j-servers.log" --open-mode=append \\
+      "${{SERVER[@]}}" &
+    server_run=$!
+    "$PYTHON" -m groupax.launch.slurm "$SERVER_WAIT_S" "${{addresses[@]}}" &
+    ready_run=$!
+    wait -n "$server_run" "$ready_run" || status=$?
+    if running "$ready_run"; then
+      echo "groupax launch: a server ended with status $status before it answered"
+      kill "$ready_run"
+      return $((status ? status : 1))
+    fi
+    ((status == 0)) || return "$status"
+  fi
+  # shellcheck disable=SC2016 # expanded by each task
+  {coordinator}="${{nodes[0]}}:$port" {num_processes}=$NUM_TRAINERS \\
+    on "$(listed "${{trainers[@]}}")" "$NUM_TRAINERS" \\
+    bash -c 'export {process_id}=$SLURM_PROCID; exec "$@"' trainer "${{TRAINER[@]}}" &
+  trainer_run=$!
+  if [[ -n "$server_run" ]]; then
+    wait -n "$trainer_run" "$server_run" || status=$?
+    if running "$trainer_run" && ((status)); then
+      echo "groupax launch: a server ended with status $status"
+      return "$status"
+    fi
+    status=0
+  fi
+  wait "$trainer_run" || status=$?
+  return "$status"
+}}
+
+wait_s=$BACKOFF_S
+for ((restart = 0; ; restart++)); do
+  status=0
+  attempt || status=$?
+  end_all
+  case $status in
+  0 | {mistake}) exit "$status" ;;
+  {preempted})
+    if ((${{SLURM_RESTART_COUNT:-0}} < REQUEUES)); then
+      echo "groupax launch: the state is saved; requeueing the job"
+      scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    fi
+    exit "$status"
+    ;;
+  esac
+  if ((restart >= RESTARTS)); then
+    echo "groupax launch: ended with status $status; not restarted again after $restart restarts"
+    exit "$status"
+  fi
+  echo "groupax launch: ended with status $status; restarting in $wait_s s ($((restart + 1)) of $RESTARTS times)"
+  sleep "$wait_s"
+  wait_s=$((wait_s * 2 < 300 ? wait_s * 2 : 300))
+done
+"""
+
+
+POLL_S = 2.0
+
+
+def silent_servers(addresses: Sequence[str], timeout_s: float) -> list[str]:
+    """Waits until all servers answer, and returns those that have not when the time is over.
+
+    Args:
+        addresses: Addresses of servers, as http://host:port; each is asked for /health.
+        timeout_s: Longest time to wait.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    silent = list(addresses)
+    while True:
+        silent = [address for address in silent if not _answers(address)]
+        if not silent or time.monotonic() >= deadline_s:
+            return silent
+        time.sleep(POLL_S)
+
+
+def _answers(address: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{address}/health", timeout=10) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def main(timeout_s: float, addresses: Sequence[str]) -> int:
+    """Returns the exit status: 0 if all servers answer."""
+    silent = silent_servers(addresses, timeout_s)
+    if silent:
+        print(f"groupax launch: no answer in {timeout_s:g} s from {', '.join(silent)}; see its log", flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

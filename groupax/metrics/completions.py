@@ -9,7 +9,7 @@ from groupax.metrics.estimates import pass_at_k, powers_up_to
 from groupax.objective.advantages import Advantages
 from groupax.rewards.scoring import Scored
 from groupax.settings.objective import MultiObjectiveAggregation, ScaleRewards
-from groupax.settings.reporting import MetricDefinitions
+from groupax.settings.run import MetricDefinitions
 from groupax.types import Metrics, Rollout
 
 

@@ -25,8 +25,8 @@ from groupax.models.specs import Spec, model_specs, num_params
 from groupax.models.weights.quantize import dense
 from groupax.models.weights.tensor_files import DTYPES, INDEX_NAME, SINGLE_NAME, TensorFile, check_finite
 from groupax.parallel.collectives import to_device
-from groupax.settings.adapter import LoRABias
 from groupax.settings.fields import nearest
+from groupax.settings.optimizer import LoRABias
 from groupax.storage.folders import ADAPTER_NAME, at_revision, split_revision
 from groupax.storage.model_json import (
     FLAG,

@@ -1,10 +1,14 @@
-"""Abstract models and optimizer states: shapes, dtypes and shardings in place of arrays."""
+"""Abstract models: shapes, dtypes and shardings in place of arrays, and the programs that they are traced to."""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
@@ -15,11 +19,57 @@ from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.params import partition_specs
 from groupax.models.specs import Params, model_specs
-from groupax.parallel.collectives import HOST
+from groupax.parallel.collectives import HOST, is_on_host
 from groupax.runs.build import learner_settings
 from groupax.training.memory import UpdateMemory, compute_dtype
 from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.state import TrainState, state_shardings
+
+
+class DoesNotFitError(Exception):
+    """No device has enough memory for a run's arrays, regardless of its programs.
+
+    Attributes:
+        in_rollout: Whether the rollout's weights, keys and values do not fit, rather than the resident arrays.
+    """
+
+    def __init__(self, message: str, in_rollout: bool) -> None:
+        super().__init__(message)
+        self.in_rollout = in_rollout
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A program of a run."""
+
+    name: str
+    trace: Callable[[], Any]  # traces the function
+    arguments: Mapping[str, Any]  # its arguments by kind; small ones are left out
+    runs: int  # number of runs in a rollout and the updates on it
+    loop_steps: int = 1  # number of iterations of loops whose ends depend on what they compute
+    transferred_bytes: float = 0.0  # bytes to and from the host in one run, for each device
+    scans_layers: bool = False  # whether its layers are a loop, so that it compiles quickly whatever their number
+
+    @cached_property
+    def traced(self) -> Any:
+        """The traced function, to be compiled and counted."""
+        return self.trace()
+
+
+def device_bytes(trees: Mapping[str, Any]) -> float:
+    """Returns the bytes of these arrays on each device; those without a sharding are replicated."""
+    return sum((_shard_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if not is_on_host(leaf)), 0.0)
+
+
+def host_bytes(trees: Mapping[str, Any]) -> float:
+    """Returns the bytes of these arrays in host memory, for each device."""
+    return sum((_shard_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if is_on_host(leaf)), 0.0)
+
+
+def _shard_bytes(x: Any) -> float:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return float(math.prod(shape) * np.dtype(x.dtype).itemsize)
+
 
 # Optimizer steps of the schedule, which do not affect its program.
 _STEPS = 1000

@@ -19,21 +19,13 @@ from jax.sharding import Mesh
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one run of a program on one device.
+    """Counts of one run of a program on one device."""
 
-    Attributes:
-        flops: Operations of matmuls.
-        fp8_flops: Those of them that multiply 8-bit floats.
-        product_bytes: Bytes that matmuls read and write.
-        exchanged: Bytes that a device sends to others, by collective.
-        between_hosts: A device's share of the bytes that its host sends to other hosts.
-    """
-
-    flops: float = 0.0
-    product_bytes: float = 0.0
-    exchanged: Mapping[str, float] = field(default_factory=dict)
-    between_hosts: float = 0.0
-    fp8_flops: float = 0.0
+    flops: float = 0.0  # operations of matmuls
+    product_bytes: float = 0.0  # bytes that matmuls read and write
+    exchanged: Mapping[str, float] = field(default_factory=dict)  # bytes that a device sends to others, by collective
+    between_hosts: float = 0.0  # a device's share of the bytes that its host sends to other hosts
+    fp8_flops: float = 0.0  # those of them that multiply 8-bit floats
 
     def __add__(self, other: "Counts") -> "Counts":
         kinds = {**self.exchanged, **other.exchanged}
@@ -81,9 +73,6 @@ def count_program(program: Any, loop_steps: int = 1) -> Counts:
     Args:
         program: A jaxpr; the bodies of its `shard_map`s are per device.
         loop_steps: Number of iterations of loops whose ends depend on what they compute.
-
-    Raises:
-        NotImplementedError: The program uses a collective that is not counted here.
     """
     return _count_jaxpr(program, None, loop_steps)
 

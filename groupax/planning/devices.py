@@ -29,17 +29,11 @@ _CONFIGS = {"v4": "megacore", "v5p": "megacore"}
 
 @dataclass(frozen=True)
 class Target:
-    """The devices to plan for.
+    """The devices to plan for."""
 
-    Attributes:
-        name: Name of the slice, kind and number of GPUs, or cpu:N.
-        devices: Devices for a mesh.
-        chip: Kind of the devices; None for CPUs, whose limits are unknown.
-    """
-
-    name: str
-    devices: tuple[Any, ...]
-    chip: Chip | None
+    name: str  # name of the slice, kind and number of GPUs, or cpu:N
+    devices: tuple[Any, ...]  # devices for a mesh
+    chip: Chip | None  # kind of the devices; None for CPUs, whose limits are unknown
 
 
 def prepare(name: str, libtpu: Path = Path("build/libtpu"), cuda: Path = Path("build/cuda")) -> None:
@@ -49,9 +43,6 @@ def prepare(name: str, libtpu: Path = Path("build/libtpu"), cuda: Path = Path("b
         name: Name of the target, see `find_target`.
         libtpu: Folder that libtpu was installed into, if it is not installed with jax.
         cuda: Folder that jax's CUDA plugin was installed into, if it is not installed with jax.
-
-    Raises:
-        ValueError: There is no such target, or its compiler is not installed.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     # programs for absent devices cannot be read back, and compilation is timed
@@ -107,9 +98,6 @@ def find_target(name: str) -> Target:
     Args:
         name: A TPU slice, e.g. v4-64 or v5e-32, a kind and number of GPUs, e.g. h100-8, or a number of virtual CPU
             devices, e.g. cpu:8.
-
-    Raises:
-        ValueError: There are no such devices, or XLA does not know them.
     """
     import jax
 
@@ -142,11 +130,7 @@ def _slice_settings(requested: Slice) -> dict[str, Any]:
 
 
 def absent_devices(name: str) -> Slice | GpuHosts:
-    """Returns the TPU slice or the GPUs of a name.
-
-    Raises:
-        ValueError: There are none of this name.
-    """
+    """Returns the TPU slice or the GPUs of a name."""
     words = name.strip().lower()
     if words.startswith(tuple(GPUS)):
         return gpu_hosts(words)

@@ -13,13 +13,10 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.params import split_dims
 from groupax.models.specs import num_params
 from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, splits_model
+from groupax.planning.abstract import DoesNotFitError, Program
 from groupax.planning.devices import Target, absent_devices, find_target
-from groupax.planning.estimates import estimated_temporaries
-from groupax.planning.few_layers import FewLayers, few_layers
-from groupax.planning.images import NO_IMAGES, PlannedImages
-from groupax.planning.measured import Compiled, Compiler, Extrapolation, Measured, whole_program
-from groupax.planning.programs import DoesNotFitError, Program
-from groupax.planning.run import Run, trace_run
+from groupax.planning.measured import Compiled, Compiler, Extrapolation, FewLayers, Measured, few_layers, whole_program
+from groupax.planning.run import NO_IMAGES, PlannedImages, Run, estimated_temporaries, trace_run
 from groupax.runs.build import mesh_of
 from groupax.settings.compute import mesh_sizes
 from groupax.terminal.activities import Activities
@@ -46,23 +43,14 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A planned run.
+    """A planned run."""
 
-    Attributes:
-        request: The run.
-        target: The devices.
-        mesh: Their mesh.
-        run: The traced programs; None if there is a fault.
-        programs: The measured programs, or estimates from before they are compiled.
-        fault: The reason why no device has memory for the run, if so.
-    """
-
-    request: Request
-    target: Target
-    mesh: Any
-    run: Run | None
-    programs: tuple[Measured, ...]
-    fault: DoesNotFitError | None = None
+    request: Request  # the run
+    target: Target  # the devices
+    mesh: Any  # their mesh
+    run: Run | None  # the traced programs; None if there is a fault
+    programs: tuple[Measured, ...]  # the measured programs, or estimates from before they are compiled
+    fault: DoesNotFitError | None = None  # the reason why no device has memory for the run, if so
 
     @property
     def is_estimate(self) -> bool:
@@ -101,9 +89,6 @@ def make_plan(
         activities: Shows what is done meanwhile.
         stop_early: Whether to stop at the first program that does not fit.
         on_estimate: Receives an estimate of the plan before anything is compiled; None for none.
-
-    Raises:
-        ValueError: The mesh does not fit the devices or the model, or settings contradict each other.
     """
     target, args = find_target(request.devices), request.args
     mesh = mesh_of(args, target.devices) or default_mesh(4 * num_params(config), target.devices)

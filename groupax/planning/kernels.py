@@ -1,22 +1,30 @@
-"""The kernels of a program that XLA compiled for a GPU, read from the files that its compiler writes.
+"""The kernels and the temporary memory of a program that XLA compiled for a GPU, from the files that XLA writes.
 
 XLA's GPU compiler lowers a program to *thunks*: kernels, copies, library calls, loops and conditionals. Thunks in a
 command buffer are launched together, as one CUDA graph. For a loop or conditional outside of one, the host waits for
 its predicate, unless a loop's number of iterations is known.
 """
 
+import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from groupax.planning.buffers import Buffer, parse_temporaries
-from groupax.planning.hlo import Computation, Instruction, Module, parse_hlo
+import jax
+import numpy as np
 
+from groupax.models.config import ModelConfig
+from groupax.models.specs import model_specs
+
+ACTIVATIONS, LOGITS, COPIES = "activations", "logits", "weights' copies"
+
+_ALLOCATION = re.compile(r"^allocation \d+: size \d+, (.*):$")
+_VALUE = re.compile(r"\(size=(\d+),offset=(\d+)\): [a-z]\w*\[([\d,]*)\]")
+_LOOP = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .* while\(.*"known_trip_count":\{"n":"(\d+)"', re.MULTILINE)
 _THUNK = re.compile(r"^( *)(\d+): (k\w+) +\[[^\]]*\] *(.*)$")
 _SECTION = re.compile(r"^( *)(\w+): *$")
 _METADATA = re.compile(r'thunk_info \{([^}]*)\}\s*thunk_kind: "(\w+)"')
@@ -27,109 +35,60 @@ _SILENT = frozenset({"kAsyncDone", "kWaitForStreams", "kPartitionId", "kReplicaI
 
 @dataclass
 class Thunk:
-    """An entry of the sequence that the host executes: a launch, or a group of them.
+    """An entry of the sequence that the host executes: a launch, or a group of them."""
 
-    Attributes:
-        kind: XLA's name of its kind, e.g. kCustomKernel or kWhile.
-        instruction: Name of its instruction; empty if it has none.
-        label: Its description, e.g. a kernel's name and grid.
-        sections: The thunks of a group, by the group's part, e.g. body.
-    """
-
-    kind: str
-    instruction: str
-    label: str
+    kind: str  # XLA's name of its kind, e.g. kCustomKernel or kWhile
+    instruction: str  # name of its instruction; empty if it has none
+    label: str  # its description, e.g. a kernel's name and grid
+    # the thunks of a group, by the group's part, e.g. body
     sections: dict[str, list["Thunk"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A kernel, a copy or a library call, as often as one run of a program launches it.
-
-    Attributes:
-        thunk: The thunk.
-        runs: Number of launches in a run.
-    """
-
-    thunk: Thunk
-    runs: int
-
-
-@dataclass(frozen=True)
 class Work:
-    """The launches of a part of a program, and how the host is involved.
+    """The launches of a part of a program, and how the host is involved."""
 
-    Attributes:
-        launches: The launches, in order.
-        host_visits: Number of times that the host waits for a predicate.
-        dispatches: Number of graphs, kernels and copies that the host launches.
-    """
-
-    launches: tuple[Launch, ...] = ()
-    host_visits: int = 0
-    dispatches: int = 0
+    # kernels, copies and library calls, in order, each with the number of times that it is launched
+    launches: tuple[tuple[Thunk, int], ...] = ()
+    host_visits: int = 0  # number of times that the host waits for a predicate
+    dispatches: int = 0  # number of graphs, kernels and copies that the host launches
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.launches + other.launches, self.host_visits + other.host_visits, self.dispatches + other.dispatches
-        )
+        visits, dispatches = self.host_visits + other.host_visits, self.dispatches + other.dispatches
+        return Work(self.launches + other.launches, visits, dispatches)
 
     def times(self, runs: int) -> "Work":
         """Returns the work of `runs` runs."""
-        launches = tuple(Launch(each.thunk, runs * each.runs) for each in self.launches)
+        launches = tuple((thunk, runs * number) for thunk, number in self.launches)
         return Work(launches, runs * self.host_visits, runs * self.dispatches)
 
     @property
     def num_launches(self) -> int:
         """Number of kernels, copies and library calls."""
-        return sum(each.runs for each in self.launches)
+        return sum(number for _, number in self.launches)
 
 
 @dataclass(frozen=True)
-class Counts:
-    """The kernels that a part of a program launches, and their memory traffic.
+class Buffer:
+    """An array in the temporary memory of a program, which it may share with others at other times."""
 
-    Attributes:
-        kernels: Number of kernels, copies and library calls.
-        copies: Number of copies among them.
-        sorts: Number of sorts; one may take many kernels.
-        calls: Number of custom calls by target: libraries, and kernels written in Triton.
-        flops: Operations of XLA's matmuls; those of custom calls are not known.
-        read_bytes: Bytes that are read from memory, see `Module.traffic`.
-        written_bytes: Bytes that are written to memory.
-    """
-
-    kernels: int
-    copies: int
-    sorts: int
-    calls: Mapping[str, int]
-    flops: float
-    read_bytes: float
-    written_bytes: float
+    shape: tuple[int, ...]  # its shape
+    start: int  # its first byte
+    num_bytes: int  # its size
 
 
 @dataclass(frozen=True)
 class GpuProgram:
-    """A program compiled for a GPU.
+    """A program compiled for a GPU."""
 
-    Attributes:
-        module: Its instructions.
-        thunks: Its thunks.
-        temporaries: The arrays in its temporary memory.
-    """
-
-    module: Module
-    thunks: Sequence[Thunk]
-    temporaries: Sequence[Buffer] = ()
+    hlo: str  # its instructions as text
+    thunks: Sequence[Thunk]  # its thunks
+    temporaries: Sequence[Buffer] = ()  # the arrays in its temporary memory
 
     @cached_property
-    def scopes(self) -> dict[str, Computation]:
-        """The computation of each instruction, by the instruction's name."""
-        return {name: scope for scope in self.module.computations.values() for name in scope}
-
-    def instruction(self, thunk: Thunk) -> Instruction | None:
-        """Returns a thunk's instruction, if it has one."""
-        return self.scopes.get(thunk.instruction, {}).get(thunk.instruction)
+    def trip_counts(self) -> Mapping[str, int]:
+        """Number of iterations of the loops of which it is known, by the loop's instruction."""
+        return {name: int(number) for name, number in _LOOP.findall(self.hlo)}
 
     def work(self, loop_steps: int = 1) -> tuple[Work, Work]:
         """Returns the work of a step of the program's loop, and that outside of this loop, in one run.
@@ -149,47 +108,12 @@ class GpuProgram:
             step += self._iteration(loop, in_graph)
         return step, others
 
-    def count(self, work: Work) -> Counts:
-        """Counts the launches of a part of the program by kind, and their memory traffic."""
-        copies, sorts, flops, calls, read, written = 0, 0, 0.0, Counter[str](), 0.0, 0.0
-        last = ""
-        for launch in work.launches:
-            instruction = self.instruction(launch.thunk)
-            copies += launch.runs if launch.thunk.kind == "kCopy" else 0
-            if instruction is None or instruction.name == last:  # of a sort, whose first kernel stands for all
-                continue
-            last, scope = instruction.name, self.scopes[instruction.name]
-            if instruction.opcode == "custom-call":
-                calls[instruction.target] += launch.runs
-            inner = self.module.computations.get(instruction.called, {}).values()
-            sorts += launch.runs if any(each.opcode == "sort" for each in (instruction, *inner)) else 0
-            flops += launch.runs * self.module.flops(instruction, scope)
-            moved = self.module.traffic(instruction, scope)
-            read, written = read + launch.runs * moved[0], written + launch.runs * moved[1]
-        return Counts(work.num_launches, copies, sorts, dict(calls), flops, read, written)
-
-    def describe(self, work: Work) -> Iterator[str]:
-        """Yields a line for each launch: its number, megabytes read and written, operation, source and results."""
-        for launch in work.launches:
-            instruction = self.instruction(launch.thunk)
-            if instruction is None:
-                yield f"{launch.runs} x {launch.thunk.kind} {launch.thunk.label}"
-                continue
-            read, written = self.module.traffic(instruction, self.scopes[instruction.name])
-            source = "/".join(self.module.lines.get(instruction.frame, "").split("/")[-2:])
-            results = " ".join(map(str, instruction.arrays))
-            what = instruction.target or instruction.op_name
-            yield (
-                f"{launch.runs:4} x {read / 1e6:9.3f} {written / 1e6:9.3f} MB  {instruction.name}  {what}  {source}  "
-                f"{results}"
-            )
-
     def _steps(self, thunks: Sequence[Thunk], loop_steps: int) -> tuple[list[tuple[Thunk, bool]], Work]:
         """Returns the program's loops, with whether each is in a graph, and the work outside of them."""
         loops, others = [], Work()
         for thunk in thunks:
             inner = [each for section in thunk.sections.values() for each in section]
-            if thunk.kind == "kWhile" and self._trip_count(thunk) in (None, loop_steps):
+            if thunk.kind == "kWhile" and self.trip_counts.get(thunk.instruction) in (None, loop_steps):
                 loops.append((thunk, False))
             elif thunk.kind == "kCommandBuffer" and any(each.kind == "kWhile" for each in inner):
                 found, rest = self._steps(inner, loop_steps)
@@ -201,7 +125,7 @@ class GpuProgram:
 
     def _run(self, thunk: Thunk, in_graph: bool) -> Work:
         if thunk.kind == "kWhile":
-            return self._iteration(thunk, in_graph).times(self._trip_count(thunk) or 1)
+            return self._iteration(thunk, in_graph).times(self.trip_counts.get(thunk.instruction) or 1)
         if thunk.kind == "kConditional":
             branches = [self._total(section, in_graph) for section in thunk.sections.values()]
             return min(branches, key=lambda work: work.num_launches) + Work((), 0 if in_graph else 1, 0)
@@ -212,11 +136,11 @@ class GpuProgram:
             return self._total(inner, in_graph)
         if thunk.kind in _SILENT:
             return Work()
-        return Work((Launch(thunk, 1),), 0, 0 if in_graph else 1)
+        return Work(((thunk, 1),), 0, 0 if in_graph else 1)
 
     def _iteration(self, loop: Thunk, in_graph: bool) -> Work:
         inner = [each for section in loop.sections.values() for each in section]
-        waits = not in_graph and self._trip_count(loop) is None
+        waits = not in_graph and self.trip_counts.get(loop.instruction) is None
         return self._total(inner, in_graph) + Work((), int(waits), 0)
 
     def _total(self, thunks: Sequence[Thunk], in_graph: bool) -> Work:
@@ -225,9 +149,38 @@ class GpuProgram:
             total += self._run(thunk, in_graph)
         return total
 
-    def _trip_count(self, loop: Thunk) -> int | None:
-        instruction = self.instruction(loop)
-        return instruction.trip_count if instruction else None
+
+def bytes_by_kind(buffers: Sequence[Buffer], kind_of: Callable[[tuple[int, ...]], str]) -> dict[str, float]:
+    """Returns the bytes of temporary memory by kind, each byte by the largest array that is ever there."""
+    edges = np.unique([edge for each in buffers for edge in (each.start, each.start + each.num_bytes)])
+    widths, is_free = np.diff(edges), np.ones(max(len(edges) - 1, 0), bool)
+    found: dict[str, float] = {}
+    for each in sorted(buffers, key=lambda each: each.num_bytes, reverse=True):
+        first, last = np.searchsorted(edges, (each.start, each.start + each.num_bytes))
+        kind, own = kind_of(each.shape), slice(first, last)
+        found[kind] = found.get(kind, 0.0) + float(widths[own][is_free[own]].sum())
+        is_free[own] = False
+    return found
+
+
+def kind_by_shape(config: ModelConfig, num_devices: int) -> Callable[[tuple[int, ...]], str]:
+    """Returns a function that tells by an array's shape what it probably is.
+
+    Arrays with a dim for the vocabulary and none for the model are logits. Those with as many elements as a matrix of
+    the model, or those of all its layers, are copies of weights or gradients. All others are activations. The
+    vocabulary and the matrices may be split among a power of two of devices.
+    """
+    splits = [1 << power for power in range(num_devices.bit_length())]
+    vocab = {config.vocab_size // split for split in splits}
+    matrices = [math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(config)) if len(spec.shape) > 1]
+    sizes = {layers * size // split for size in matrices for layers in (1, config.num_layers) for split in splits}
+
+    def kind_of(shape: tuple[int, ...]) -> str:
+        if vocab & set(shape) and config.hidden_size not in shape:
+            return LOGITS
+        return COPIES if math.prod(shape) in sizes else ACTIVATIONS
+
+    return kind_of
 
 
 def compile_for_gpu(lowered: Any) -> tuple[Any, GpuProgram]:
@@ -247,9 +200,6 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     Args:
         folder: The folder.
         name: Name of the jitted function, if the folder holds several.
-
-    Raises:
-        ValueError: The folder holds no such program for a GPU, or several.
     """
     found = sorted(folder.glob(f"*.jit_{name or '*'}.thunk_sequence.txt"))
     if len(found) != 1:
@@ -260,15 +210,23 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     # a program that launches nothing has no sequence, and the dumps of some others lack the buffers
     thunks = parse_thunks(sequence.read_text(), metadata.read_text()) if sequence.is_file() else []
     buffers = "".join(path.read_text() for path in folder.glob(f"{stem}.sm_*-buffer-assignment.txt"))
-    return GpuProgram(parse_hlo(module.read_text()), thunks, parse_temporaries(buffers))
+    return GpuProgram(module.read_text(), thunks, parse_temporaries(buffers))
+
+
+def parse_temporaries(text: str) -> list[Buffer]:
+    """Parses the arrays in a program's temporary memory from XLA's dump of its buffer assignment."""
+    buffers, is_temporary = [], False
+    for line in text.splitlines():
+        if allocation := _ALLOCATION.match(line):
+            is_temporary = allocation[1] == "preallocated-temp"
+        elif is_temporary and (value := _VALUE.search(line)):
+            shape = tuple(int(dim) for dim in value[3].split(",") if dim)
+            buffers.append(Buffer(shape, int(value[2]), int(value[1])))
+    return buffers
 
 
 def parse_thunks(sequence: str, metadata: str) -> list[Thunk]:
-    """Parses XLA's dumps of the thunks of a program and of their instructions.
-
-    Raises:
-        ValueError: The thunks' nesting has an unknown form.
-    """
+    """Parses XLA's dumps of the thunks of a program and of their instructions."""
     names = {}
     for info, kind in _METADATA.findall(metadata):
         number, name = (re.search(rf"{key}: \"?([^\"\s]+)", info) for key in ("thunk_id", "profile_annotation"))

@@ -4,8 +4,9 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,13 +14,90 @@ import jax
 
 from groupax.errors import is_out_of_memory
 from groupax.models.config import ModelConfig
+from groupax.models.lora import LoRAConfig, adapter_specs
+from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
-from groupax.planning.buffers import Buffer, bytes_by_kind, kind_by_shape
+from groupax.planning.abstract import Program, device_bytes
 from groupax.planning.counting import Counts, count_program
-from groupax.planning.few_layers import FewLayers, extrapolated
-from groupax.planning.kernels import compile_for_gpu
-from groupax.planning.programs import Program, device_bytes
+from groupax.planning.kernels import Buffer, bytes_by_kind, compile_for_gpu, kind_by_shape
 from groupax.planning.run import Run
+
+# Layers of each kind in the smallest of the models, whose first and last layers are compiled with what precedes and
+# follows them, and how many more of one kind the others have, which are compiled as all others are.
+_SMALLEST, _MORE = 2, 2
+
+
+@dataclass(frozen=True)
+class FewLayers:
+    """A model with a few of the layers of another."""
+
+    config: ModelConfig
+    weight: float  # its share: what the other costs is the sum of what these models cost, times their weights
+
+
+def few_layers(config: ModelConfig, lora: LoRAConfig | None = None) -> list[FewLayers]:
+    """Returns models with a few layers that together tell what a model costs; the model itself if that is no larger.
+
+    The first has two layers of each kind (all of a kind with up to three), and each of the others two more of one kind.
+
+    Args:
+        config: Config of the model.
+        lora: Config of the adapter to train; layers that it treats differently are of different kinds.
+    """
+    whole, kinds = [FewLayers(config, 1.0)], _kinds(config, lora)
+    numbers = Counter(kinds)
+    smallest = {kind: _SMALLEST if number >= _SMALLEST + _MORE else number for kind, number in numbers.items()}
+    weights = {kind: (number - _SMALLEST) / _MORE for kind, number in numbers.items() if number > smallest[kind]}
+    if sum(smallest.values()) + _MORE >= config.num_layers:
+        return whole
+    models = [FewLayers(_of_kinds(config, kinds, smallest), 1 - sum(weights.values()))]
+    for kind, weight in weights.items():
+        models.append(FewLayers(_of_kinds(config, kinds, {**smallest, kind: _SMALLEST + _MORE}), weight))
+    try:
+        found = set().union(*(_kinds(model.config, lora) for model in models))
+    except ValueError:  # the adapter names a layer that only the whole model has
+        return whole
+    return models if found == set(numbers) else whole
+
+
+def extrapolated(models: Sequence[FewLayers], values: Sequence[float]) -> float:
+    """Returns a quantity of the whole model, given that of each of the models; it is not negative."""
+    return max(0.0, sum(model.weight * value for model, value in zip(models, values, strict=True)))
+
+
+def _of_kinds(config: ModelConfig, kinds: Sequence[Hashable], numbers: Counter[Any] | dict[Any, int]) -> ModelConfig:
+    """Returns a model with these numbers of layers of each kind, the first ones."""
+    left, layers = dict(numbers), []
+    for layer, kind in enumerate(kinds):
+        if left[kind]:
+            left[kind] -= 1
+            layers.append(layer)
+    experts, recurrent = (
+        part and replace(part, layers=tuple(new for new, layer in enumerate(layers) if layer in part.layers))
+        for part in (config.experts, config.recurrent)
+    )
+    return replace(
+        config,
+        num_layers=len(layers),
+        ropes=tuple(config.ropes[layer] for layer in layers),
+        windows=tuple(config.windows[layer] for layer in layers),
+        experts=experts,
+        recurrent=recurrent,
+    )
+
+
+def _kinds(config: ModelConfig, lora: LoRAConfig | None) -> list[Hashable]:
+    """Returns what distinguishes each layer: positions, window, and the shapes of its weights and of its adapter's."""
+    tables = [model_specs(config), *([adapter_specs(config, lora)] if lora else [])]
+    weights = [tuple(_shapes(table["layers"][layer]) for table in tables) for layer in range(config.num_layers)]
+    return list(zip(config.ropes, config.windows, weights, strict=True))
+
+
+def _shapes(weights: Any) -> Hashable:
+    return tuple(
+        (jax.tree_util.keystr(path), spec.shape) for path, spec in jax.tree_util.tree_leaves_with_path(weights)
+    )
+
 
 OTHER = "temporary"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -32,48 +110,28 @@ HOST_VISIT_S = 15e-6
 
 @dataclass(frozen=True)
 class Compiled:
-    """The needs of a compiled program.
+    """The needs of a compiled program."""
 
-    Attributes:
-        temporary_bytes: Memory of a device for everything except the program's listed arguments.
-        seconds: Time that the compilation took.
-        kernels: Number of kernels, copies and library calls of a run on a GPU; None elsewhere.
-        host_visits: How often the host has to wait for the GPU in a run.
-        buffers: Arrays in its temporary memory, if it is for a GPU.
-    """
-
-    temporary_bytes: float
-    seconds: float
-    kernels: float | None = None
-    host_visits: float = 0.0
-    buffers: Sequence[Buffer] = ()
+    temporary_bytes: float  # memory of a device for everything except the program's listed arguments
+    seconds: float  # time that the compilation took
+    kernels: float | None = None  # number of kernels, copies and library calls of a run on a GPU; None elsewhere
+    host_visits: float = 0.0  # how often the host has to wait for the GPU in a run
+    buffers: Sequence[Buffer] = ()  # arrays in its temporary memory, if it is for a GPU
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A program of a run, measured on one device.
-
-    Attributes:
-        name: Name of the function.
-        runs: Number of runs in a rollout and the updates on it.
-        memory: Bytes in use while it runs, by kind, including arrays that it does not read.
-        counts: Counts of one run.
-        compile_s: Compilation time; None if it is not compiled, and its temporary memory an estimate.
-        transferred_bytes: Bytes to and from the host in one run.
-        kernels: Number of kernels, copies and library calls of a run on a GPU; None if it is unknown.
-        host_visits: How often the host has to wait for the GPU in a run.
-        num_layers: Numbers of layers of the models whose programs were compiled for it.
-    """
+    """A program of a run, measured on one device."""
 
     name: str
-    runs: int
-    memory: Mapping[str, float]
-    counts: Counts
-    compile_s: float | None = None
-    transferred_bytes: float = 0.0
-    kernels: float | None = None
-    host_visits: float = 0.0
-    num_layers: tuple[int, ...] = ()
+    runs: int  # number of runs in a rollout and the updates on it
+    memory: Mapping[str, float]  # bytes in use while it runs, by kind, including arrays that it does not read
+    counts: Counts  # counts of one run
+    compile_s: float | None = None  # compilation time; None if it is not compiled, and its temporary memory an estimate
+    transferred_bytes: float = 0.0  # bytes to and from the host in one run
+    kernels: float | None = None  # number of kernels, copies and library calls of a run on a GPU; None if it is unknown
+    host_visits: float = 0.0  # how often the host has to wait for the GPU in a run
+    num_layers: tuple[int, ...] = ()  # numbers of layers of the models whose programs were compiled for it
 
     @property
     def total(self) -> float:
@@ -104,17 +162,11 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Extrapolation:
-    """A program of a run, and the same program for models with a few of its layers, which tell what it needs.
+    """A program of a run, and the same program for models with a few of its layers, which tell what it needs."""
 
-    Attributes:
-        program: The program for all layers.
-        models: The models with a few layers.
-        programs: Their programs.
-    """
-
-    program: Program
-    models: Sequence[FewLayers]
-    programs: Sequence[Program]
+    program: Program  # the program for all layers
+    models: Sequence[FewLayers]  # the models with a few layers
+    programs: Sequence[Program]  # their programs
 
     @property
     def pairs(self) -> list[tuple[FewLayers, Program]]:
@@ -178,23 +230,14 @@ def _argument_bytes(run: Run, program: Program) -> dict[str, float]:
 
 @dataclass
 class Compiler:
-    """A compiler that compiles identical programs only once. It may be called in several threads.
+    """A compiler that compiles identical programs only once. It may be called in several threads."""
 
-    Attributes:
-        all_layers: Whether to compile programs with all layers of a model rather than with a few.
-        known: The compiled programs.
-    """
-
-    all_layers: bool = False
-    known: dict[str, Compiled] = field(default_factory=dict)
+    all_layers: bool = False  # whether to compile programs with all layers of a model rather than with a few
+    known: dict[str, Compiled] = field(default_factory=dict)  # the compiled programs
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def compiled(self, program: Program, platform: str) -> Compiled:
-        """Compiles a program for devices of a platform, which gives up on programs that do not fit.
-
-        Raises:
-            jax.errors.JaxRuntimeError: The compilation failed for another reason.
-        """
+        """Compiles a program for devices of a platform, which gives up on programs that do not fit."""
         lowered = program.traced.lower()
         text = f"{device_bytes(program.arguments)} {lowered.as_text()}"
         key = hashlib.sha256(text.encode()).hexdigest()

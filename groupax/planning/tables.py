@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from groupax.parallel.accelerators import Chip
-from groupax.planning.buffers import ACTIVATIONS, COPIES, LOGITS
+from groupax.planning.abstract import host_bytes
 from groupax.planning.fitting import Plan
+from groupax.planning.kernels import ACTIVATIONS, COPIES, LOGITS
 from groupax.planning.measured import OTHER, Measured, step_seconds
-from groupax.planning.programs import host_bytes
 from groupax.planning.run import Run
 
 # A table's unit follows its largest value, so that it is not all zeros.

@@ -11,11 +11,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
-from groupax.recipes.rows import chat
+from groupax.recipes.recipe import chat, make_recipe
 from groupax.rewards.text import completion_text, tagged
 
 NUM_TRAIN = 8192
@@ -51,11 +51,7 @@ def problems(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt, the numbers and the target.
-
-    Raises:
-        ValueError: The row has no numbers or no target.
-    """
+    """Returns a row with the prompt, the numbers and the target."""
     try:
         nums, target = [int(number) for number in row["nums"]], int(row["target"])
     except (KeyError, TypeError, ValueError) as error:
@@ -120,7 +116,7 @@ def _draw_problems(seed: int, held_out: bool) -> Iterator[tuple[list[int], int]]
 
 
 RECIPE = make_recipe(
-    __file__,
+    Path(__file__).with_suffix(".yaml"),
     example,
     {"train": lambda: problems(NUM_TRAIN, seed=1), "eval": lambda: problems(NUM_HELD_OUT, seed=0, held_out=True)},
 )

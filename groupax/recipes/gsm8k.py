@@ -5,11 +5,11 @@ Rows have the columns `question` and `answer`, as in the hub's openai/gsm8k; MIT
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
-from groupax.recipes.rows import chat, gold, question
+from groupax.recipes.recipe import chat, gold, make_recipe, question
 from groupax.rewards.formats import xml_format
 
 SYSTEM_PROMPT = """Solve the problem step by step. Answer in exactly this form, with nothing before or after it:
@@ -23,11 +23,7 @@ NUMBER = re.compile(r"[-+]?\$?\s*[\d,]*\.?\d+")
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the gold number.
-
-    Raises:
-        ValueError: There is no question, or the answer is not a number.
-    """
+    """Returns a row with the prompt and the gold number."""
     number = gold(row)
     if not NUMBER.fullmatch(number):
         raise ValueError(f"its answer {number[:80]!r} is not a number; for other mathematics use the recipe numinamath")
@@ -39,4 +35,4 @@ def strict_xml_format(completions: Sequence[Any]) -> list[float]:
     return xml_format(completions, strict=True)
 
 
-RECIPE = make_recipe(__file__, example)
+RECIPE = make_recipe(Path(__file__).with_suffix(".yaml"), example)

@@ -4,11 +4,11 @@ Rows have the columns `problem` and `solution` (the answer in `\boxed{}`), as in
 (Apache-2.0), or `answer`, as in MATH-500 and GSM8K.
 """
 
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
-from groupax.recipes.rows import chat, gold, question
+from groupax.recipes.recipe import chat, gold, make_recipe, question
 
 SYSTEM_PROMPT = (
     "Solve the problem. First reason inside <think> </think>, then give the answer inside <answer> </answer>, like "
@@ -17,12 +17,8 @@ SYSTEM_PROMPT = (
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the gold answer, or the solution that contains it.
-
-    Raises:
-        ValueError: There is no problem, or no gold answer.
-    """
+    """Returns a row with the prompt and the gold answer, or the solution that contains it."""
     return {**chat(SYSTEM_PROMPT, row, question(row)), "answer": gold(row)}
 
 
-RECIPE = make_recipe(__file__, example)
+RECIPE = make_recipe(Path(__file__).with_suffix(".yaml"), example)

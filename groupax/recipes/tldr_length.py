@@ -4,19 +4,16 @@ Rows have the column `prompt`, as in the hub's trl-lib/tldr; a reference summary
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
+from groupax.recipes.recipe import make_recipe
 from groupax.rewards.text import completion_text
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns a row with the prompt."""
     if not row.get("prompt"):
         raise ValueError(f"it has no prompt; it has {', '.join(row)}")
     return {"prompt": row["prompt"]}
@@ -32,4 +29,4 @@ def near_length(completions: Sequence[Any], *, target: int = 20) -> list[float]:
     return [-float(abs(target - len(completion_text(completion)))) for completion in completions]
 
 
-RECIPE = make_recipe(__file__, example)
+RECIPE = make_recipe(Path(__file__).with_suffix(".yaml"), example)

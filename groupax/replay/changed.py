@@ -23,9 +23,9 @@ from groupax.settings.objective import (
     ReferenceSettings,
 )
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
-from groupax.settings.prompts import PromptSettings
+from groupax.settings.rollouts import PromptSettings
+from groupax.settings.run import OF_SCHEDULE, OF_SHAPES, QUIET, UNSEEN
 from groupax.settings.sampling import RolloutSamplingSettings
-from groupax.settings.steps import OF_SCHEDULE, OF_SHAPES, QUIET, UNSEEN
 
 OF_ROLLOUTS = (RolloutSamplingSettings, PromptSettings)
 OF_ADVANTAGES = (AdvantageSettings,)

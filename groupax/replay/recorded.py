@@ -17,7 +17,7 @@ from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import parsed_record
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
-from groupax.settings.steps import UNSEEN
+from groupax.settings.run import UNSEEN
 from groupax.storage.buckets import is_remote
 from groupax.types import Rollout
 

@@ -23,7 +23,7 @@ from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
 from groupax.runs.step_record import Stage, StepRecord
-from groupax.settings.steps import QUIET
+from groupax.settings.run import QUIET
 from groupax.trainer import GRPOTrainer
 from groupax.training.adapters import AdapterLearners
 

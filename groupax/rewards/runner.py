@@ -22,7 +22,7 @@ from groupax.rewards.contract import Reward, Scores, checked_scores
 from groupax.rewards.main_thread import MainThread
 from groupax.rewards.supervisor import Supervisor
 from groupax.rewards.workers import check_sendable
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 from groupax.types import Rollout, TrainerState
 
 

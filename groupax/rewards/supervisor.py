@@ -21,7 +21,7 @@ from groupax.rewards.calls import CallLog, call_async, call_in_worker, call_sync
 from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_scores, no_scores
 from groupax.rewards.main_thread import MainThread, NeedsMainThreadError, call_noticing, signal_requests_noticed
 from groupax.rewards.workers import start_workers
-from groupax.settings.rewards import RewardSettings
+from groupax.settings.rollouts import RewardSettings
 from groupax.terminal.printable import printable
 from groupax.types import Rollout, TrainerState
 

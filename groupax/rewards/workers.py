@@ -110,7 +110,7 @@ def _kill_if_cancelled(result: Any, future: "Future[Any]") -> None:
 
 def _connect_to_ray() -> None:
     """Connects, and restores the handler of SIGTERM, which requests a run to stop and which Ray replaces."""
-    from groupax.launch.ray_hosts import connect
+    from groupax.launch.ray_functions import connect
 
     handler = signal.getsignal(signal.SIGTERM)
     connect()

@@ -2,7 +2,7 @@
 
 from groupax.events import Diagnosed, Evaluated, Event, StepEnded
 from groupax.runs.folder import RunFolder
-from groupax.settings.reporting import RolloutLogSettings
+from groupax.settings.run import RolloutLogSettings
 
 
 class FolderSink:

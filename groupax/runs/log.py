@@ -17,7 +17,7 @@ from groupax.runs.folder import RunFolder
 from groupax.runs.folder_sink import FolderSink
 from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
-from groupax.settings.reporting import RolloutLogSettings
+from groupax.settings.run import RolloutLogSettings
 from groupax.types import Metrics, Rollout
 
 

@@ -17,7 +17,7 @@ from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.environment import environment_rewards
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.evaluate import find_correctness_reward
-from groupax.evaluation.sets import named_sets
+from groupax.evaluation.items import named_sets
 from groupax.events import Listener, Message, PhaseStarted, ignore
 from groupax.metrics.estimates import Estimate
 from groupax.models.weights.checkpoint import Model

@@ -9,7 +9,7 @@ from groupax.data.chat import check_messages, check_tools, join_text_parts
 from groupax.data.images import without_images
 from groupax.serve.errors import ApiError
 from groupax.serve.images import image_url
-from groupax.settings.template_kwargs import check_template_kwargs
+from groupax.settings.rollouts import check_template_kwargs
 
 MAX_TOOLS = 256
 MAX_QUOTED = 80  # characters of a value that an error quotes

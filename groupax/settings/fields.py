@@ -1,27 +1,29 @@
-"""Checks and conversions of the values of settings, by the types and ranges of their fields. Imports no jax."""
+"""Declaration, checks and conversions of settings, by the types and ranges of their fields. Imports no jax."""
 
 import dataclasses
 import difflib
+import json
 import math
+import numbers
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
-
-import numpy as np
 
 # How a setting may change when a run is resumed: freely, only where `resume` names the checkpoint, never, or only
 # between values that are not 0.
 Resume = Literal["free", "explicit", "fixed", "fixed_zero"]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
-_NUMBERS = {int: (int, np.integer), float: (int, float, np.integer, np.floating)}
+_WORDS |= {Path: "a path"}
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers that a setting may be; none of them is infinite or not a number.
+    """The numbers that a setting may be; infinite ones and NaN are never allowed.
 
     Attributes:
         low: Smallest allowed number.
@@ -43,12 +45,13 @@ class Range:
         return inside or (self.also is not None and number == self.also)
 
     def __str__(self) -> str:
-        also = "" if self.also is None else f"{_number(self.also)} or "
-        if self.high == math.inf:
-            return f"{also}at least {_number(self.low)}"
-        if self.is_open:
-            return f"{also}at least {_number(self.low)} and below {_number(self.high)}"
-        return f"{also}between {_number(self.low)} and {_number(self.high)}"
+        low, high, also = (f"{each:,}" if isinstance(each, int) else f"{each:g}" for each in self._bounds)
+        limits = f"at least {low} and below {high}" if self.is_open else f"between {low} and {high}"
+        return ("" if self.also is None else f"{also} or ") + (f"at least {low}" if self.high == math.inf else limits)
+
+    @property
+    def _bounds(self) -> tuple[int | float, int | float, int | float]:
+        return self.low, self.high, 0 if self.also is None else self.also
 
 
 def setting(default: Any, *, resume: Resume = "explicit", **metadata: Any) -> Any:
@@ -75,13 +78,10 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
     Raises:
         ValueError: The value is outside; names the setting, the value, the range and the default.
     """
-    allowed = field.metadata.get("range")
-    if allowed is None or value is None:
+    allowed, is_list = field.metadata.get("range"), isinstance(value, tuple)
+    if allowed is None or value is None or all(map(allowed.has, value if is_list else (value,))):
         return
-    if all(allowed.has(number) for number in (value if isinstance(value, tuple) else (value,))):
-        return
-    each = " each" if isinstance(value, tuple) else ""
-    none = " or None" if type(None) in _kinds(field.type) else ""
+    each, none = " each" * is_list, " or None" * (type(None) in kinds_of(field.type))
     because = f": {allowed.because}" if allowed.because else ""
     raise ValueError(
         f"{field.name} must{each} be {allowed}{none}, got {shown(value)}{because}; the default is {field.default}"
@@ -99,8 +99,20 @@ def check_text(name: str, value: Any) -> None:
             raise ValueError(f"{name} must not be an empty text, got {text!r}; leave it out for its default")
 
 
-def _number(number: int | float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+def check_json(value: Any, where: str) -> None:
+    """Checks that a value can be written as JSON in UTF-8.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has half of a surrogate pair, which is no character; remove it") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where} has a value that JSON cannot represent ({error}); make it a text or a number"
+        ) from error
 
 
 def shown(value: Any) -> str:
@@ -132,16 +144,19 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     Args:
         name: Name of the setting.
         value: Value of the setting.
-        kind: Annotation of the field: bool, int, float, str, None, literals, tuples of these, mappings of texts,
+        kind: Annotation of the field: bool, int, float, str, Path, None, literals, tuples of these, mappings,
             functions, and unions.
 
     Raises:
         ValueError: The value has another type.
     """
-    if not _fits(value, kind):
-        hint = nearest(_unknown(value, kind), _choices(kind))
-        kinds = [each for each in _kinds(kind) if not (each is str and is_open(kind))]
-        raise ValueError(f"{name} must be {' or '.join(map(_words, kinds))}, got {shown(value)}{hint}")
+    if _fits(value, kind):
+        return
+    words = choices_of(kind)
+    texts = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, str)]
+    unknown = next((text for text in texts if text not in words), "")
+    kinds = [each for each in kinds_of(kind) if not (each is str and is_open(kind))]
+    raise ValueError(f"{name} must be {' or '.join(map(_words, kinds))}, got {shown(value)}{nearest(unknown, words)}")
 
 
 def as_given(value: Any, kind: Any) -> Any:
@@ -150,78 +165,128 @@ def as_given(value: Any, kind: Any) -> Any:
     Lists become tuples, a text a tuple of one where a tuple is needed, paths texts, numpy scalars Python numbers, and
     mappings new dicts.
     """
-    kinds = [get_origin(each) or each for each in _kinds(kind)]
-    if isinstance(value, list) and tuple in kinds:
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    origins = [get_origin(each) or each for each in kinds_of(kind)]
+    if isinstance(value, list) and tuple in origins:
         return tuple(value)
-    if isinstance(value, str) and tuple in kinds and str not in kinds:
+    if isinstance(value, str) and tuple in origins and str not in origins:
         return (value,)
-    if isinstance(value, os.PathLike) and str in kinds:
+    if isinstance(value, os.PathLike) and str in origins:
         return os.fspath(value)
-    if isinstance(value, Mapping) and dict in kinds:
+    if isinstance(value, Mapping) and dict in origins:
         return dict(value)
-    return value.item() if isinstance(value, np.generic) else value
+    return value
 
 
 def as_read(value: Any, kind: Any) -> Any:
     """Converts a value read from YAML or JSON: YAML reads 1e-6 as a text, and a list of one may be one item."""
-    kinds = _kinds(kind)
+    kinds = kinds_of(kind)
     if isinstance(value, str) and str not in kinds and (float in kinds or int in kinds):
-        try:
-            return float(value) if float in kinds else int(value)
-        except ValueError:
-            return value
-    origins = [get_origin(each) for each in kinds]
-    is_one = (
-        not isinstance(value, (list, tuple)) and value is not None and not (bool in kinds and isinstance(value, bool))
-    )
-    return (value,) if tuple in origins and is_one and str not in kinds else value
+        return _from_text(value, kinds)
+    is_item = value is not None and not isinstance(value, (list, tuple)) and not (bool in kinds and value in (0, 1))
+    return (value,) if is_item and takes_many(kind) and str not in kinds else value
 
 
-def _kinds(kind: Any) -> tuple[Any, ...]:
+def from_texts(texts: Sequence[str], kind: Any) -> Any:
+    """Converts the texts that follow a flag to a value of its type, or to one that `check_type` refuses.
+
+    Raises:
+        ValueError: A mapping is not written as JSON.
+    """
+    kinds = kinds_of(kind)
+    if get_origin(kind) is dict:
+        return read_mapping(texts[0])
+    if get_origin(kind) is Mapping:
+        keys, values = get_args(kind)
+        pairs = zip(texts[::2], texts[1::2], strict=False)
+        return {_from_text(key, (keys,)): _from_text(value, (values,)) for key, value in pairs}
+    if bool in kinds and len(texts) <= 1 and "".join(texts).lower() in ("", "true", "false"):
+        return "".join(texts).lower() != "false"
+    if takes_many(kind) and not (list(texts) == ["None"] and type(None) in kinds):
+        [inner] = [get_args(each)[0] for each in kinds if takes_many(each)]
+        return tuple(_from_text(text, kinds_of(inner)) for text in texts)
+    return _from_text(texts[0], kinds)
+
+
+def kinds_of(kind: Any) -> tuple[Any, ...]:
     """Returns the types of a union, or the one type."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
+def takes_many(kind: Any) -> bool:
+    """Returns whether a setting may be a list."""
+    return any(get_origin(each) in (tuple, Sequence, Mapping) for each in kinds_of(kind))
+
+
+def is_open(kind: Any) -> bool:
+    """Returns whether a setting takes functions and "module:function" references in addition to names."""
+    return any(get_origin(each) is Callable for each in kinds_of(kind))
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """Returns the words that a literal, or each entry of a list of literals, may be, of all types of a union."""
+    inner = (get_args(each)[0] if get_origin(each) is tuple else each for each in kinds_of(kind))
+    return tuple(word for each in inner if get_origin(each) is Literal for word in get_args(each))
+
+
+def _from_text(text: str, kinds: Sequence[Any]) -> Any:
+    if text == "None" and type(None) in kinds:
+        return None
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                pass
+    return Path(text) if Path in kinds else text
+
+
+def read_mapping(text: str) -> dict[str, Any]:
+    """Returns the mapping that a flag has as JSON.
+
+    Raises:
+        ValueError: It is no JSON object.
+    """
+    example = """e.g. '{"enable_thinking": false}'"""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text:.100} is no JSON ({error}); write an object, {example}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{text:.100} is no JSON object; write one, {example}")
+    return value
+
+
 def _fits(value: Any, kind: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
     if isinstance(value, str) and is_open(kind):
-        return value in _choices(kind) or ":" in value
-    if len(_kinds(kind)) > 1:
-        return any(_fits(value, each) for each in _kinds(kind))
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
-    if get_origin(kind) is Callable:
+        return value in choices_of(kind) or ":" in value
+    if len(kinds_of(kind)) > 1:
+        return any(_fits(value, each) for each in kinds_of(kind))
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin in (tuple, Sequence):
+        is_list = isinstance(value, tuple) and all(_fits(each, inner[0]) for each in value)
+        return is_list and (len(inner) == 1 or inner[1] is ... or len(value) == len(inner))
+    if origin is Callable:
         return callable(value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and all(_fits(key, inner[0]) for key in value)
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return value is None if kind is type(None) else isinstance(value, kind)
 
 
-def is_open(kind: Any) -> bool:
-    """Returns whether a setting takes functions and "module:function" references in addition to names."""
-    return any(get_origin(each) is Callable for each in _kinds(kind))
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    """Returns the words that a literal, or each entry of a list of literals, may be, of all types of a union."""
-    inner = (get_args(each)[0] if get_origin(each) is tuple else each for each in _kinds(kind))
-    return tuple(word for each in inner if get_origin(each) is Literal for word in get_args(each))
-
-
-def _unknown(value: Any, kind: Any) -> str:
-    """Returns the first text that is none of the choices, or an empty one."""
-    texts = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, str)]
-    return next((text for text in texts if text not in _choices(kind)), "")
-
-
 def _words(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) is dict:
+    origin, inner = get_origin(kind), list(get_args(kind))
+    if origin is Literal:
+        return f"one of {', '.join(inner)}"
+    if origin in (dict, Mapping):
         return "a mapping of names to values"
-    if get_origin(kind) is Callable:
+    if origin is Callable:
         return "a function, also by reference as 'module:function'"
-    return f"a list with each {_words(get_args(kind)[0])}" if get_origin(kind) is tuple else _WORDS[kind]
+    if origin in (tuple, Sequence):
+        number = f" of {len(inner)}" if len(inner) > 1 and inner[1] is not ... else ""
+        return f"a list{number} with each {_words(inner[0])}"
+    return _WORDS[kind]

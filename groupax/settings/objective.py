@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from groupax.settings.fields import like, ranged, setting, shown
-from groupax.settings.prompts import PromptSettings
-from groupax.settings.reporting import MetricDefinitions, ReportingSettings
+from groupax.settings.rollouts import PromptSettings
+from groupax.settings.run import MetricDefinitions, ReportingSettings
 from groupax.settings.sampling import RolloutSamplingSettings
 from groupax.types import Truncation
 

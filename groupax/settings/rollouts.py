@@ -1,10 +1,79 @@
-"""Settings of rollouts: their size, their updates, and the servers that sample them. Imports no jax."""
+"""Settings of rollouts: prompts, sizes, servers, episodes and reward calls. Imports no jax."""
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from groupax.settings.fields import ranged, setting
+from groupax.settings.fields import check_json, ranged, setting
 from groupax.terminal.printable import short_repr
+
+# Names that groupax passes to a template itself, and parameters of `apply_chat_template` that no template reads.
+RESERVED = (
+    "messages",
+    "conversation",
+    "conversations",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "documents",
+    "tokenize",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+)
+
+
+def check_template_kwargs(kwargs: Any, name: str) -> None:
+    """Checks that arguments for a chat template are named JSON values that a user may set.
+
+    Args:
+        kwargs: Arguments by name.
+        name: Name of the arguments in an error.
+
+    Raises:
+        ValueError: They are not a mapping of names, one of the names is reserved, or a value is not valid JSON.
+    """
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise ValueError(
+            f"{name} must be a mapping of names to values, e.g. {{'enable_thinking': False}}, got {kwargs!r}"
+        )
+    for key in kwargs:
+        if key in RESERVED:
+            raise ValueError(f"{name} has {key!r}, which groupax sets itself or does not support; leave it out")
+    check_json(kwargs, name)
+
+
+PromptOverflow = Literal["error", "drop", "truncate_left"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """Length limits of prompts and completions, and the chat template."""
+
+    max_prompt_length: int | None = ranged(None, 10**9, low=1, resume="fixed")
+    """Longest prompt in tokens; None takes the model's context minus max_completion_length."""
+    prompt_overflow: PromptOverflow = setting("error", resume="fixed")
+    """Handling of longer prompts: stop with an error, drop them, or keep their ends."""
+    max_completion_length: int = ranged(256, 10**9, low=1)
+    """Longest completion in tokens."""
+    chat_template: str | None = setting(None, resume="fixed")
+    """Chat template for a tokenizer without one: a built-in name (chatml, plain) or a file."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={"resume": "fixed"})
+    """Arguments of the chat template as JSON, e.g. {"enable_thinking": false} for Qwen3. A column of this name in the
+    dataset holds arguments of single rows, which take precedence."""
+
+    def check(self) -> None:
+        """Raises a ValueError for arguments that no chat template can take."""
+        check_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
+
 
 ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # also names a folder
 MAX_ROWS = 10**7  # completions of a rollout
@@ -80,3 +149,62 @@ class RolloutSettings:
             raise ValueError(f"adapters must have different names, got {', '.join(self.adapters)}")
         if self.adapters and self.rollout_servers:
             raise ValueError("rollout_servers sample for a single adapter; train adapters without rollout_servers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSettings:
+    """Limits of episodes with tools or environments. All tokens after the prompt share `max_completion_length`."""
+
+    max_turns: int = ranged(16, 10**5, low=1)
+    """Most turns that the model samples in an episode. The calls of the last one are still run."""
+    max_tool_calls: int | None = ranged(None, 10**6, low=1)
+    """Most tool calls of an episode; a turn that exceeds them ends it, and its calls are not run. None for no limit."""
+    max_tool_turns: int | None = ranged(None, 10**6)
+    """Most turns of an episode whose calls are run; a further turn with calls ends it, and they are not run. None for
+    no limit."""
+    max_turn_tokens: int | None = ranged(None, 10**9, low=1)
+    """Most tokens of a turn; one that is cut off ends the episode, and its calls are not run. None leaves a turn all
+    that is left of max_completion_length."""
+    malformed_calls: Literal["tell", "end"] = "tell"
+    """Handling of a tool call that cannot be read: tell the model what is wrong with it, or end the episode."""
+    overlong_results: Literal["error", "end"] = "error"
+    """Handling of tools' results that do not fit into max_completion_length: give the model an error in their place, if
+    that fits, or end the episode."""
+    max_result_kb: float = ranged(64.0, 1e6, low=0.01)
+    """Longest text of a tool's result in kilobytes; the middle of a longer one is left out."""
+    tool_timeout_s: float = ranged(30.0, 1e6, low=1e-3, resume="free")
+    """Timeout of a tool call, and of a call of an environment, in seconds."""
+    tool_workers: int = ranged(64, 10**4, low=1, resume="free")
+    """Tool calls that run at the same time."""
+    environment_retries: int = ranged(2, 10**3, resume="free")
+    """Number of times that an episode begins again, with a new environment, after its environment failed. Then it is
+    left out of its group's comparison and of the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """Scope, concurrency, timeouts and retries of reward calls."""
+
+    reward_scope: Literal["group", "rollout"] = setting("group", resume="free")
+    """Completions of one call of a reward function: a group, while other groups are decoded, or the whole rollout."""
+    reward_concurrency: int = ranged(1, 10**4, low=1, resume="free")
+    """Concurrent calls of one synchronous reward function; above 1 the function must be thread-safe."""
+    reward_workers: int = ranged(0, 10**4, resume="free")
+    """Worker processes for synchronous reward functions; 0 runs them in threads."""
+    reward_workers_on: Literal["processes", "ray"] = setting("processes", resume="free")
+    """Kind of reward workers: processes of this machine, or tasks of a Ray cluster, the running one or a new local
+    one."""
+    reward_timeout_s: float | None = ranged(300.0, 1e6, low=1e-3, resume="free")
+    """Timeout of a reward call in seconds; None for none."""
+    reward_retries: int = ranged(0, 10**3, resume="free")
+    """Retries of a reward call that raised or timed out."""
+    reward_errors: Literal["none", "raise"] = setting("none", resume="free")
+    """On a failed reward call, give its completions no reward and count them, or stop the run."""
+
+    def check(self) -> None:
+        """Raises a ValueError for a Ray cluster without workers."""
+        if self.reward_workers_on == "ray" and not self.reward_workers:
+            raise ValueError(
+                "reward_workers_on is 'ray', but reward_workers is 0, which calls reward functions in threads of this "
+                "process; set the number of workers, e.g. reward_workers=16"
+            )

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from groupax.settings.fields import like, ranged, setting
 from groupax.settings.objective import LossSettings
-from groupax.settings.prompts import PromptSettings
+from groupax.settings.rollouts import PromptSettings, check_template_kwargs
 from groupax.settings.run import PromptOrder
-from groupax.settings.template_kwargs import check_template_kwargs
 
 SFTLossType = Literal["nll", "dft"]
 PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]

@@ -10,7 +10,7 @@ from groupax.models.specs import Params
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.quantize import cast_unquantized, is_quantized
 from groupax.parallel.mesh import format_mesh
-from groupax.settings.images import VisionSettings
+from groupax.settings.compute import VisionSettings
 
 
 def untrained_weights(model: Model, settings: VisionSettings) -> Params:

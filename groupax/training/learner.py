@@ -26,9 +26,8 @@ from groupax.objective.metrics import MetricSums
 from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
 from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
-from groupax.settings.compute import Checkpointing, UpdateSettings
+from groupax.settings.compute import Checkpointing, UpdateSettings, VisionSettings
 from groupax.settings.fields import like
-from groupax.settings.images import VisionSettings
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings

@@ -10,7 +10,7 @@ import numpy as np
 
 from groupax.runs.report.contents import repeating_command
 from groupax.runs.report.record import changed_settings
-from groupax.settings.steps import UNSEEN
+from groupax.settings.run import UNSEEN
 from groupax.view.rollouts import Step
 from groupax.view.runs import Run
 from groupax.view.texts import PREVIEW_CHARACTERS, shown_prompt

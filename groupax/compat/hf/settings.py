@@ -5,8 +5,8 @@ from typing import Any
 
 from groupax.compat.fields import warn
 from groupax.models.lora import as_lora_config
-from groupax.settings.adapter import BaseWeights
 from groupax.settings.fields import nearest
+from groupax.settings.optimizer import BaseWeights
 
 # Arguments of `from_pretrained` without effect in groupax, each with the reason.
 INERT = {

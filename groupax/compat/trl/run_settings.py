@@ -8,7 +8,7 @@ from groupax.compat.trl.training_arguments import TrainingArguments
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
-from groupax.settings.reporting import TRACKERS
+from groupax.settings.run import TRACKERS
 
 
 class RunArguments(TrainingArguments):

@@ -25,7 +25,7 @@ from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
-from groupax.evaluation.sets import ONLY_SET
+from groupax.evaluation.items import ONLY_SET
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
 

@@ -33,7 +33,7 @@ from groupax.models.weights.tensor_files import (
     own_tensors,
 )
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
-from groupax.settings.adapter import BaseWeights
+from groupax.settings.optimizer import BaseWeights
 from groupax.storage.folders import ADAPTER_NAME, read_json, resolve_folder
 from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
 from groupax.terminal.printable import short_repr

@@ -7,10 +7,11 @@ source have the column `number`.
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
+from groupax.recipes.recipe import make_recipe
 from groupax.tools.tool import Step
 
 NUM_TRAIN = 2048
@@ -44,11 +45,7 @@ def games(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt and the number.
-
-    Raises:
-        ValueError: The row has no number, or one that is too small or too large.
-    """
+    """Returns a row with the prompt and the number."""
     number = row.get("number")
     if not isinstance(number, int) or not 1 <= number <= LARGEST:
         raise ValueError(f"it needs the column number, from 1 to {LARGEST}, got {number!r:.80}")
@@ -56,7 +53,7 @@ def example(row: Example) -> dict[str, Any]:
 
 
 RECIPE = make_recipe(
-    __file__,
+    Path(__file__).with_suffix(".yaml"),
     example,
     {"train": lambda: games(NUM_TRAIN, seed=1), "eval": lambda: games(NUM_HELD_OUT, seed=0)},
 )

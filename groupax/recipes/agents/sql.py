@@ -9,10 +9,11 @@ import random
 import sqlite3
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example
-from groupax.recipes import make_recipe
+from groupax.recipes.recipe import make_recipe
 from groupax.tools.tool import Step, tool
 
 NUM_TRAIN = 4096
@@ -103,11 +104,7 @@ def problems(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def example(row: Example) -> dict[str, Any]:
-    """Returns a row with the prompt, the query and the seed of the table.
-
-    Raises:
-        ValueError: The question or the query is missing.
-    """
+    """Returns a row with the prompt, the query and the seed of the table."""
     if not row.get("question") or not row.get("query"):
         raise ValueError(f"it needs the columns question and query, it has {', '.join(row)}")
     prompt = [{"role": "user", "content": row["question"]}]
@@ -115,7 +112,7 @@ def example(row: Example) -> dict[str, Any]:
 
 
 RECIPE = make_recipe(
-    __file__,
+    Path(__file__).with_suffix(".yaml"),
     example,
     {"train": lambda: problems(NUM_TRAIN, seed=1), "eval": lambda: problems(NUM_HELD_OUT, seed=0)},
 )

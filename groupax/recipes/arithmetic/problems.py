@@ -1,7 +1,8 @@
-"""Arithmetic problems such as `8*(2+5)-17`, with answers and step-by-step solutions. Imports no jax.
+"""The arithmetic recipe: a small model inside the package learns to think before it answers.
 
-Every intermediate value is between 0 and 99, so each step is easy, and the difficulty is the number of steps. All
-functions here are pure.
+The model was pretrained on answers of mixed quality (see `model/README.md`). It can solve a problem step by step, but
+mostly guesses. The rewards are for an answer in the form `<think>...</think><answer>...</answer>`, and mainly for a
+correct one. Rows of another source have the columns `prompt` (such as `8*(2+5)-17=`) and `answer`.
 """
 
 import ast
@@ -10,8 +11,11 @@ import operator
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from groupax.recipes.splits import Split, draw_split
+from groupax.data.examples import Example
+from groupax.recipes.recipe import Split, draw_split, make_recipe
 
 PROMPT = "{}="
 MAX_VALUE = 99
@@ -33,9 +37,6 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]
     Returns:
         Rows with the columns `prompt` and `answer`.
 
-    Raises:
-        ValueError: `split` is unknown, or `num` is negative.
-
     Example:
         >>> generate(1, seed=0)
         [{'prompt': '22*(1+2)=', 'answer': '66'}]
@@ -47,11 +48,7 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]
 
 
 def expressions(seed: int, split: Split = "train") -> Iterator[str]:
-    """Returns an iterator over the expressions of `generate`, without end.
-
-    Raises:
-        ValueError: `split` is unknown.
-    """
+    """Returns an iterator over the expressions of `generate`, without end."""
     return draw_split(_draw, is_held_out, seed, split)
 
 
@@ -62,9 +59,6 @@ def is_held_out(expression: str) -> bool:
 
 def worked_steps(expression: str) -> list[str]:
     """Returns the steps to the answer, one operation each, in the order in which an expression is read.
-
-    Raises:
-        ValueError: `expression` contains something other than whole numbers, `+`, `-`, `*` and parentheses.
 
     Example:
         >>> worked_steps("8*(2+5)-17")
@@ -148,3 +142,21 @@ def _operation(rng: random.Random, value: int) -> tuple[str, int, int]:
         return symbol, a, value - a
     a = rng.randint(value + 1, MAX_VALUE)
     return symbol, a, a - value
+
+
+NUM_TRAIN = 4096
+NUM_HELD_OUT = 500
+
+
+def example(row: Example) -> dict[str, Any]:
+    """Returns a row with the prompt and the answer."""
+    if not row.get("prompt") or row.get("answer") is None:
+        raise ValueError(f"it needs the columns prompt and answer, it has {', '.join(row)}")
+    return {"prompt": row["prompt"], "answer": str(row["answer"])}
+
+
+RECIPE = make_recipe(
+    Path(__file__).with_suffix(".yaml"),
+    example,
+    {"train": lambda: generate(NUM_TRAIN, seed=1), "eval": lambda: generate(NUM_HELD_OUT, seed=0, split="held_out")},
+)

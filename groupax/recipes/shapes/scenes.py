@@ -1,6 +1,9 @@
-"""Pictures of coloured shapes, drawn by PIL, and questions of how many there are. Imports no jax.
+"""The shapes recipe: a small model inside the package, which sees images, learns to look before it answers.
 
-A picture is a grid of cells, some of which have a shape. All functions here are pure.
+The model was pretrained on answers of mixed quality (see `model/README.md`). It can name the shapes of a picture one by
+one and then count, but mostly guesses. The rewards are for an answer in the form
+`<think>...</think><answer>...</answer>`, and mainly for a correct one. Rows of another source have the columns
+`prompt` (such as `How many red shapes?`), `image` and `answer`.
 """
 
 import itertools
@@ -8,10 +11,12 @@ import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from groupax.data.examples import Example
 from groupax.errors import require
-from groupax.recipes.splits import Split, draw_split
+from groupax.recipes.recipe import Split, draw_split, make_recipe
 
 KINDS = ("circle", "square", "triangle")
 COLORS = {"red": (208, 48, 48), "green": (40, 160, 72), "blue": (48, 88, 208)}
@@ -25,35 +30,22 @@ HELD_OUT_FRAC = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of a picture.
+    """A shape of a picture."""
 
-    Attributes:
-        cell: Index of its cell, row by row.
-        color, kind: Its colour and form.
-        radius: Half of its width in pixels.
-        shift: Distance of its centre from that of the cell, in pixels to the right and down.
-    """
-
-    cell: int
-    color: str
+    cell: int  # index of its cell, row by row
+    color: str  # its colour and form
     kind: str
-    radius: int
-    shift: tuple[int, int]
+    radius: int  # half of its width in pixels
+    shift: tuple[int, int]  # distance of its centre from that of the cell, in pixels to the right and down
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and a question.
+    """A picture and a question."""
 
-    Attributes:
-        shapes: Shapes in the order of their cells.
-        background: Brightness of the background.
-        asked: The colour or the form to count.
-    """
-
-    shapes: tuple[Shape, ...]
-    background: int
-    asked: str
+    shapes: tuple[Shape, ...]  # shapes in the order of their cells
+    background: int  # brightness of the background
+    asked: str  # the colour or the form to count
 
     @property
     def question(self) -> str:
@@ -101,9 +93,6 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, Any]
 
     Returns:
         Rows with the columns `prompt`, a conversation, `image`, a PIL image, and `answer`.
-
-    Raises:
-        ValueError: `split` is unknown, or `num` is negative.
     """
     if num < 0:
         raise ValueError(f"num must be at least 0, got {num}")
@@ -117,11 +106,7 @@ def as_row(scene: Scene) -> dict[str, Any]:
 
 
 def scenes(seed: int, split: Split = "train") -> Iterator[Scene]:
-    """Returns an iterator over the scenes of `generate`, without end.
-
-    Raises:
-        ValueError: `split` is unknown.
-    """
+    """Returns an iterator over the scenes of `generate`, without end."""
     return draw_split(_random_scene, is_held_out, seed, split)
 
 
@@ -166,3 +151,23 @@ def _random_shape(rng: random.Random, cell: int) -> Shape:
     color, kind, radius = rng.choice(list(COLORS)), rng.choice(KINDS), rng.randint(*RADIUS_PIXELS)
     room = CELL_PIXELS // 2 - 1 - radius
     return Shape(cell, color, kind, radius, (rng.randint(-room, room), rng.randint(-room, room)))
+
+
+NUM_TRAIN = 2048
+NUM_HELD_OUT = 300
+
+
+def example(row: Example) -> dict[str, Any]:
+    """Returns a row with the prompt, the image and the answer."""
+    if not row.get("prompt") or row.get("image") is None or row.get("answer") is None:
+        raise ValueError(f"it needs the columns prompt, image and answer, it has {', '.join(row)}")
+    prompt = row["prompt"]
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {"prompt": prompt, "image": row["image"], "answer": str(row["answer"])}
+
+
+RECIPE = make_recipe(
+    Path(__file__).with_suffix(".yaml"),
+    example,
+    {"train": lambda: generate(NUM_TRAIN, seed=1), "eval": lambda: generate(NUM_HELD_OUT, seed=0, split="held_out")},
+)

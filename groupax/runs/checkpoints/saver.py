@@ -31,9 +31,8 @@ from groupax.runs.checkpoints.store import LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
-from groupax.settings.reporting import RolloutLogSettings
+from groupax.settings.run import CheckpointSettings, RolloutLogSettings
 from groupax.storage.buckets import is_remote
 from groupax.training.adapters import PolicyLearner
 

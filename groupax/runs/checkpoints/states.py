@@ -24,7 +24,7 @@ from groupax.runs.checkpoints.store import OWN, LocalStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.rollout_log import to_remove
-from groupax.settings.checkpoints import CheckpointSettings
+from groupax.settings.run import CheckpointSettings
 from groupax.training.adapters import PolicyLearner
 
 FOLDER = "states"

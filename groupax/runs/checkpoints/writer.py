@@ -19,7 +19,7 @@ from pathlib import Path
 from groupax.events import CheckpointSaved, Emit, Message
 from groupax.runs.checkpoints.files import STATE, seal
 from groupax.runs.checkpoints.store import Store
-from groupax.settings.checkpoints import CheckpointSettings
+from groupax.settings.run import CheckpointSettings
 
 RETRY_S = 30.0  # after a checkpoint that could not be written
 

@@ -4,10 +4,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
-
 from groupax.cli.main import exit_status
 from groupax.compat.easydel.scripts.finetune.flags import Flags, run
+from groupax.settings.command_line import parsed
 
 NUM_TAGS = 4  # <think>, </think>, <answer>, </answer>
 
@@ -24,9 +23,13 @@ class GSM8KFlags(Flags):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns the exit status."""
-    flags = tyro.cli(GSM8KFlags, prog="gsm8k_grpo", args=arguments, use_underscores=True)
+    given = sys.argv[1:] if arguments is None else arguments
+    return exit_status("gsm8k_grpo", lambda: _run(parsed(GSM8KFlags, "gsm8k_grpo", given)))
+
+
+def _run(flags: GSM8KFlags) -> None:
     weights = {"gsm8k_accuracy": flags.correctness_reward, "xml_count": NUM_TAGS * flags.xml_reward}
-    return exit_status("gsm8k_grpo", lambda: run("gsm8k", flags, weights, ("xml_reward", "correctness_reward")))
+    run("gsm8k", flags, weights, ("xml_reward", "correctness_reward"))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
 import sys
 from collections.abc import Sequence
 
-import tyro
-
 from groupax.cli.main import exit_status
 from groupax.compat.easydel.scripts.finetune.flags import Flags, run
+from groupax.settings.command_line import parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns the exit status."""
-    flags = tyro.cli(Flags, prog="numinamath_grpo", args=arguments, use_underscores=True)
-    return exit_status("numinamath_grpo", lambda: run("numinamath", flags))
+    given = sys.argv[1:] if arguments is None else arguments
+    return exit_status("numinamath_grpo", lambda: run("numinamath", parsed(Flags, "numinamath_grpo", given)))
 
 
 if __name__ == "__main__":

@@ -117,17 +117,12 @@ class Module:
         """Returns all instructions by name."""
         return {name: each for computation in self.computations.values() for name, each in computation.items()}
 
-    def traffic(self, instruction: Instruction, scope: Computation) -> tuple[float, float]:
-        """Returns the bytes that an instruction reads from memory, and those that it writes to it, see `reads`."""
-        if instruction.opcode in _ALIASES:
-            return 0.0, 0.0
-        inner = self.computations.get(instruction.called) if instruction.opcode == "fusion" else None
-        root = _root(inner) if inner else instruction
-        written = _written(root, inner or _alone(instruction, scope))
-        return sum(self.reads(instruction, scope).values(), 0.0), written
+    def scope(self, instruction: Instruction) -> Computation:
+        """Returns the computation that an instruction belongs to."""
+        return next(each for each in self.computations.values() if instruction.name in each)
 
-    def reads(self, instruction: Instruction, scope: Computation) -> dict[str, float]:
-        """Returns the bytes that an instruction reads of each operand.
+    def traffic(self, instruction: Instruction, scope: Computation) -> tuple[float, float]:
+        """Returns the bytes that an instruction reads from memory, and those that it writes to it.
 
         Only the elements count that its result needs, e.g. the slices of an operand that is sliced, and none of an
         operand that is updated in place. Caches are ignored. The kernel of a custom call is assumed to read its
@@ -138,23 +133,16 @@ class Module:
             scope: The computation that it belongs to.
         """
         if instruction.opcode in _ALIASES:
-            return {}
-        inner = self.computations.get(instruction.called) if instruction.opcode == "fusion" else None
-        if inner is None:
-            inner = _alone(instruction, scope)
-            operands = {name: name for name in inner if name != instruction.name}
-            root = instruction
-        else:
-            parameters = {int(each.operands[0]): each.name for each in inner.values() if each.opcode == "parameter"}
-            operands = {parameters[index]: name for index, name in enumerate(instruction.operands)}
-            root = _root(inner)
-        needed = _needed(inner, root)
-        read: dict[str, float] = {}
-        for parameter, operand in operands.items():
-            array = inner[parameter]
-            frac = min(needed.get(parameter, 0.0) / max(array.num_elements, 1), 1.0)
-            read[operand] = read.get(operand, 0.0) + frac * array.num_bytes
-        return read
+            return 0.0, 0.0
+        fused = self.computations.get(instruction.called) if instruction.opcode == "fusion" else None
+        inner, root = (fused, _root(fused)) if fused else (_alone(instruction, scope), instruction)
+        needed, read = _needed(inner, root), 0.0
+        for operand in inner.values():
+            if operand.opcode != "parameter" if fused else operand is instruction:
+                continue
+            frac = min(needed.get(operand.name, 0.0) / max(operand.num_elements, 1), 1.0)
+            read += frac * operand.num_bytes
+        return read, _written(root, inner)
 
     def flops(self, instruction: Instruction, scope: Computation) -> float:
         """Returns the operations of an instruction's matmuls, those within a fusion included; custom calls have none.
