@@ -33,7 +33,7 @@ TOOLS = {
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What the episodes of one class of environments share, or those without any environment.
+    """The tools, environment and formats that episodes share: those of one class of environments, or those without any.
 
     Attributes:
         environment: Class of their environments; None without one.

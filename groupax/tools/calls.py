@@ -1,4 +1,4 @@
-"""What a model writes in a turn: records, and messages in OpenAI's format. Imports no jax."""
+"""Turns of a model: records of their parts, and messages in OpenAI's format. Imports no jax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
