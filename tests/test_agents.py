@@ -177,13 +177,6 @@ def test_a_file_of_settings_names_tools_and_environments(tmp_path):
     assert overlaid(defaults, {"tools": CALCULATOR}, "f").tools == (CALCULATOR,)
 
 
-def test_unknown_tools_end_the_command_with_one_line(capsys):
-    assert main(["train", "--recipe", "calculator", "--tools", "groupax.recipes.agents.calculator:calculatr"]) == 2
-    assert "did you mean calculator" in capsys.readouterr().err
-    assert main(["eval", "--recipe", "guess_number", "--environments", f"{GAME}s"]) == 2
-    assert "did you mean GuessNumber" in capsys.readouterr().err
-
-
 # -- on the terminal
 
 

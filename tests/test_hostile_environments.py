@@ -192,13 +192,6 @@ def test_what_a_tool_raises_and_returns_is_read_by_the_model():
     assert results[len(reactions)].result == "b'bytes'"
 
 
-def test_tools_that_lie_about_rewards_and_ends_leave_the_episode_out():
-    lies = [lambda: Step("x", reward=float("nan")), lambda: Step("x", reward="1"), lambda: Step("x", done=2)]
-    rows, told = what_each_does(lies, as_call=True)
-    assert [row.finish_reason for row in rows] == ["env_error"] * 3 + ["done"] * 2
-    assert len(told) == 2
-
-
 def test_scores_that_fail_leave_their_episodes_out():
     scores = [hangs, raises(OSError("no")), lambda: float("nan"), lambda: "1", lambda: None, lambda: 2]
 
