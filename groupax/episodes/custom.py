@@ -118,11 +118,7 @@ class RolloutFunction:
 
 
 def as_rollout_function(given: Any) -> RolloutFunction | None:
-    """Returns a function that samples rollouts, with its columns; None without one.
-
-    Raises:
-        ValueError: It cannot be called.
-    """
+    """Returns a function that samples rollouts, with its columns; None without one."""
     if given is None:
         return None
     if isinstance(given, RolloutFunction):
@@ -137,12 +133,6 @@ def custom_rollouts(
     function: RolloutFunction, request: RolloutRequest, first_prompt: int, policy_version: int
 ) -> Iterator[list[Rollout]]:
     """Yields the groups of the rollouts that a user's function has sampled.
-
-    Args:
-        function: The function.
-        request: What it is to sample.
-        first_prompt: Index of the first of the rows in its rollout.
-        policy_version: Version of the weights, which is recorded in each rollout.
 
     Raises:
         RunError: The trajectories are not as many as requested, or one is not made of tokens and log-probs.

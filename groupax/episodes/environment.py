@@ -153,11 +153,7 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
 
 
 def plain_observation(observation: Any) -> Any:
-    """Returns a copy of what `reset` of an environment returned, which the environment cannot change any more.
-
-    Raises:
-        ValueError: It is neither a text, a list nor None, or the list has a value that is no JSON.
-    """
+    """Returns a copy of what `reset` of an environment returned, which the environment cannot change any more."""
     if observation is None or isinstance(observation, str):
         return observation
     if isinstance(observation, list):
@@ -166,11 +162,7 @@ def plain_observation(observation: Any) -> Any:
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """Returns what an environment lets the model see as messages; a text is a message of the user.
-
-    Raises:
-        ValueError: It is neither a text nor messages.
-    """
+    """Returns what an environment lets the model see as messages; a text is a message of the user."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -212,12 +204,7 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
 
 
 def answer_of(returned: Any, max_bytes: int) -> tuple[list[dict[str, Any]], float | None, bool]:
-    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned.
-
-    Raises:
-        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
-        ValueError: It is neither a text, messages nor a `Step` of them, or a message is the assistant's.
-    """
+    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned."""
     step = checked_step(returned)
     messages = as_messages(step.observation)
     for message in messages:

@@ -133,11 +133,7 @@ class Rules:
         return [self.setup_of(examples[index]).schemas for index in range(len(examples))]
 
     def setup_of(self, example: Mapping[str, Any]) -> Setup:
-        """Returns the setup of the episodes of a dataset row.
-
-        Raises:
-            ValueError: There are several environments, and the row's column `environment` names none of them.
-        """
+        """Returns the setup of the episodes of a dataset row."""
         if len(self.setups) == 1:
             return next(iter(self.setups.values()))
         name = str(example.get("environment"))
@@ -149,11 +145,7 @@ class Rules:
         return self.setups[name]
 
     def adapter_of(self, example: Mapping[str, Any]) -> str | None:
-        """Returns the adapter that answers the prompt of a dataset row; None where programs choose, or without several.
-
-        Raises:
-            ValueError: The row's column `adapter` names none of them.
-        """
+        """Returns the adapter that answers the prompt of a row; None where programs choose, or without several."""
         if not self.adapters or self.templates is not None:
             return None
         name = example.get("adapter")

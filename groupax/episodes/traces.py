@@ -54,11 +54,7 @@ def _turns(stream: Any) -> Iterator[Trace]:
 
 
 def turns_of(trace: Mapping[str, Any]) -> list[SampledTurn]:
-    """Returns the turns of a trace.
-
-    Raises:
-        ValueError: It is no trace, or a turn has other numbers of tokens, log-probs and masks.
-    """
+    """Returns the turns of a trace."""
     if trace.get("schema_version") != 1 or not isinstance(trace.get("turns"), list):
         raise ValueError("a trace must have schema_version 1 and a list of turns, as OpenEnv's TrainingTrace")
     return [_turn(given, number) for number, given in enumerate(trace["turns"])]
@@ -84,11 +80,7 @@ def _turn(given: Mapping[str, Any], number: int) -> SampledTurn:
 
 
 def trajectory_of(trace: Mapping[str, Any]) -> Trajectory:
-    """Returns a trace as a trajectory, whose column `trace_reward` is its recorded reward.
-
-    Raises:
-        ValueError: It is no trace, or has no turns.
-    """
+    """Returns a trace as a trajectory, whose column `trace_reward` is its recorded reward."""
     turns = turns_of(trace)
     if not turns:
         raise ValueError("a trace has no turns, so that there is nothing to train on")

@@ -63,11 +63,7 @@ class Templates:
         return opening if prompt == begun else ""
 
     def reader(self, request: TurnRequest) -> TurnReader:
-        """Returns what reads the turns that answer a request, as its client receives them.
-
-        Raises:
-            ValueError: There are tools, and the template writes no calls that can be read.
-        """
+        """Returns what reads the turns that answer a request, as its client receives them."""
         form = self._formats.of(self.arguments(request), bool(request.tools))
         if request.tools and form.calls is None:
             raise ValueError(f"the model has no tools: {form.fault}")
@@ -91,11 +87,7 @@ class Transcript:
         self._texts: list[tuple[str, np.ndarray]] = []  # prompts that are texts with their completions, and streams
 
     def prompt(self, request: TurnRequest) -> np.ndarray:
-        """Returns the token ids of a request's prompt.
-
-        Raises:
-            ValueError: It cannot be encoded.
-        """
+        """Returns the token ids of a request's prompt."""
         if isinstance(request.prompt, str):
             return self._text_prompt(request.prompt)
         if not request.is_chat:

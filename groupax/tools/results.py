@@ -40,20 +40,13 @@ def as_step(returned: Any, max_bytes: int) -> Step:
     """Returns what a tool or an environment has returned as a checked step, whose observation is a text.
 
     A text stays as it is, None is empty, dicts and lists become JSON, anything else what `str` makes of it.
-
-    Raises:
-        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
     """
     step = checked_step(returned)
     return Step(cut_middle(_as_text(step.observation), max_bytes), step.reward, step.done)
 
 
 def checked_step(returned: Any) -> Step:
-    """Returns what a tool or an environment has returned as a step with a checked reward and `done`.
-
-    Raises:
-        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
-    """
+    """Returns what a tool or an environment has returned as a step with a checked reward and `done`."""
     step = returned if isinstance(returned, Step) else Step(returned)
     if not isinstance(step.done, bool | np.bool_):
         raise InfrastructureError(f"done of a Step must be True or False, got {short_repr(step.done)}")
@@ -62,11 +55,7 @@ def checked_step(returned: Any) -> Step:
 
 
 def checked_reward(reward: Any) -> float:
-    """Returns a reward of a tool or an environment as a number.
-
-    Raises:
-        InfrastructureError: It is not a finite number of at most `MAX_REWARD`.
-    """
+    """Returns a reward of a tool or an environment as a number."""
     try:
         number = math.nan if isinstance(reward, str | bytes | bytearray) else float(reward)
     except Exception:  # noqa: BLE001 - of a value of the user's
