@@ -83,7 +83,7 @@ def played(engine: Engine, seconds: float, turns: int) -> tuple[float, list[Roll
     tokenizer = engine.tokenizer
     rules = make_rules(tokenizer, EpisodeSettings(max_turns=turns, max_turn_tokens=512), [make_tool(seconds)], None)
     prompt = [{"role": "user", "content": "Wait four times."}]
-    schemas = rules.kind_of({"prompt": prompt}).schemas
+    schemas = rules.setup_of({"prompt": prompt}).schemas
     text = tokenizer.apply_chat_template(prompt, tools=schemas, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(tokenizer.encode(text), np.int32)
     call, end = tokenizer.convert_tokens_to_ids([CALL, "<|im_end|>"])

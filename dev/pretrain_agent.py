@@ -28,7 +28,7 @@ from groupax.data.chat import render
 from groupax.models.specs import num_params
 from groupax.models.weights.checkpoint import init_model
 from groupax.recipes.agents import calculator, guess_number, sql
-from groupax.tools.formats.hermes import read
+from groupax.tools.readers import read_hermes
 from groupax.tools.tool import tools_from, tools_of
 
 FOLDER = Path(__file__).parents[1] / "groupax" / "recipes" / "agents" / "model"
@@ -221,7 +221,7 @@ def call_of(name: str, **arguments: str) -> str:
 
 def answered(call: str, function: Callable[..., Any]) -> tuple[str, str]:
     """A turn that is a call, and its result."""
-    [parsed] = read(call, "").calls
+    [parsed] = read_hermes(call, "").calls
     if parsed.fault:
         return call, str({"error": parsed.fault})
     try:

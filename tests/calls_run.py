@@ -5,8 +5,8 @@ import sys
 import threading
 import time
 
-from groupax.episodes.calls import Calls
 from groupax.episodes.record import Question, Record
+from groupax.episodes.scheduler import Calls, Task
 from groupax.parallel import processes
 from groupax.parallel.processes import connect_to_primary
 from groupax.tools.runner import ToolRunner
@@ -31,18 +31,15 @@ def outcomes():
     """The numbers of calls with their values or errors, in the order in which they are delivered."""
     found = []
 
-    def then(own, outcome):
+    async def call(own, function):
+        outcome = await calls.call(Question((own, 0), 0, "act"), lambda: (function, {"own": own}), lambda value: value)
         error = f"{outcome.kind}: {outcome.message}".split(": cannot")[0] if outcome.kind else ""
         found.append((own, outcome.value, error))
 
     with ToolRunner(8, 5.0, 1000) as runner:
         calls = Calls(runner, Record())
         for own, function in enumerate((number, lock, gone, number)):
-            calls.call(
-                Question((own, 0), 0, "act"),
-                lambda own=own, function=function: (function, {"own": own}),
-                lambda outcome, own=own: then(own, outcome),
-            )
+            Task(call(own, function))
         while len(found) < 4:
             calls.deliver(waits=True)
     return found

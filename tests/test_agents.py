@@ -10,9 +10,8 @@ import pytest
 from groupax.cli.main import main
 from groupax.cli.train import overlaid, train_defaults
 from groupax.data.tokenizer import load_tokenizer
-from groupax.episodes.references import load_environments, load_tools
-from groupax.episodes.rules import make_rules
-from groupax.episodes.shown import shown_episode
+from groupax.episodes.as_json import shown_episode
+from groupax.episodes.rules import load_environments, load_tools, make_rules
 from groupax.evaluation.items import read_items
 from groupax.recipes import load_recipe
 from groupax.recipes.agents import calculator, guess_number, sql
@@ -176,13 +175,6 @@ def test_a_file_of_settings_names_tools_and_environments(tmp_path):
     defaults = train_defaults(["--config", str(file)])
     assert (defaults.tools, defaults.environments, defaults.args.max_turns) == ((), (GAME,), 2)
     assert overlaid(defaults, {"tools": CALCULATOR}, "f").tools == (CALCULATOR,)
-
-
-def test_unknown_tools_end_the_command_with_one_line(capsys):
-    assert main(["train", "--recipe", "calculator", "--tools", "groupax.recipes.agents.calculator:calculatr"]) == 2
-    assert "did you mean calculator" in capsys.readouterr().err
-    assert main(["eval", "--recipe", "guess_number", "--environments", f"{GAME}s"]) == 2
-    assert "did you mean GuessNumber" in capsys.readouterr().err
 
 
 # -- on the terminal

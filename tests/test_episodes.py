@@ -1,8 +1,8 @@
 """Episodes: turns of a scripted model, answered by tools and environments; and those of a real one."""
 
 import asyncio
+import itertools
 import json
-import random
 import threading
 import time
 import tracemalloc
@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
-from groupax.episodes.environment import EnvironmentClass, with_observation
+from groupax.episodes.custom import RolloutFunction, Trajectory
+from groupax.episodes.environment import EnvironmentClass, environment_rewards, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError, RunError
+from groupax.rewards.contract import Reward, arguments_for
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
+from groupax.types import TrainerState
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
@@ -58,12 +61,22 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def played(answer, tools=(), environments=None, num_prompts=1, params=PARAMS, example=None, **settings):
+def played(
+    answer,
+    tools=(),
+    environments=None,
+    num_prompts=1,
+    params=PARAMS,
+    example=None,
+    max_prompt_tokens=None,
+    **settings,
+):
     """The groups of episodes, and the script with the prompts that it saw."""
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
+    rules = replace(rules, max_prompt_tokens=max_prompt_tokens)
     script = Script(answer)
     examples = [{"prompt": PROMPT, **(example or {})}] * num_prompts
-    schemas = rules.kind_of(examples[0]).schemas
+    schemas = rules.setup_of(examples[0]).schemas
     text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     groups = list(play_episodes(script, TOKENIZER, examples, [ids] * num_prompts, params, 0, rules=rules))
@@ -100,15 +113,9 @@ def test_the_next_prompt_is_the_stream_and_a_bridge():
         mine = sorted((text for text in script.prompts if whole.startswith(text)), key=len)
         assert len(mine) >= 5
         canonical = TOKENIZER.apply_chat_template(
-            [*PROMPT, *row.completion], tools=[make_schema()], tokenize=False
+            [*PROMPT, *row.completion], tools=[tools_from([add])["add"].schema], tokenize=False
         ).removesuffix("\n")
         assert whole == canonical
-
-
-def make_schema():
-    from groupax.tools.tool import tools_from
-
-    return tools_from([add])["add"].schema
 
 
 def test_limits_end_an_episode_with_their_own_reasons():
@@ -121,6 +128,7 @@ def test_limits_end_an_episode_with_their_own_reasons():
 
     assert reasons(max_turns=3) == ({"max_turns"}, 3, 3)
     assert reasons(max_tool_calls=2) == ({"max_tool_calls"}, 3, 2)
+    assert reasons(max_tool_turns=2) == ({"max_tool_calls"}, 3, 2)
     assert reasons(max_turn_tokens=20) == ({"turn_length"}, 1, 0)
     [group], _ = played(forever, [add], params=SamplingParams(n=2, max_tokens=150), max_turns=100)
     assert {row.finish_reason for row in group} <= {"length", "tool_result_too_long"}
@@ -203,28 +211,6 @@ def test_tools_of_many_episodes_run_at_the_same_time_while_others_decode():
     assert took_s < 6, took_s  # one after the other they take 48 s
 
 
-def test_the_order_in_which_tools_finish_does_not_show():
-    def results():
-        rng = random.Random()
-
-        def sometimes(number: int) -> int:
-            """Takes its time.
-
-            Args:
-                number: Any number.
-            """
-            time.sleep(rng.random() / 50)
-            return number * 7
-
-        def answer(text, sample, turn):
-            return call("sometimes", number=turn + sample) if turn < 3 else f"end {len(text)}"
-
-        groups, _ = played(answer, [sometimes], num_prompts=4, params=SamplingParams(n=4, max_tokens=4000))
-        return [row.completion_ids.tolist() for group in groups for row in group]
-
-    assert results() == results()
-
-
 class Guess:
     """A number to guess."""
 
@@ -285,16 +271,6 @@ class Echo:
         return message["content"] + "!"
 
 
-def test_an_environment_acts_on_messages_without_calls():
-    def answer(text, sample, turn):
-        return "bye" if turn == 2 else f"hello {turn}"
-
-    [[row, _]], script = played(answer, environments={"echo": Echo})
-    assert row.finish_reason == "done"
-    assert row.environment_reward == 2.0
-    assert "<|im_start|>user\nhello 1!<|im_end|>" in script.prompts[-1]
-
-
 class Operator:
     """Answers calls itself, and scores the length of a message that it has not answered."""
 
@@ -328,37 +304,6 @@ def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut
     ]
     assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
     assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
-
-
-def test_an_environment_that_fails_leaves_its_episode_out():
-    class Broken(Echo):
-        def act(self, message):
-            raise OSError("no connection")
-
-        def score(self):
-            return 1.0
-
-    with pytest.warns(UserWarning, match="no connection"):
-        [[row, _]], _ = played(lambda *_: "hi", environments=Broken)
-    assert row.finish_reason == "env_error"
-    assert row.environment_reward is None
-
-    class NotANumber(Echo):
-        def act(self, message):
-            return Step("x", reward=float("nan"))
-
-    with pytest.warns(UserWarning, match="finite"):
-        [[row, _]], _ = played(lambda *_: "hi", environments=NotANumber)
-    assert row.finish_reason == "env_error"
-
-    class Hanging(Echo):
-        async def act(self, message):
-            await asyncio.sleep(100)
-
-    with pytest.warns(UserWarning, match="timed out after 0.1 s"):
-        [[row, _]], _ = played(lambda *_: "hi", environments=Hanging, tool_timeout_s=0.1)
-    assert row.finish_reason == "timeout"
-    assert row.is_failure
 
 
 def test_a_tool_without_its_infrastructure_leaves_the_episode_out_of_the_comparison():
@@ -415,42 +360,40 @@ def test_a_tool_may_keep_a_state_for_each_episode_that_calls_it():
     assert len({each.seed for each in made}) == 2  # one for each group
 
 
-def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_run():
-    attempts = []
+class GivenUp(Script):
+    """A script whose first turn is given up by the engine after some tokens, as where a constraint is too complex."""
 
-    class Late(Echo):
-        def reset(self):
-            attempts.append(1)
-            if len(attempts) < 3:
-                raise OSError("not yet")
+    def __init__(self, answer, size):
+        super().__init__(answer)
+        self.size, self.is_first = size, True
 
-    with pytest.warns(UserWarning, match="not yet"):
-        [[row, _]], _ = played(lambda *_: "bye", environments=Late)
-    assert row.finish_reason == "done"
-    attempts.clear()
-    failure = r"'Late' failed to start for all 1 episodes of a prompt, 2 times each.*not yet"
-    with pytest.warns(UserWarning, match="not yet"), pytest.raises(RunError, match=failure):
-        played(lambda *_: "bye", environments=Late, environment_retries=1, params=SamplingParams(n=1))
-
-
-def test_a_group_whose_environments_start_differently_is_refused():
-    class Different(Echo):
-        def reset(self):
-            return str(id(self))
-
-    with pytest.raises(RunError, match="started differently"):
-        played(lambda *_: "bye", environments=Different)
+    def step(self):
+        for sequence, _ in super().step():
+            if self.is_first:
+                sequence.tokens, sequence.finish_reason = sequence.tokens[: self.size], "abort"
+                sequence.policy_logps = sequence.sampler_logps = [-1.0] * self.size
+                sequence.fault = "the constraint cannot be kept any longer: it became too complex"
+            self.is_first = False
+            yield sequence, len(sequence.tokens)
 
 
-def test_environments_that_cannot_be_used_are_refused():
-    cases = (
-        (7, "give a class"),
-        (type("A", (), {}), "no method reset"),
-        (type("B", (), {"reset": lambda self: None}), "neither a tool"),
-    )
-    for bad, match in cases:
-        with pytest.raises(ValueError, match=match):
-            make_rules(TOKENIZER, EpisodeSettings(), (), {"x": bad})
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("kind", ["completions", "tools", "function"])
+def test_a_constraint_that_cannot_be_kept_leaves_one_rollout_out_and_not_the_run(size, kind):
+    def function(request):
+        ids = request.encode([row["prompt"] for row in request.examples for _ in range(2)])
+        made = request.generate(ids)
+        return [Trajectory(each.prompt, each.tokens, each.policy_logps, failure=each.fault) for each in made]
+
+    rules = make_rules(TOKENIZER, EpisodeSettings(), [add] if kind == "tools" else ())
+    if kind == "function":
+        rules = replace(rules, rollout_func=RolloutFunction(function))
+    script = GivenUp(lambda *_: "fine", size)
+    ids = np.asarray(TOKENIZER.encode("go"), np.int32)
+    with pytest.warns(UserWarning, match="the constraint cannot be kept any longer: it became too complex"):
+        [[lost, kept]] = play_episodes(script, TOKENIZER, [{"prompt": PROMPT}], [ids], PARAMS, 0, rules=rules)
+    assert (lost.finish_reason, lost.is_failure, lost.num_sampled_tokens) == ("env_error", True, size)
+    assert (kept.finish_reason, kept.text) == ("length" if kind == "function" else "stop", "fine")
 
 
 def long_episode(num_turns):
@@ -476,23 +419,19 @@ def long_episode(num_turns):
     return seconds
 
 
-def memory_of_long_episode(num_turns):
-    """The most memory that such an episode takes."""
-    tracemalloc.start()
-    long_episode(num_turns)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return most
-
-
 @pytest.mark.long
 def test_two_hundred_turns_take_linear_time_and_memory():
     long_episode(5)
     few_s, more_s, most_s = (min(long_episode(num_turns) for _ in range(3)) for num_turns in (50, 100, 200))
     assert more_s < 2.4 * few_s  # twice, and what the machine does besides
     assert most_s < 2.4 * more_s
-    few, more = map(memory_of_long_episode, (50, 100))
-    assert more < 2.1 * few
+    peaks = []
+    for num_turns in (50, 100):
+        tracemalloc.start()
+        long_episode(num_turns)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2.1 * peaks[0]
 
 
 class Conversation:
@@ -565,16 +504,121 @@ def test_training_on_conversations_agrees_with_the_engine_and_repeats(tmp_path):
     assert lines[0]["rewards/unscorable_frac"] == 0
 
 
-def test_what_an_environment_starts_with_is_added_to_the_last_message():
-    parts = [{"role": "user", "content": [{"type": "text", "text": "go"}]}]
-    assert with_observation(parts, "!") == [
-        {"role": "user", "content": [{"type": "text", "text": "go"}, {"type": "text", "text": "!"}]}
-    ]
-    assert with_observation(PROMPT, [{"role": "user", "content": "x"}]) == [*PROMPT, {"role": "user", "content": "x"}]
+TEXT, OTHER = {"type": "text", "text": "go"}, {"type": "text", "text": "!"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "observation", "content"),
+    [
+        (PROMPT, "!", "go!"),
+        (PROMPT, [OTHER], [TEXT, OTHER]),
+        ([{"role": "user", "content": [TEXT]}], "!", [TEXT, OTHER]),
+        ([{"role": "user", "content": [TEXT]}], [OTHER], [TEXT, OTHER]),
+    ],
+)
+def test_what_an_environment_starts_with_is_added_to_the_last_message(prompt, observation, content):
+    assert with_observation(prompt, observation) == [{"role": "user", "content": content}]
     assert with_observation("go", "!") == "go!"
+    message = {"role": "user", "content": "x"}
+    assert with_observation(prompt, [message]) == [*prompt, message]
+
+
+def starts(returned):
+    """A class of environments whose `reset` returns what this returns for the numbers from 0."""
+    numbers = itertools.count()
+    return type("Starts", (Echo,), {"reset": lambda self: returned(next(numbers))})
+
+
+SHARED = Echo()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (7, "give a class"),
+        ({"x": type("A", (), {})}, "no method reset"),
+        ({"x": type("B", (), {"reset": lambda self: None})}, "neither a tool"),
+        (starts(str), "started differently"),
+        (starts(lambda _: 1 / 0), "'Starts' failed to start for all 2 episodes of a prompt, 2 times each.*division"),
+        (starts(lambda _: b"bytes"), "must return a text, a list of messages, or None"),
+        (starts(lambda _: "x" * 30_000), r"the prompt has \d+ tokens with what reset returned, and 9000 are allowed"),
+        (lambda: SHARED, "returned an environment that another episode uses; let it return a new one"),
+        (lambda made=[SHARED]: made.pop() if made else None, "returned None"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:environment")
+def test_environments_that_cannot_be_used_are_refused(environment, message):
+    with pytest.raises((ValueError, RunError), match=message):
+        played(lambda *_: "bye", environments=environment, environment_retries=1, max_prompt_tokens=9000)
+
+
+def test_a_prompt_that_is_a_text_takes_texts_only_and_rows_name_environments():
     with pytest.raises(ValueError, match="return a text, or make the prompt a list"):
         with_observation("go", [{"role": "user", "content": "x"}])
-    with pytest.raises(ValueError, match="must return a text, a list of messages, or None"):
-        with_observation(PROMPT, b"bytes")
     with pytest.raises(ValueError, match=r"which is no environment of the run; it has echo, other; did you mean echo"):
-        make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).kind_of({"environment": "ech"})
+        make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).setup_of({"environment": "ech"})
+
+
+# -- classes of environments with other names of methods, prompts and rewards
+
+
+class Room:
+    """An environment whose methods have names of their own."""
+
+    def __init__(self, place):
+        self.place, self.calls = place, []
+
+    def enter(self, colour):
+        return f" You enter the {colour} room {self.place % 2}."
+
+    def act(self, number: int) -> str:
+        """Acts.
+
+        Args:
+            number: A number.
+        """
+        self.calls.append(number)
+        return str(number)
+
+    def worth(self):
+        return float(sum(self.calls))
+
+
+ROOM = EnvironmentClass(
+    "room",
+    Room,
+    tools_of(Room, public=True, reserved=("enter", "worth")),
+    frozenset(("reset", "score")),
+    renamed={"reset": "enter", "score": "worth"},
+    arguments=lambda reset, row, seed: {"colour": row["colour"]},
+    takes_place=True,
+    reward_name="Room",
+    starts_alike=False,
+)
+
+
+def acts(text, sample, turn):
+    return call("act", number=sample + 1) if turn == 0 else "done"
+
+
+def test_an_environment_may_have_other_names_and_start_differently_within_a_group():
+    groups, script = played(acts, environments=ROOM, num_prompts=2, example={"colour": "red"})
+    rollouts = [row for group in groups for row in group]
+    assert [row.environment.place for row in rollouts] == [0, 1, 2, 3]  # whichever started first
+    assert [row.environment_reward for row in rollouts] == [1.0, 2.0, 1.0, 2.0]
+    assert [row.example["prompt"][-1]["content"] for row in groups[0]] == [
+        f"go You enter the red room {n}." for n in (0, 1)
+    ]
+    assert not np.array_equal(groups[0][0].prompt_ids, groups[0][1].prompt_ids)
+    for row in rollouts:  # each continued its own prompt
+        assert [message["role"] for message in row.messages or ()] == ["assistant", "tool", "assistant"]
+    assert sum("room 1" in text for text in script.prompts) == sum("room 0" in text for text in script.prompts) == 4
+
+
+def test_functions_receive_the_environments_and_rewards_have_their_names():
+    [group], _ = played(acts, environments=ROOM, example={"colour": "red"})
+    [reward] = environment_rewards(ROOM)
+    assert reward.name == "Room"
+    assert reward.function(group) == [[0.0, 1.0], [0.0, 2.0]]  # of the turns
+    given = arguments_for(Reward("calls", print, frozenset(("environments",))), group, TrainerState(), {})
+    assert [each.calls for each in given["environments"]] == [[1], [2]]

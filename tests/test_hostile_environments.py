@@ -4,19 +4,14 @@ import asyncio
 import threading
 import time
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from groupax.episodes.play import play_episodes
-from groupax.episodes.rules import make_rules
-from groupax.errors import RunError
-from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, tool
 
-from .test_episodes import PROMPT, TOKENIZER, Script, call, played
+from .test_episodes import TOKENIZER, call, played
 
 PARAMS = SamplingParams(n=3, max_tokens=2000)
 
@@ -197,13 +192,6 @@ def test_what_a_tool_raises_and_returns_is_read_by_the_model():
     assert results[len(reactions)].result == "b'bytes'"
 
 
-def test_tools_that_lie_about_rewards_and_ends_leave_the_episode_out():
-    lies = [lambda: Step("x", reward=float("nan")), lambda: Step("x", reward="1"), lambda: Step("x", done=2)]
-    rows, told = what_each_does(lies, as_call=True)
-    assert [row.finish_reason for row in rows] == ["env_error"] * 3 + ["done"] * 2
-    assert len(told) == 2
-
-
 def test_scores_that_fail_leave_their_episodes_out():
     scores = [hangs, raises(OSError("no")), lambda: float("nan"), lambda: "1", lambda: None, lambda: 2]
 
@@ -273,15 +261,6 @@ def test_a_close_that_fails_is_told_once_and_waited_for_no_longer_than_the_limit
     assert time.perf_counter() - began_s < 2.5
 
 
-def test_two_episodes_never_share_an_environment():
-    shared = Calm()
-    with pytest.raises(RunError, match="returned an environment that another episode uses; let it return a new one"):
-        played(one_is_bad, environments=lambda: shared, example={"words": []})
-    given = iter([Calm(), None, None, None])
-    with pytest.raises(RunError, match="returned None"):
-        played(one_is_bad, environments=lambda: next(given), example={"words": []})
-
-
 def test_what_an_environment_changes_is_its_own():
     words, kept = ["a"], []
 
@@ -314,25 +293,6 @@ def test_what_an_environment_changes_is_its_own():
     for row in group:
         assert [each["role"] for each in row.messages] == ["assistant", "user", "assistant", "user", "assistant"]
         assert row.messages[0]["content"] == "hello 0"
-
-
-def test_what_a_tool_prints_changes_nothing(capfd):
-    def loud(number: int) -> int:
-        """Prints.
-
-        Args:
-            number: Any number.
-        """
-        print("\x1b[2J\x07" + "x" * 1_000_000)
-        return number
-
-    def answer(text, sample, turn):
-        return call("loud", number=turn) if turn < 2 else "done"
-
-    [group], _ = played(answer, [loud])
-    assert {row.finish_reason for row in group} == {"stop"}
-    assert [each["content"] for each in group[0].messages if each["role"] == "tool"] == ["0", "1"]
-    capfd.readouterr()
 
 
 def test_the_end_of_an_episode_in_the_middle_of_parallel_calls():
@@ -398,14 +358,3 @@ def test_sleeping_environments_in_any_order_give_the_same_bits():
         return [(row.completion_ids.tolist(), row.environment_reward) for group in groups for row in group]
 
     assert results(0) == results(1)
-
-
-def test_an_observation_too_long_for_the_prompt_is_refused():
-    class Long(Calm):
-        def reset(self, row, seed):
-            return "x" * 30_000
-
-    rules = replace(make_rules(TOKENIZER, EpisodeSettings(), (), Long), max_prompt_tokens=1000)
-    ids = np.arange(5, dtype=np.int32)
-    with pytest.raises(RunError, match=r"the prompt has \d+ tokens with what reset returned, and 1000 are allowed"):
-        list(play_episodes(Script(None), TOKENIZER, [{"prompt": PROMPT}], [ids], PARAMS, 0, rules=rules))

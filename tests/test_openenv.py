@@ -1,14 +1,7 @@
-"""Environments of OpenEnv servers: the package's own where it is installed, and a small one that speaks as they do."""
+"""Environments of OpenEnv servers: a small one that speaks as the package's own."""
 
-import importlib.util
 import json
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -19,58 +12,21 @@ from groupax.settings.sampling import SamplingParams
 from .openenv_small import SmallServer
 from .test_episodes import PROMPT, call, check_five_steps, played
 
-OWN = importlib.util.find_spec("openenv") is not None
 TWO = SamplingParams(n=2, max_tokens=2000)
-
-
-@contextmanager
-def own_server(kind):
-    """A server of the package's own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("openenv_server.py")
-    process = subprocess.Popen([sys.executable, str(script), kind, str(port)], stderr=subprocess.DEVNULL)
-    url, opener = f"http://127.0.0.1:{port}", urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        for _ in range(240):
-            time.sleep(0.25)
-            try:
-                opener.open(url + "/health", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, "it has ended"
-        yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def small_server(kind):
-    with SmallServer(kind) as server:
-        yield server.url
-
-
-SERVERS = [
-    small_server,
-    pytest.param(own_server, marks=[pytest.mark.heavy, pytest.mark.skipif(not OWN, reason="openenv is not installed")]),
-]
 
 
 def texts(row):
     return [message["content"] for message in row.completion]
 
 
-@pytest.mark.parametrize("served", SERVERS)
-def test_an_environment_answers_texts_with_rewards(served):
+def test_an_environment_answers_texts_with_rewards():
     def answer(text, sample, turn):
         return "aeiou" if sample else "no"
 
-    with served("words") as url:
-        environment = openenv(url, name="words", reset_columns=["topic"])
+    with SmallServer("words") as server:
+        environment = openenv(server.url, name="words", reset_columns=["topic"])
         [group], _ = played(answer, environments=environment, params=TWO, example={"topic": "cats"})
-        last = openenv(url, rewards="last")
+        last = openenv(server.url, rewards="last")
         [[_, row]], _ = played(answer, environments=last, params=TWO)
         assert row.environment_reward == 0.1
     assert [row.finish_reason for row in group] == ["done", "done"]
@@ -80,14 +36,13 @@ def test_an_environment_answers_texts_with_rewards(served):
     assert texts(group[0])[1].startswith("Again, ")
 
 
-@pytest.mark.parametrize("served", SERVERS)
-def test_tools_of_an_environment_are_tools_of_the_model(served):
+def test_tools_of_an_environment_are_tools_of_the_model():
     def answer(text, sample, turn):
         calls = [call("multiply", a=6, b=7), call("fail", reason="why"), call("multiply", a="x", b=1)]
         return calls[turn] if turn < 3 else "done"
 
-    with served("tools") as url:
-        environment = openenv(url)
+    with SmallServer("tools") as server:
+        environment = openenv(server.url)
         assert list(environment.tools) == ["fail", "multiply"]
         [[row, _]], script = played(answer, environments=environment, params=TWO)
     assert '"name": "multiply", "description": "Multiplies two integers."' in script.prompts[0]
@@ -169,6 +124,6 @@ def test_mistakes_are_found_at_the_start():
 @pytest.mark.drawn(4, "episodes")
 @pytest.mark.heavy
 def test_training_on_an_openenv_server(tmp_path):
-    with (own_server if OWN else small_server)("words") as url:
+    with SmallServer("words") as server:
         rows = [{"prompt": PROMPT, "topic": topic} for topic in ("cats", "dogs", "owls", "bees")]
-        check_five_steps(tmp_path, rows, openenv(url, reset_columns=["topic"]))
+        check_five_steps(tmp_path, rows, openenv(server.url, reset_columns=["topic"]))

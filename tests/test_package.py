@@ -63,7 +63,7 @@ WITHOUT_JAX = [
     "groupax.config",
     "groupax.data.bridge",
     "groupax.data.chat",
-    "groupax.tools.formats.choose",
+    "groupax.tools.formats",
     "groupax.tools.runner",
     "groupax.environments.mcp_tools",
     "groupax.environments.openenv",

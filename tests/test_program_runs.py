@@ -17,8 +17,7 @@ from groupax import (
     recorded_rollouts,
     trace_reward,
 )
-from groupax.episodes.branches import SampledTurn
-from groupax.episodes.program_rollout import rollout_of
+from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.episodes.traces import trace_of, trajectory_of, turns_of
 from groupax.errors import RunError
 from groupax.events import StepEnded

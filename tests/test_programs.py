@@ -28,7 +28,7 @@ from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Tool
 
-from .test_episodes import END, PROMPT, TOKENIZER, Script, call
+from .test_episodes import END, PROMPT, TOKENIZER, GivenUp, Script, call
 
 ADD = {
     "type": "function",
@@ -401,7 +401,7 @@ def test_a_turn_that_continues_two_streams_counts_once():
 
     turns = [turn([1], [2]), turn([1, 2, 3], [4]), turn([1, 2, 5], [6, 7]), turn([9], [8])]
     for order in (turns, turns[::-1]):
-        found = [(each.branch.completion_ids.tolist(), each.branch.mask.tolist()) for each in streams_of(order)]
+        found = [(each.completion_ids.tolist(), each.mask.tolist()) for each in streams_of(order)]
         assert found == [([2, 5, 6, 7], [True, False, True, True]), ([2, 3, 4], [False, False, True]), ([8], [True])]
 
 
@@ -423,6 +423,18 @@ def test_constrained_turns_are_refused_where_nothing_corrects_for_them():
     [row], script = played(agent, n=1)
     assert len(refused) == 1
     assert len(script.prompts) == 2
+
+
+def test_a_constraint_that_cannot_be_kept_is_refused_and_the_program_goes_on():
+    def agent(base_url):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            said(base_url, [user("?")])
+        with refused.value:
+            message = json.loads(refused.value.read())["error"]["message"]
+        return float("it became too complex" in message and said(base_url, [user("?")])["content"] == "yes")
+
+    [row], _ = played(agent, n=1, script=GivenUp(lambda *_: "yes", 2))
+    assert (row.environment_reward, row.num_sampled_tokens) == (1.0, len(written("yes")))
 
 
 def test_sessions_that_others_reach_need_their_key():

@@ -11,8 +11,8 @@ from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
 from groupax.data.files import MissingSplitError, read_rows
-from groupax.episodes.references import load_environments, load_tools
-from groupax.episodes.rewards import environment_rewards
+from groupax.episodes.environment import environment_rewards
+from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems

@@ -16,7 +16,7 @@ from groupax.runs.folder import RunFolder
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 from groupax.tools.tool import Step, tool
 
 from .test_episodes import PROMPT, TOKENIZER, Script, call
@@ -31,7 +31,7 @@ class Killed(BaseException):
 def play(answer, record, tools=(), environments=None, num_prompts=2, step=0, **settings):
     """The groups of a rollout."""
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
-    schemas = rules.kind_of({}).schemas
+    schemas = rules.setup_of({}).schemas
     text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     examples = [{"prompt": PROMPT, "words": ["a"]}] * num_prompts

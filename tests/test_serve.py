@@ -30,7 +30,7 @@ from groupax.serve.requests import SETTINGS, ChatRequest, Incoming, parse, parse
 from groupax.serve.turns import Turn, TurnFormat, TurnFormats, TurnReader, TurnStream
 from groupax.serve.web import ApiError
 from groupax.serve.weights import Weights
-from groupax.tools.formats.choose import FORMATS, CallFormat
+from groupax.tools.formats import FORMATS, CallFormat
 
 from .test_bridge import HERMES, LOOKUP, byte_tokenizer
 from .test_config_and_data import a_tokenizer

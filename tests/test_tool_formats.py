@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from groupax.tools.calls import ParsedTurn
-from groupax.tools.formats.choose import FORMATS, CallFormat, call_format
-from groupax.tools.formats.reading import MAX_CALLS
+from groupax.tools.formats import FORMATS, CallFormat, call_format
+from groupax.tools.readers import MAX_CALLS
 
 ENDS = ("<|im_end|>", "<|eot_id|>", "</s>")
 
@@ -133,7 +133,7 @@ OPEN = "the parameter 'a' is not closed by </parameter>"
             '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
             "arguments must be a JSON object, got 'x'",
         ),
-        ("hermes", '<tool_call>{"name": "f"} and</tool_call>', "text follows the JSON"),
+        ("hermes", '<tool_call>{"name": "f"} and</tool_call>', "text follows the call"),
         ("hermes", '<tool_call>{"name": "f"}', "ends inside of this call: </tool_call> is missing"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not valid JSON"),
         ("hermes", '<tool_call>{"name": "f", "name": "g"}</tool_call>', "the key 'name' is repeated"),

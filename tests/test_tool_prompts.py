@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from groupax.data.chat import CHAT_TEMPLATES, render, render_all, writes_tools
+from groupax.data.chat import CHAT_TEMPLATES, check_messages, render, render_all, writes_tools
 from groupax.data.examples import load_examples
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts
@@ -93,6 +93,16 @@ def test_results_may_be_encoded_but_not_left_out():
     assert render(byte_tokenizer(encoded), conversation, "x") == "Q;{degrees = 42};"
     with pytest.raises(ValueError, match="leaves out message 2 of 2, which has the role 'tool'"):
         render(byte_tokenizer("{{ messages[0].content }}"), conversation, "x")
+
+
+def test_nulls_that_a_table_adds_to_parts_and_calls_are_left_out():
+    part = {"type": "text", "text": "q", "metadata": {"source": "a", "page": None}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}, "strict": None}}
+    asked, said = check_messages(
+        [{"role": "user", "content": [part]}, {"role": "assistant", "tool_calls": [call]}], "x"
+    )
+    assert asked["content"] == [{**part, "metadata": {"source": "a"}}]
+    assert said["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": None}}}]
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": ["string", "null"]}}}

@@ -79,26 +79,6 @@ class HardGame(Game):
         return "hard"
 
 
-def test_a_schema_comes_from_docstring_and_hints():
-    [made] = tools_from([add]).values()
-    assert made.schema["type"] == "function"
-    described = made.schema["function"]
-    assert described["name"] == "add"
-    assert described["description"] == "Adds two numbers."
-    assert described["parameters"] == {
-        "type": "object",
-        "properties": {
-            "a": {"type": "integer", "description": "The first number."},
-            "b": {"type": "integer", "description": "The second number."},
-        },
-        "required": ["a"],
-    }
-    assert not made.is_async
-    assert not made.parallel
-    assert made.timeout_s is None
-    assert made.function(a=1) == 2
-
-
 def test_schemas_equal_those_of_transformers():
     from transformers.utils import get_json_schema
 
@@ -106,18 +86,7 @@ def test_schemas_equal_those_of_transformers():
         assert tools_from([function])[function.__name__].schema == get_json_schema(function)
 
 
-def test_functions_methods_and_tools_are_taken_in_order():
-    game = Game()
-    own = Tool("own", print, {"type": "function", "function": {"name": "own"}}, parallel=True)
-    made = tools_from([fetch, game.guess, own, add])
-    assert list(made) == ["fetch", "guess", "own", "add"]
-    assert made["fetch"].is_async
-    assert made["guess"].timeout_s == 2.0
-    assert list(made["guess"].schema["function"]["parameters"]["properties"]) == ["word"]
-    assert made["own"] is own
-
-
-def test_the_decorator_returns_the_function_with_options():
+def test_functions_methods_and_tools_are_taken_in_order_with_their_options():
     @tool
     def plain() -> str:
         """Does nothing."""
@@ -128,29 +97,40 @@ def test_the_decorator_returns_the_function_with_options():
         """Does nothing, fast."""
         return "fast"
 
-    assert plain() == "plain"
-    made = tools_from([plain, fast])
-    assert (made["plain"].parallel, made["plain"].timeout_s) == (False, None)
-    assert (made["fast"].parallel, made["fast"].timeout_s) == (True, 3)
-
-
-def test_marked_methods_are_tools_and_are_bound_to_an_environment():
-    made = tools_of(Game)
-    assert list(made) == ["guess"]
-    assert made["guess"].timeout_s == 2.0
+    own = Tool("own", print, {"type": "function", "function": {"name": "own"}}, parallel=True)
+    made = tools_from([fetch, Game().guess, own, plain, fast])
+    assert list(made) == ["fetch", "guess", "own", "plain", "fast"]
+    assert [each.is_async for each in made.values()] == [True, False, False, False, False]
+    assert [each.parallel for each in made.values()] == [False, False, True, False, True]
+    assert [each.timeout_s for each in made.values()] == [None, 2.0, None, None, 3]
     assert list(made["guess"].schema["function"]["parameters"]["properties"]) == ["word"]
-    assert made["guess"].bind(Game()).function(word="a") == "a Game"
-    assert tools_of(HardGame)["guess"].schema["function"]["description"] == "Guesses a harder word."
-    assert tools_of(HardGame)["guess"].timeout_s == 2.0
-    assert tools_of(HardGame)["guess"].bind(HardGame()).function(word="a") == "hard"
+    assert (made["own"] is own, plain()) == (True, "plain")
 
 
-def test_public_methods_are_tools_but_the_environments_own():
-    made = tools_of(Game, public=True)
-    assert list(made) == ["guess", "hint", "rules"]
-    assert made["hint"].is_async
-    assert asyncio.run(made["hint"].bind(Game()).function()) == "?"
-    assert made["rules"].bind(Game()).function() == "rules"
+def test_marked_or_public_methods_are_tools_and_are_bound_to_an_environment():
+    marked, inherited, public = tools_of(Game), tools_of(HardGame), tools_of(Game, public=True)
+    assert (list(marked), list(public)) == (["guess"], ["guess", "hint", "rules"])
+    assert marked["guess"].timeout_s == inherited["guess"].timeout_s == 2.0
+    assert list(marked["guess"].schema["function"]["parameters"]["properties"]) == ["word"]
+    assert marked["guess"].bind(Game()).function(word="a") == "a Game"
+    assert inherited["guess"].schema["function"]["description"] == "Guesses a harder word."
+    assert inherited["guess"].bind(HardGame()).function(word="a") == "hard"
+    assert asyncio.run(public["hint"].bind(Game()).function()) == "?"
+    assert public["rules"].bind(Game()).function() == "rules"
+
+
+def hinted(name, **hints):
+    """A function with an argument of these hints."""
+
+    def function(a):
+        """Adds.
+
+        Args:
+            a: A number.
+        """
+
+    function.__name__, function.__annotations__ = name, hints
+    return function
 
 
 def lacks_docstring(a: int) -> int:
@@ -164,33 +144,6 @@ def lacks_description(a: int, b: int) -> int:
         a: A number.
     """
     return a + b
-
-
-def lacks_hint(a) -> int:
-    """Adds.
-
-    Args:
-        a: A number.
-    """
-    return a
-
-
-def has_strange_hint(a: random.Random) -> int:
-    """Adds.
-
-    Args:
-        a: A number.
-    """
-    return 1
-
-
-def has_unknown_hint(a: "Nowhere") -> int:
-    """Adds.
-
-    Args:
-        a: A number.
-    """
-    return 1
 
 
 def has_stars(**more: int) -> int:
@@ -207,9 +160,9 @@ def has_stars(**more: int) -> int:
     [
         (lacks_docstring, "'lacks_docstring' has no docstring"),
         (lacks_description, "'lacks_description' has no description of its argument 'b'"),
-        (lacks_hint, "'lacks_hint' has no type hint of its argument 'a'"),
-        (has_strange_hint, "'has_strange_hint' has no JSON schema.*Random"),
-        (has_unknown_hint, "hints of the tool 'has_unknown_hint' cannot be read.*Nowhere"),
+        (hinted("lacks_hint"), "'lacks_hint' has no type hint of its argument 'a'"),
+        (hinted("has_strange_hint", a=random.Random), "'has_strange_hint' has no JSON schema.*Random"),
+        (hinted("has_unknown_hint", a="Nowhere"), "hints of the tool 'has_unknown_hint' cannot be read.*Nowhere"),
         (has_stars, r"'has_stars' has the parameter '\*\*more: int'"),
         (functools.partial(add, 1), "must be a function or a method"),
         (5, "must be a function or a method with a name, got 5"),

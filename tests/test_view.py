@@ -31,8 +31,6 @@ from groupax.runs.files import check_unlocked
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run
 from groupax.runs.rollout_log import rollout_table, write_table
-from groupax.runs.severity import SEVERITIES, severity_of
-from groupax.storage.lock import check_unlocked
 from groupax.types import Rollout
 from groupax.view.curves import heat_map, mean_and_spread, row_means, smoothed, spread_out, thinned
 from groupax.view.evaluations import item_page

@@ -15,8 +15,7 @@ import pyarrow.parquet
 import groupax.view
 from groupax import Step, tool
 from groupax.episodes.as_json import DTYPES, branches_as_json, branches_from_json
-from groupax.episodes.branches import SampledTurn
-from groupax.episodes.program_rollout import rollout_of
+from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.episodes.rules import make_rules
 from groupax.evaluation.items import make_items, read_items
 from groupax.metrics.completions import episode_metrics

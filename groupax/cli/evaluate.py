@@ -169,7 +169,7 @@ class _Scoring:
 def _sets_and_rewards(
     command: Eval, recipe: Recipe | None, environments: Any, model: str | None
 ) -> "tuple[dict[str, Examples], list[Reward]]":
-    from groupax.episodes.rewards import environment_rewards
+    from groupax.episodes.environment import environment_rewards
     from groupax.rewards.resolve import check_columns, resolve_rewards
 
     functions = command.reward_funcs or (recipe.reward_funcs if recipe else ())

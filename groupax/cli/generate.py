@@ -68,8 +68,8 @@ def generate(arguments: Sequence[str]) -> None:
         progress(PhaseStarted("loading libraries"))
 
         from groupax.engine.engine import Engine
+        from groupax.episodes.as_json import shown_episode
         from groupax.episodes.rules import make_rules
-        from groupax.episodes.shown import shown_episode
         from groupax.parallel.runtime import compilation
 
         progress.is_compiling = lambda: compilation().is_under_way

@@ -166,7 +166,7 @@ def _uvicorn_config(
 
 
 def _warm_up(command: Serve, loop: "EngineLoop") -> None:
-    from groupax.serve.jobs import ClosedError
+    from groupax.serve.loop import ClosedError
 
     start_s = time.monotonic()
     try:

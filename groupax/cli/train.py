@@ -36,7 +36,7 @@ class Agents:
 
     def load(self) -> tuple[list[Any], Any]:
         """Returns the tools and the environments, as `GRPOTrainer` takes them."""
-        from groupax.episodes.references import load_environments, load_tools
+        from groupax.episodes.rules import load_environments, load_tools
 
         return load_tools(self.tools), load_environments(self.environments)
 

@@ -55,7 +55,7 @@ def _check_message(given: Mapping[str, Any], where: str, with_images: bool) -> d
     if (content is None or content == []) and not message.get("tool_calls"):
         raise ValueError(f"{where} has no content: {short_repr(given)}")
     if isinstance(content, list):
-        parts = [_without_nulls(part) if isinstance(part, Mapping) else part for part in content]
+        parts = [without_nulls(part) for part in content]
         join_text_parts([part for part in parts if not (with_images and part == IMAGE_PART)], where)
         message["content"] = parts
     elif content is not None and not isinstance(content, str):
@@ -92,7 +92,8 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}: the arguments of the call of {function['name']!r:.60} must be an object, got "
                 f"{short_repr(arguments)}"
             )
-        checked.append({**_without_nulls(call), "function": {**function, "arguments": dict(arguments or {})}})
+        function = {**_without_nulls(function), "arguments": dict(arguments or {})}
+        checked.append({**_without_nulls(call), "function": function})
     return checked
 
 
@@ -101,6 +102,13 @@ def _parse_arguments(text: str, where: str) -> Any:
         return json.loads(text) if text.strip() else {}  # which clients send for a tool without parameters
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} has arguments that are not JSON ({error}): {text!r:.100}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a value without the nulls that a table has where other rows have more, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.data.chat import without_nulls
 from groupax.data.images import absolute_paths
 from groupax.data.tool_arguments import convert_arguments
 from groupax.settings.fields import nearest
@@ -122,13 +123,6 @@ def _tool(tools: Any, name: Any) -> Mapping[str, Any] | None:
         if isinstance(function, Mapping) and function.get("name") == name:
             return {"function": without_nulls(function)}
     return None
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns a value without the nulls that a table has where other rows have more."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")

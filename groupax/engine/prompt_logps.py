@@ -184,7 +184,9 @@ def _advance(
                 jnp.int32(0), begin, jnp.zeros(1, jnp.int32), distance >= 0, distance, own[None, :, None], None, False
             )
             piece = lax.dynamic_slice_in_dim(row, begin, PIECE)
-            hidden, caches, _ = forward(config, params, piece, own, attend, caches, PassOptions(layout=layout, recur=attend.recur))
+            hidden, caches, _ = forward(
+                config, params, piece, own, attend, caches, PassOptions(layout=layout, recur=attend.recur)
+            )
             logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
             new = token_logps(logits / temperature, lax.dynamic_slice_in_dim(targets, begin, PIECE))
             return caches, jax.tree.map(

@@ -6,8 +6,10 @@ episodes of a run at the same time, unless each episode has its own.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import re
 import shlex
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupax.environments.remote_tools import remote_schema
 from groupax.errors import InfrastructureError, RunError, require
 from groupax.terminal.printable import error_line, one_line, printable, short_repr
-from groupax.tools.threads import start_loop
+from groupax.tools.runner import start_loop
 from groupax.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ PAUSE_S = 0.5  # between attempts to connect
 MOST_PAGES = 100
 LOGGERS = ("mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.tool_name_validation", "client", "root")
 REFUSED = (-32601, -32602)  # JSON-RPC: an unknown method, or invalid arguments
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # what all chat templates and formats of calls can write
+LONGEST_SCHEMA = 1 << 17
 Schemas = Mapping[str, dict[str, Any]]
 
 
@@ -109,7 +112,10 @@ def mcp(
     limit_s = server.longest_call_s
     names = [name for name in listed if only is None or name in only]
     if stateful:
-        create = partial(_open, server, listed)
+
+        def create(_seed: int) -> McpSession:  # a lost one is not begun again, since its state is lost
+            return McpSession(server, listed)
+
         return [
             Tool(name, partial(_call_own, name), listed[name], True, False, limit_s, takes_owner=True, open=create)
             for name in names
@@ -119,12 +125,7 @@ def mcp(
 
 
 class McpSession:
-    """A session with a server, which begins with the first call.
-
-    Args:
-        server: Address and limits.
-        pinned: Schemas of the tools at the start of the run, which must not have changed; None to accept any.
-    """
+    """A session with a server, which begins with the first call."""
 
     def __init__(self, server: McpServer, pinned: Schemas | None) -> None:
         self._server, self._pinned = server, pinned
@@ -137,13 +138,7 @@ class McpSession:
         return (await self._session())[1]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the result of a tool: the texts of its parts, joined by line ends.
-
-        Raises:
-            ToolError: The tool failed, or refuses the arguments.
-            InfrastructureError: The server does not answer.
-            RunError: The server describes its tools otherwise than at the start of the run.
-        """
+        """Returns the result of a tool: the texts of its parts, joined by line ends."""
         session, _ = await self._session()
         assert self._holder is not None, "it holds the session"
         calling = asyncio.ensure_future(session.call_tool(name, dict(arguments)))
@@ -211,86 +206,41 @@ class McpSession:
 
 
 class SharedSession:
-    """The session that the calls of all episodes use, in an event loop of its own. A lost one is begun again.
-
-    Args:
-        server: Address and limits.
-        pinned: Schemas of the tools at the start of the run.
-    """
+    """The session that the calls of all episodes use, in an event loop of its own. A lost one is begun again."""
 
     def __init__(self, server: McpServer, pinned: Schemas) -> None:
-        self._current = _Current(server, pinned)
+        self._server, self._pinned = server, pinned
+        self._sessions: list[McpSession] = []  # the latest one
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         """Returns the result of a tool."""
         if self._loop is None:
             self._loop = start_loop("mcp")
-            weakref.finalize(self, _end, self._current, self._loop)
-        future = asyncio.run_coroutine_threadsafe(self._current.call(name, arguments), self._loop)
-        return await asyncio.wrap_future(future)
+            weakref.finalize(self, _end, self._sessions, self._loop)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop))
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if not self._sessions or self._sessions[0].has_ended:
+            self._sessions[:] = [McpSession(self._server, self._pinned)]
+        return await self._sessions[0].call(name, arguments)
 
 
-class _Current:
-    """The latest session with a server."""
+def _end(sessions: list[McpSession], loop: asyncio.AbstractEventLoop) -> None:
+    async def end() -> None:
+        for session in sessions:
+            await session.close()
+        loop.stop()
 
-    def __init__(self, server: McpServer, pinned: Schemas) -> None:
-        self._server, self._pinned = server, pinned
-        self._session: McpSession | None = None
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        if self._session is None or self._session.has_ended:
-            self._session = McpSession(self._server, self._pinned)
-        return await self._session.call(name, arguments)
-
-    async def end(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-        asyncio.get_running_loop().stop()
+    asyncio.run_coroutine_threadsafe(end(), loop)
 
 
-def _end(current: _Current, loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.run_coroutine_threadsafe(current.end(), loop)
-
-
-class OwnSession:
-    """The session of an episode. A lost one is not begun again, since its state is lost.
-
-    Args:
-        server: Address and limits.
-        pinned: Schemas of the tools at the start of the run.
-    """
-
-    def __init__(self, server: McpServer, pinned: Schemas) -> None:
-        self._server, self._pinned = server, pinned
-        self._session: McpSession | None = None
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the result of a tool."""
-        if self._session is None:
-            self._session = McpSession(self._server, self._pinned)
-        return await self._session.call(name, arguments)
-
-    async def close(self) -> None:
-        """Ends the session."""
-        if self._session is not None:
-            await self._session.close()
-
-
-def _open(server: McpServer, pinned: Schemas, _seed: int) -> OwnSession:
-    return OwnSession(server, pinned)
-
-
-async def _call_own(name: str, session: OwnSession, /, **arguments: Any) -> str:
+async def _call_own(name: str, session: McpSession, /, **arguments: Any) -> str:
     return await session.call(name, arguments)
 
 
 def _command(address: str) -> tuple[str, ...]:
-    """Returns the command of an address; empty for a URL.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Returns the command of an address; empty for a URL."""
     kind, _, rest = address.partition(":")
     if kind in ("http", "https") and rest.startswith("//"):
         return ()
@@ -359,11 +309,7 @@ async def _schemas(server: McpServer, session: Any) -> Schemas:
 
 
 def _text_of(result: Any) -> str:
-    """Returns the texts of a result.
-
-    Raises:
-        ToolError: The result is an error.
-    """
+    """Returns the texts of a result."""
     found = result.model_dump(by_alias=True, mode="json")
     parts = [
         part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in found.get("content") or ()
@@ -411,3 +357,31 @@ def _say_once(record: logging.LogRecord) -> bool:
     is_new = place not in _said
     _said.add(place)
     return is_new
+
+
+def remote_schema(source: str, name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Returns the schema of a server's tool in OpenAI's format."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"{source} has a tool with the name {short_repr(name)}; names of tools have up to 64 letters, digits, _, . "
+            "and -"
+        )
+    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise ValueError(
+            f"{source}: the arguments of {name!r} must have a schema of an object, {short_repr(parameters)}"
+        )
+    schema = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": printable(description) if isinstance(description, str) else "",
+            "parameters": {"type": "object", "properties": {}, **parameters},
+        },
+    }
+    size = len(json.dumps(schema))
+    if size > LONGEST_SCHEMA:
+        raise ValueError(
+            f"{source}: the description of the tool {name!r} has {size:,} characters, {LONGEST_SCHEMA:,} fit"
+        )
+    return schema

@@ -1,33 +1,40 @@
 """Environments of OpenEnv servers (https://github.com/meta-pytorch/OpenEnv). Imports no jax.
 
-An episode is a session of the server's WebSocket. An environment whose actions are MCP's has tools of the model; any
-other one answers the model's messages, which `action` turns into actions.
+An episode is a session of the server's WebSocket, whose messages are those of OpenEnv 0.10.0 (see its
+`core/env_server/types.py`, and `core/env_client.py` for the limits). An environment whose actions
+are MCP's has tools of the model; any other one answers the model's messages, which `action` turns into actions.
 """
 
 import asyncio
+import contextlib
+import ipaddress
 import json
 import math
 import numbers
+import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
-from groupax.environments.openenv_connection import Connection, InvalidActionError, Server, websocket_url
-from groupax.environments.remote_tools import remote_schema
+from groupax.environments.mcp_tools import ToolError, remote_schema
 from groupax.episodes.environment import EnvironmentClass
 from groupax.errors import InfrastructureError, require
 from groupax.terminal.printable import printable, short_repr
 from groupax.tools.tool import Step, Tool
 
+INVALID, CAPACITY = "VALIDATION_ERROR", "CAPACITY_REACHED"
+SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+CAPACITY_PAUSE_S = 0.25
+CLOSE_S = 5.0
 GRACE_S = 5.0  # by which the time limit of a tool exceeds that of its message, which says more
 Action = Callable[[str], Mapping[str, Any]]
 Observe = Callable[[Mapping[str, Any]], Any]
-
-
-class ToolError(RuntimeError):
-    """A tool of the server failed; its message is for the model."""
 
 
 def openenv(
@@ -82,7 +89,8 @@ def openenv(
     fields = _action_fields(schema)
     tools = _tools(server) if fields is None or "tool_name" in fields or not fields else {}
     if action is None and not tools:
-        action = partial(_single_field, _text_field(url, schema))
+        field_name = _text_field(url, schema)
+        action = lambda text: {field_name: text}  # noqa: E731
     methods = (
         {"reset", "close"} | ({"act"} if action is not None else set()) | ({"score"} if rewards == "last" else set())
     )
@@ -91,19 +99,11 @@ def openenv(
 
 
 class OpenEnvSession:
-    """An episode in an environment of a server.
-
-    Args:
-        server: Where the environment is.
-        action: Turns a text of the model into an action.
-        observe: Turns an observation into what the model reads.
-        rewards: Whether the rewards are added, or the last one counts.
-        reset_columns: Columns of the dataset that `reset` takes.
-    """
+    """An episode in an environment of a server."""
 
     def __init__(
         self,
-        server: Server,
+        server: "Server",
         action: Action | None,
         observe: Observe,
         rewards: Literal["sum", "last"],
@@ -180,10 +180,6 @@ def default_observation(observation: Mapping[str, Any]) -> str | None:
     return json.dumps(fields, ensure_ascii=False) if fields else None
 
 
-def _single_field(name: str, text: str) -> dict[str, Any]:
-    return {name: text}
-
-
 def _observation(data: Mapping[str, Any]) -> Mapping[str, Any]:
     observation = data.get("observation")
     if not isinstance(observation, Mapping):
@@ -192,11 +188,7 @@ def _observation(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _result(observation: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the result of a tool, and the reason if there is none.
-
-    Raises:
-        InfrastructureError: The server could not reach its own tool.
-    """
+    """Returns the result of a tool, and the reason if there is none."""
     error, result = observation.get("error"), observation.get("result")
     if isinstance(error, Mapping):
         text = printable(str(error.get("message") or error.get("error_type")))
@@ -233,7 +225,7 @@ def _text_field(url: str, schema: Any) -> str:
     return required[0]
 
 
-def _tools(server: Server) -> dict[str, Tool]:
+def _tools(server: "Server") -> dict[str, Tool]:
     """Returns the tools of an environment by name, in the order of the names; none if it has no tools."""
 
     async def listed() -> list[Any]:
@@ -249,14 +241,13 @@ def _tools(server: Server) -> dict[str, Tool]:
     with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop
         found = [each for each in pool.submit(asyncio.run, listed()).result() if isinstance(each, Mapping)]
     schemas = [
-        remote_schema(server.url, each.get("name"), each.get("description"), _parameters(each)) for each in found
+        remote_schema(
+            server.url, each.get("name"), each.get("description"), each.get("input_schema", each.get("inputSchema"))
+        )
+        for each in found
     ]
     schemas.sort(key=lambda schema: schema["function"]["name"])
     return {schema["function"]["name"]: _tool(schema, server.message_timeout_s) for schema in schemas}
-
-
-def _parameters(tool: Mapping[str, Any]) -> Any:
-    return tool.get("input_schema", tool.get("inputSchema"))
 
 
 def _tool(schema: dict[str, Any], timeout_s: float) -> Tool:
@@ -266,3 +257,175 @@ def _tool(schema: dict[str, Any], timeout_s: float) -> Tool:
         return await session.call_tool(name, arguments)
 
     return Tool(name, call, schema, is_async=True, timeout_s=timeout_s + GRACE_S, takes_owner=True)
+
+
+# -- the connection to a server
+
+
+class InvalidActionError(ValueError):
+    """The server refuses an action, since it is not of the environment's type."""
+
+
+class CapacityError(InfrastructureError):
+    """All sessions of the server are in use."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """The address of a server, and limits.
+
+    Attributes:
+        url: Address of its WebSocket.
+        connect_timeout_s: Time in which a session must begin.
+        message_timeout_s: Time in which a message must be answered.
+        max_message_bytes: Longest message.
+        headers: Further HTTP headers, such as those of a login.
+    """
+
+    url: str
+    connect_timeout_s: int | float = 10.0
+    message_timeout_s: int | float = 60.0
+    max_message_bytes: int = 100 << 20
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """True if the server is on this machine, which no proxy reaches."""
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+    def read(self, path: str) -> Any:
+        """Returns the JSON at a path of the server; None if there is nothing."""
+        scheme, host, base, *_ = urlsplit(self.url)
+        address = urlunsplit((scheme.replace("ws", "http"), host, base.removesuffix("/ws") + path, "", ""))
+        handlers = [urllib.request.ProxyHandler({})] if self.is_local else []
+        request = urllib.request.Request(address, headers=dict(self.headers))
+        try:
+            with urllib.request.build_opener(*handlers).open(request, timeout=self.connect_timeout_s) as answer:
+                return json.loads(answer.read(self.max_message_bytes))
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise InfrastructureError(f"{address} answers with HTTP {error.code}") from error
+        except (OSError, ValueError) as error:
+            raise InfrastructureError(f"{address} cannot be read: {error}") from error
+
+
+def websocket_url(url: str) -> str:
+    """Returns the address of the WebSocket of a server's address, which may be that of its web pages."""
+    scheme, host, path, query, fragment = urlsplit(url)
+    if scheme not in SCHEMES or not host or query or fragment:
+        raise ValueError(f"openenv takes an address such as ws://127.0.0.1:8000 or https://host/path, got {url!r:.200}")
+    return urlunsplit((SCHEMES[scheme], host, path.rstrip("/").removesuffix("/ws") + "/ws", "", ""))
+
+
+class Connection:
+    """A session of a server. It belongs to the event loop of its first request."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._socket, self._is_lost = server, None, False
+        self._guard: asyncio.Task[None] | None = None
+
+    async def request(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the data of the answer to a message; the first one connects."""
+        if self._is_lost:
+            raise InfrastructureError(f"the session of {self._server.url} was lost before")
+        message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+        try:
+            return await (self._begun(message) if self._socket is None else self._answer(message))
+        except InvalidActionError:
+            raise
+        except BaseException:  # a late answer would be taken for that of the next message
+            self._socket, self._is_lost = None, True
+            self._release()
+            raise
+
+    async def close(self) -> None:
+        """Ends the session, which the server then frees."""
+        socket, self._socket, self._is_lost = self._socket, None, True
+        if socket is not None:
+            with contextlib.suppress(Exception):  # the server frees a session whose connection has ended too
+                await socket.send(json.dumps({"type": "close"}))
+                await asyncio.wait_for(socket.close(), CLOSE_S)
+            self._release()
+
+    async def _begun(self, message: str) -> dict[str, Any]:
+        """Connects and returns the first answer. While all sessions are in use, it tries again for a while."""
+        deadline_s = time.monotonic() + self._server.connect_timeout_s
+        while True:
+            self._socket = await self._connected()
+            self._guard = asyncio.create_task(_abort_at_end(self._socket))
+            try:
+                return await self._answer(message)
+            except CapacityError:
+                self._release()
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(CAPACITY_PAUSE_S)
+
+    async def _connected(self) -> Any:
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
+
+        server = self._server
+        try:
+            return await connect(
+                server.url,
+                open_timeout=server.connect_timeout_s,
+                max_size=server.max_message_bytes,
+                additional_headers=dict(server.headers),
+                proxy=None if server.is_local else True,
+            )
+        except (OSError, TimeoutError, WebSocketException) as error:
+            raise InfrastructureError(f"{server.url} cannot be reached: {error or type(error).__name__}") from error
+
+    async def _answer(self, message: str) -> dict[str, Any]:
+        from websockets.exceptions import ConnectionClosed
+
+        assert self._socket is not None, "connected"
+        url, limit_s = self._server.url, self._server.message_timeout_s
+        try:
+            with contextlib.suppress(ConnectionClosed):  # a server without free sessions has said so before it closed
+                await self._socket.send(message)
+            text = await asyncio.wait_for(self._socket.recv(), limit_s)
+        except TimeoutError as error:
+            raise InfrastructureError(f"{url} has not answered within {limit_s:g} s") from error
+        except (OSError, ConnectionClosed) as error:
+            raise InfrastructureError(f"{url} has ended the session: {error}") from error
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            answer = None
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict) or not isinstance(data, dict):
+            raise InfrastructureError(f"{url} does not answer as OpenEnv does: {short_repr(text)}")
+        if answer.get("type") != "error":
+            return data
+        if data.get("code") == CAPACITY:
+            raise CapacityError(
+                f"{url} has {short_repr(data.get('max_sessions'))} sessions, all of them in use; every episode of a "
+                "rollout needs one, so start the server with a larger max_concurrent_envs"
+            )
+        reasons = [str(data.get("message", ""))[:500]]
+        if data.get("code") == INVALID:
+            faults = [each for each in data.get("errors") or () if isinstance(each, dict)]
+            reasons += [f"{each.get('loc')}: {each.get('msg')}" for each in faults]
+            raise InvalidActionError(printable("; ".join(reasons))[:500])
+        code = short_repr(data.get("code"))
+        raise InfrastructureError(f"the environment failed on the server ({code}): {printable(reasons[0])}")
+
+    def _release(self) -> None:
+        if self._guard is not None:
+            self._guard.cancel()
+            self._guard = None
+
+
+async def _abort_at_end(socket: Any) -> None:
+    """Waits until it is cancelled, which the end of the event loop does too, and ends the connection then."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        socket.transport.abort()

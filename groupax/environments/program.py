@@ -194,11 +194,7 @@ def _run_command(
     example: Mapping[str, Any],
     seed: int,
 ) -> float | None:
-    """Runs a command, without a shell, in a process group of its own.
-
-    Raises:
-        InfrastructureError: It cannot be started, or writes no score.
-    """
+    """Runs a command, without a shell, in a process group of its own."""
     row = json.dumps(dict(example), default=str)
     variables = {
         "OPENAI_BASE_URL": endpoint.base_url,

@@ -1,4 +1,4 @@
-"""The turns and messages of an episode as JSON, for checkpoints and the rollout log. Imports no jax."""
+"""Episodes as JSON, for checkpoints and the rollout log, and as text, for terminals. Imports no jax."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.types import Branch, CallRecord, Turn
+from groupax.types import Branch, CallRecord, Rollout, Turn
 
 DTYPES: dict[str, type] = {  # of the arrays of a branch
     "prompt_ids": np.int32,
@@ -70,3 +70,26 @@ def branches_from_json(text: str | None) -> tuple[Branch, ...]:
 
 def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+def shown_episode(rollout: Rollout) -> str:
+    """Returns what the model wrote, line by line, with its calls and what it read; untrusted, so print it `printable`.
+
+    An episode of one turn is its text. In others a call is written as "-> name {arguments}", and what a tool or an
+    environment answered as "<- answer".
+    """
+    if not rollout.turns or rollout.messages is None:
+        return rollout.text
+    return "\n".join(line for message in rollout.messages for line in _lines(message)).strip()
+
+
+def _lines(message: Mapping[str, Any]) -> Sequence[str]:
+    text = str(message.get("content") or "")
+    if message["role"] != "assistant":
+        return [f"<- {text}"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return [*([text] if text else ()), *(f"-> {call['name']} {_shown(call['arguments'])}" for call in calls)]
+
+
+def _shown(arguments: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{name}: {value!r}" for name, value in arguments.items()) + "}"

@@ -8,13 +8,18 @@ turns   a ──► b ──► c          streams   a b c
         e                                e
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from groupax.types import Branch, Turn
+from groupax.data.examples import with_values
+from groupax.episodes.as_json import DTYPES
+from groupax.tools.calls import answered_calls
+from groupax.types import Branch, FinishReason, Rollout, Turn
+
+Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +43,7 @@ class SampledTurn:
     sampler_logps: Sequence[float]
     text: str = ""
     mask: np.ndarray | None = None
-    messages: tuple[Any, ...] = ()
+    messages: Messages = ()
     number: int = 0
     adapter: str | None = None
 
@@ -48,33 +53,54 @@ class SampledTurn:
         return np.concatenate([self.prompt_ids, np.asarray(self.tokens, np.int32)])
 
 
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """A branch with its turns.
+def rollout_of(
+    turns: Sequence[SampledTurn],
+    index: tuple[int, int],
+    example: Mapping[str, Any],
+    prompt_ids: np.ndarray,
+    finish_reason: FinishReason,
+    reward: float | None,
+    policy_version: int,
+) -> Rollout:
+    """Returns the rollout of a run, without its text.
 
-    Attributes:
-        branch: Its tokens.
-        path: Its turns, the first one first.
-        spans: Ranges of their tokens in the completion.
+    Its own tokens are those of the stream with the most turns; the other streams are its branches.
     """
+    if not turns:
+        # a token that counts nowhere, since a rollout has at least one
+        turns = [SampledTurn(prompt_ids, [int(prompt_ids[-1]) if len(prompt_ids) else 0], [0.0], [0.0])]
+    main, *others = streams_of(turns)
+    *earlier, last = main.turns
+    return Rollout(
+        prompt_index=index[0],
+        sample_index=index[1],
+        example=example if main.prompt is None else with_values(example, {"prompt": list(main.prompt)}),
+        finish_reason=finish_reason,
+        policy_version=policy_version,
+        text="",
+        turns=(*earlier, replace(last, reward=float(reward or 0.0))),
+        messages=main.messages,
+        environment_reward=reward,
+        branches=tuple(others),
+        adapter=main.adapter,
+        **{name: getattr(main, name) for name in DTYPES},
+    )
 
-    branch: Branch
-    path: tuple[SampledTurn, ...]
-    spans: tuple[Turn, ...]
 
-
-def streams_of(turns: Sequence[SampledTurn]) -> list[Stream]:
+def streams_of(turns: Sequence[SampledTurn]) -> list[Branch]:
     """Returns the token streams of an episode, the one with the most turns first.
 
     The order, and therefore the stream in which a shared turn counts, depends on the tokens alone, and not on the order
     in which parallel requests arrived. Streams in which no token counts are left out, except if there are no others.
-
-    Args:
-        turns: The turns of the episode, at least one.
     """
     parents = parents_of(turns)
-    inner = set(parents) - {None}
-    paths = [_path(turns, parents, leaf) for leaf in range(len(turns)) if leaf not in inner]
+    paths = []
+    for leaf in set(range(len(turns))) - set(parents):
+        path, index = [], leaf
+        while index is not None:
+            path.append(turns[index])
+            index = parents[index]
+        paths.append(path[::-1])
     paths.sort(
         key=lambda path: (
             -len(path),
@@ -85,49 +111,47 @@ def streams_of(turns: Sequence[SampledTurn]) -> list[Stream]:
     )
     counted: set[int] = set()
     streams = [_stream(path, counted) for path in paths]
-    return [each for each in streams if each.branch.mask.any()] or streams[:1]
+    return [each for each in streams if each.mask.any()] or streams[:1]
 
 
 def parents_of(turns: Sequence[SampledTurn]) -> list[int | None]:
     """Returns the index of the turn that each one continues; None for the first turn of a stream."""
     streams = [turn.stream for turn in turns]
     by_length = sorted(range(len(turns)), key=lambda index: -len(streams[index]))
-    parents: list[int | None] = []
-    for index, turn in enumerate(turns):
-        prompt = turn.prompt_ids
-        shorter = (
-            other
-            for other in by_length
-            if other != index and len(streams[other]) <= len(prompt) and turns[other].adapter == turn.adapter
-        )
-        parents.append(
-            next((each for each in shorter if np.array_equal(streams[each], prompt[: len(streams[each])])), None)
-        )
-    return parents
+
+    def continues(turn: SampledTurn, other: int) -> bool:
+        size = len(streams[other])
+        is_same = turns[other] is not turn and size <= len(turn.prompt_ids) and turns[other].adapter == turn.adapter
+        return is_same and np.array_equal(streams[other], turn.prompt_ids[:size])
+
+    return [next((other for other in by_length if continues(turn, other)), None) for turn in turns]
 
 
-def _path(turns: Sequence[SampledTurn], parents: Sequence[int | None], leaf: int) -> tuple[SampledTurn, ...]:
-    path, index = [], leaf
-    while index is not None:
-        path.append(turns[index])
-        index = parents[index]
-    return tuple(reversed(path))
-
-
-def _stream(path: tuple[SampledTurn, ...], counted: set[int]) -> Stream:
-    """Returns the stream of a path, whose turns are added to those that were counted, by identity."""
+def _stream(path: Sequence[SampledTurn], counted: set[int]) -> Branch:
+    """Returns the stream of a path of turns, which are added to those that were counted, by identity."""
     start = len(path[0].prompt_ids)
     ids = path[-1].stream[start:]
     mask = np.zeros(len(ids), bool)
     policy_logps, sampler_logps = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
     spans = []
-    for turn in path:
-        span = Turn(len(turn.prompt_ids) - start, len(turn.prompt_ids) - start + len(turn.tokens), turn.text)
-        own = slice(span.start, span.end)
-        mask[own] = (True if turn.mask is None else turn.mask) if id(turn) not in counted else False
-        policy_logps[own], sampler_logps[own] = turn.policy_logps, turn.sampler_logps
-        spans.append(span)
+    for turn, after in zip(path, (*path[1:], None), strict=True):
+        span = slice(len(turn.prompt_ids) - start, len(turn.prompt_ids) - start + len(turn.tokens))
+        mask[span] = (True if turn.mask is None else turn.mask) if id(turn) not in counted else False
+        policy_logps[span], sampler_logps[span] = turn.policy_logps, turn.sampler_logps
+        answers = () if after is None else after.messages[len(turn.messages) :]
+        calls = answered_calls(turn.messages[-1], answers) if turn.messages else ()
+        spans.append(Turn(span.start, span.stop, turn.text, calls))
         counted.add(id(turn))
     zero = np.float32(0.0)
-    logps = np.where(mask, policy_logps, zero), np.where(mask, sampler_logps, zero)
-    return Stream(Branch(path[0].prompt_ids, ids, *logps, mask, adapter=path[0].adapter), path, tuple(spans))
+    messages, num_read = path[-1].messages, len(path[0].messages) - 1
+    return Branch(
+        path[0].prompt_ids,
+        ids,
+        np.where(mask, policy_logps, zero),
+        np.where(mask, sampler_logps, zero),
+        mask,
+        tuple(spans),
+        messages=messages[num_read:] if messages else None,
+        prompt=messages[:num_read] if messages else None,
+        adapter=path[0].adapter,
+    )

@@ -4,6 +4,7 @@ function(request) ──► request.generate(prompts) ──► completions of t
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ class Trajectory:
         mask: Whether the model sampled each token; None for all of them.
         columns: Values for reward functions, in addition to those of the dataset's row.
         branches: Further streams of tokens of the same rollout, which have its advantage.
+        failure: Why it is left out of the comparison and of the loss; empty if it counts.
     """
 
     prompt_ids: Any
@@ -40,6 +42,7 @@ class Trajectory:
     mask: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
+    failure: str = ""
 
 
 class RolloutRequest:
@@ -75,20 +78,21 @@ class RolloutRequest:
     def generate(self, prompts: Sequence[np.ndarray], params: SamplingParams | None = None) -> list[Completion]:
         """Samples a completion after each prompt with the policy's weights.
 
+        A completion that is given up, since its constraint cannot be kept, says why in `fault`.
+
         Args:
             prompts: Token ids.
             params: Sampling parameters; None for those of the run. One completion is sampled whatever their `n`.
         """
         first = next(self._numbers)
         self._numbers = itertools.count(first + len(prompts))
-        own = replace(params or self.params, n=1)
-        sequences = self._sampler.sequences(list(prompts), own, self.step, first)
+        sequences = self._sampler.sequences(list(prompts), replace(params or self.params, n=1), self.step, first)
         with closing(self._sampler.session()) as session:
             session.submit(sequences)
             while session.busy:
-                for sequence, _ in session.step():
-                    if sequence.fault:
-                        raise RunError(f"a completion of prompt {sequence.prompt_index} has no end: {sequence.fault}")
+                list(session.step())
+        for fault in sorted({sequence.fault for sequence in sequences if sequence.fault}):
+            warnings.warn(f"a completion was given up: {fault}", stacklevel=2)
         return sequences
 
 
@@ -114,11 +118,7 @@ class RolloutFunction:
 
 
 def as_rollout_function(given: Any) -> RolloutFunction | None:
-    """Returns a function that samples rollouts, with its columns; None without one.
-
-    Raises:
-        ValueError: It cannot be called.
-    """
+    """Returns a function that samples rollouts, with its columns; None without one."""
     if given is None:
         return None
     if isinstance(given, RolloutFunction):
@@ -134,12 +134,6 @@ def custom_rollouts(
 ) -> Iterator[list[Rollout]]:
     """Yields the groups of the rollouts that a user's function has sampled.
 
-    Args:
-        function: The function.
-        request: What it is to sample.
-        first_prompt: Index of the first of the rows in its rollout.
-        policy_version: Version of the weights, which is recorded in each rollout.
-
     Raises:
         RunError: The trajectories are not as many as requested, or one is not made of tokens and log-probs.
     """
@@ -151,34 +145,27 @@ def custom_rollouts(
             f"rollouts each; it must return {n * len(examples)}, those of a prompt after those of the prompt before"
         )
     for index, example in enumerate(examples):
-        own = trajectories[n * index : n * (index + 1)]
-        fields = [_fields(each, n * index + number, function) for number, each in enumerate(own)]
-        texts = decode(request.tokenizer, [each["completion_ids"].tolist() for each in fields])
-        yield [
-            Rollout(
-                prompt_index=first_prompt + index,
-                sample_index=number,
-                example=with_values(example, trajectory.columns),
-                policy_version=policy_version,
-                text=text,
-                **values,
+        rollouts = []
+        for number, trajectory in enumerate(trajectories[n * index : n * (index + 1)]):
+            values = _checked(
+                trajectory, f"rollout {n * index + number} of the function that samples rollouts", function
             )
-            for number, (trajectory, values, text) in enumerate(zip(own, fields, texts, strict=True))
-        ]
+            text = decode(request.tokenizer, [values["completion_ids"].tolist()])[0]
+            indices = {"prompt_index": first_prompt + index, "sample_index": number, "policy_version": policy_version}
+            rollouts.append(Rollout(example=with_values(example, trajectory.columns), text=text, **indices, **values))
+        yield rollouts
 
 
-def _fields(trajectory: Trajectory, number: int, function: RolloutFunction) -> dict[str, Any]:
-    """Returns the fields of a rollout that a trajectory determines.
-
-    Raises:
-        RunError: It is not made of tokens and log-probs, or lacks a column.
-    """
-    name = f"rollout {number} of the function that samples rollouts"
-    branches = trajectory.branches
-    prompt, completion = (_ids(ids, name) for ids in (trajectory.prompt_ids, trajectory.completion_ids))
+def _checked(trajectory: Trajectory, name: str, function: RolloutFunction) -> dict[str, Any]:
+    """Returns the fields of a rollout that a trajectory determines."""
+    given = trajectory
+    prompt = _ids(given.prompt_ids, name)
+    if given.failure and not len(given.completion_ids):  # a token that counts nowhere, since a rollout has one
+        given = replace(given, completion_ids=prompt[-1:], logprobs=[0.0], mask=[False])
+    completion = _ids(given.completion_ids, name)
     try:
-        logps = np.asarray(trajectory.logprobs, np.float32)
-        mask = np.ones(len(completion), bool) if trajectory.mask is None else np.asarray(trajectory.mask).astype(bool)
+        logps = np.asarray(given.logprobs, np.float32)
+        mask = np.ones(len(completion), bool) if given.mask is None else np.asarray(given.mask).astype(bool)
     except (TypeError, ValueError) as error:
         raise RunError(f"{name} has log-probs or a mask that are no numbers: {error}") from error
     if logps.shape != completion.shape or mask.shape != completion.shape:
@@ -188,35 +175,30 @@ def _fields(trajectory: Trajectory, number: int, function: RolloutFunction) -> d
         )
     if not np.isfinite(logps[mask]).all() or (logps[mask] > 0).any():
         raise RunError(f"{name} has log-probs of sampled tokens that are no numbers of at most 0")
-    missing = sorted(set(function.columns) - set(trajectory.columns))
+    missing = sorted(set(function.columns) - set(given.columns))
     if missing:
-        raise RunError(f"{name} lacks the column {missing[0]!r}; it has {', '.join(trajectory.columns) or 'none'}")
-    for prompt_ids, ids in [(prompt, completion), *((each.prompt_ids, each.completion_ids) for each in branches)]:
-        if len(prompt_ids) + len(ids) > function.max_tokens:
+        raise RunError(f"{name} lacks the column {missing[0]!r}; it has {', '.join(given.columns) or 'none'}")
+    for before, after in [(prompt, completion), *((each.prompt_ids, each.completion_ids) for each in given.branches)]:
+        if len(before) + len(after) > function.max_tokens:
             raise RunError(
-                f"{name} has {len(prompt_ids)} + {len(ids)} tokens, and the model {function.max_tokens} positions"
+                f"{name} has {len(before)} + {len(after)} tokens, and the model {function.max_tokens} positions"
             )
-        if max(prompt_ids.max(), ids.max()) >= function.vocab_size:
+        if max(before.max(), after.max()) >= function.vocab_size:
             raise RunError(f"{name} has a token that is not among the model's {function.vocab_size}")
     logps = np.where(mask, logps, np.float32(0.0))
-    ended = int(completion[-1]) in function.eos_ids
+    end = "stop" if int(completion[-1]) in function.eos_ids else "length"
     return {
         "prompt_ids": prompt,
         "completion_ids": completion,
         "policy_logps": logps,
         "sampler_logps": logps,
-        "finish_reason": "stop" if ended else "length",
+        "finish_reason": "env_error" if given.failure else end,
         "mask": mask,
-        "branches": branches,
+        "branches": given.branches,
     }
 
 
 def _ids(given: Any, name: str) -> np.ndarray:
-    """Returns token ids.
-
-    Raises:
-        RunError: They are none, or there are no ids.
-    """
     try:
         ids = np.asarray(given)
     except ValueError:  # rows of different lengths

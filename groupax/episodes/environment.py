@@ -8,8 +8,8 @@ An environment is an object for one episode. All of its methods may be coroutine
     close()                frees what it holds
     any method with @tool  is a tool of the model
 
-`row` is the dataset's row without its prompt, and `seed` a number that the episodes of a group share. The `message` of
-`score`, which it need not take, is the last one of the model, or None if `act` has answered it.
+`row` is the dataset's row without its prompt, and `seed` a number that the episodes of a group share. `message` is an
+optional argument of `score`: the last one of the model, or None if `act` has answered it.
 """
 
 import inspect
@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupax.parallel import processes
+from groupax.rewards.contract import Reward
 from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ToolCall
-from groupax.tools.results import checked_reward, checked_step, cut_middle
-from groupax.tools.threads import Outcome
+from groupax.tools.results import checked_step, cut_middle
+from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, tools_of
-from groupax.types import Prompt
+from groupax.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,58 +65,43 @@ class EnvironmentClass:
         """Returns whether `act` answers a turn with these calls."""
         return self.answers_calls and not any(call.fault for call in calls)
 
-    def method(self, instance: Any, name: str) -> Callable[..., Any]:
-        """Returns a method of the contract, of an environment of this class."""
-        return getattr(instance, self.renamed.get(name, name))
-
 
 class NotNewError(ValueError):
     """A function that creates environments did not create one."""
 
 
-class Seats:
-    """The seats of a rollout's environments that are in use, which are taken and left in many threads."""
-
-    def __init__(self) -> None:
-        self._of_instances: dict[int, Seat] = {}  # by the identity of their environments
-
-    def take(self, instance: object, seat: "Seat") -> bool:
-        """Gives an environment this seat; returns False if it has another one."""
-        return self._of_instances.setdefault(id(instance), seat) is seat
-
-    def leave(self, instance: object) -> bool:
-        """Frees the seat of an environment; returns whether it had one."""
-        return self._of_instances.pop(id(instance), None) is not None
-
-
-class Seat:
-    """The place of an environment, which only the process has that makes its calls.
-
-    Args:
-        seats: Those of the rollout that are in use.
+class OpenEnvironment:
+    """The environment of one episode. Only the process that makes its calls has the user's object.
 
     Attributes:
-        instance: The environment; None in other processes, and while all of its answers are in the record.
+        instance: The user's object; None in other processes, and while all of its answers are in the record.
     """
 
-    def __init__(self, seats: Seats) -> None:
-        self.instance: Any = None
-        self._seats = seats
+    def __init__(self, cls: EnvironmentClass, in_use: "dict[int, OpenEnvironment]") -> None:
+        self.cls, self.instance, self._in_use = cls, None, in_use
 
-    def take(self, instance: Any) -> None:
-        """Keeps a new environment.
-
-        Raises:
-            NotNewError: It is None, or an environment that another episode uses.
-        """
-        if instance is None or not self._seats.take(instance, self):
+    def keep(self, instance: Any) -> None:
+        """Keeps a new object."""
+        if instance is None or self._in_use.setdefault(id(instance), self) is not self:
             what = "None" if instance is None else "an environment that another episode uses"
             raise NotNewError(f"the function that creates environments returned {what}; let it return a new one")
         self.instance = instance
 
-    def leave(self) -> Any:
-        """Returns the environment, which is not in use any more; None if it was not in use."""
-        return self.instance if self._seats.leave(self.instance) else None
+    def leave(self) -> bool:
+        """Returns whether the object was in use, which it is no longer."""
+        return self._in_use.pop(id(self.instance), None) is not None
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """Returns a method of the contract."""
+        return getattr(self.instance, self.cls.renamed.get(name, name))
+
+    def close_method(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Returns the method that closes the environment, which is no longer in use then, with its arguments."""
+        return self.method("close") if self.leave() else do_nothing, {}
+
+
+def do_nothing() -> None:
+    """Closes what was not opened."""
 
 
 def environment_classes(given: Any) -> dict[str, EnvironmentClass]:
@@ -167,11 +153,7 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
 
 
 def plain_observation(observation: Any) -> Any:
-    """Returns a copy of what `reset` of an environment returned, which the environment cannot change any more.
-
-    Raises:
-        ValueError: It is neither a text, a list nor None, or the list has a value that is no JSON.
-    """
+    """Returns a copy of what `reset` of an environment returned, which the environment cannot change any more."""
     if observation is None or isinstance(observation, str):
         return observation
     if isinstance(observation, list):
@@ -179,25 +161,8 @@ def plain_observation(observation: Any) -> Any:
     raise ValueError(_not_shown(observation))
 
 
-def score_arguments(score: Callable[..., Any], message: Mapping[str, Any], is_answered: bool) -> dict[str, Any]:
-    """Returns the arguments of a method `score`.
-
-    Args:
-        score: The method.
-        message: Last message of the model.
-        is_answered: Whether `act` has answered it.
-    """
-    if "message" not in inspect.signature(score).parameters:
-        return {}
-    return {"message": None if is_answered else dict(message)}
-
-
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """Returns what an environment lets the model see as messages; a text is a message of the user.
-
-    Raises:
-        ValueError: It is neither a text nor messages.
-    """
+    """Returns what an environment lets the model see as messages; a text is a message of the user."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -222,35 +187,24 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
                 "make the prompt a list of messages"
             )
         return prompt + observation
-    is_text = isinstance(observation, str)
-    if not is_text and not _are_parts(observation):
+    are_parts = (
+        isinstance(observation, list)
+        and observation
+        and all(isinstance(each, Mapping) and "type" in each and "role" not in each for each in observation)
+    )
+    if not isinstance(observation, str) and not are_parts:
         return [*prompt, *as_messages(observation)]
     content: Any = prompt[-1].get("content") or ""
-    if is_text and isinstance(content, str):
+    if isinstance(observation, str) and isinstance(content, str):
         joined: Any = content + observation
     else:
         before = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        joined = [*before, *([{"type": "text", "text": observation}] if is_text else observation)]
+        joined = [*before, *([{"type": "text", "text": observation}] if isinstance(observation, str) else observation)]
     return [*prompt[:-1], {**prompt[-1], "content": joined}]
 
 
-def _are_parts(observation: Any) -> bool:
-    """Returns whether this is the content of a message as a list of parts."""
-    is_list = isinstance(observation, list) and bool(observation)
-    return is_list and all(isinstance(each, Mapping) and "type" in each and "role" not in each for each in observation)
-
-
-def answer_of(max_bytes: int, returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
-    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned.
-
-    Args:
-        max_bytes: Longest text in UTF-8, to which texts are cut in the middle.
-        returned: What it returned.
-
-    Raises:
-        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
-        ValueError: It is neither a text, messages nor a `Step` of them, or a message is the assistant's.
-    """
+def answer_of(returned: Any, max_bytes: int) -> tuple[list[dict[str, Any]], float | None, bool]:
+    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned."""
     step = checked_step(returned)
     messages = as_messages(step.observation)
     for message in messages:
@@ -259,15 +213,6 @@ def answer_of(max_bytes: int, returned: Any) -> tuple[list[dict[str, Any]], floa
         if isinstance(message.get("content"), str):
             message["content"] = cut_middle(message["content"], max_bytes)
     return messages, step.reward, step.done or not messages
-
-
-def score_of(returned: Any) -> float | None:
-    """Returns what `score` of an environment returned as a number.
-
-    Raises:
-        InfrastructureError: It is neither a finite number nor None.
-    """
-    return None if returned is None else checked_reward(returned)
 
 
 def _copied(messages: list[Any]) -> Any:
@@ -282,17 +227,35 @@ def _not_shown(observation: Any) -> str:
 
 
 def warn_of_failure(warned: set[tuple[str, ...]], name: str, what: str, outcome: Outcome) -> None:
-    """Warns of an environment's failure, once of each kind; of several processes, one does.
-
-    Args:
-        warned: Kinds of failures that were warned of; updated.
-        name: Name of the environment.
-        what: What failed, and what becomes of it.
-        outcome: The failure.
-    """
+    """Warns of a failure, once of each kind; of several processes, one does."""
     kind = (name, what, outcome.kind)
     if kind in warned or not processes.is_primary():
         return
     warned.add(kind)
     why = one_line(f"{outcome.kind}: {outcome.message}", 500)
-    warnings.warn(f"environment {name!r} {what}: {why}. Further failures of this kind are only counted", stacklevel=2)
+    warnings.warn(f"{name} {what}: {why}. Further failures of this kind are only counted", stacklevel=2)
+
+
+def environment_rewards(environments: Any) -> list[Reward]:
+    """Returns the rewards that environments give for turns, named after them; each applies to episodes of its own.
+
+    Args:
+        environments: Environments as `GRPOTrainer` takes them.
+    """
+    classes = environment_classes(environments)
+    owners: dict[str, set[str]] = {}  # environments by the name of their reward
+    for name, each in classes.items():
+        if each.reward_name is not None:
+            owners.setdefault(each.reward_name or name, set()).add(name)
+
+    def reward(name: str, own: set[str] | None) -> Reward:
+        def applies(rollout: Rollout) -> bool:
+            is_own = own is None or rollout.example.get("environment") in own
+            return is_own and rollout.environment_reward is not None
+
+        def rewards(rollouts: Sequence[Rollout]) -> list[list[float] | None]:
+            return [[turn.reward for turn in each.turns] if applies(each) else None for each in rollouts]
+
+        return Reward(name, rewards, on_device=True)  # it has the rollouts themselves, in this process
+
+    return [reward(name, None if len(classes) == 1 else own) for name, own in owners.items()]

@@ -2,61 +2,84 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.environment import Seat, score_arguments
+from groupax.episodes.environment import OpenEnvironment
 from groupax.episodes.record import Question
-from groupax.episodes.rules import Kind
+from groupax.episodes.rules import Setup
 from groupax.settings.rollouts import EpisodeSettings
-from groupax.tools.calls import ParsedTurn, ToolCall
+from groupax.tools.calls import ParsedTurn, ToolCall, assistant_message
 from groupax.tools.results import ToolResult
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 from groupax.tools.tool import Tool, match_calls
 from groupax.types import CallRecord, FinishReason, Rollout, Turn
+
+SEEDS = 1 << 31
+
+
+def group_seed(seed: int, step: int, prompt_index: int) -> int:
+    """Returns the seed that the episodes of a group share."""
+    return int(np.random.SeedSequence([seed % (1 << 64), step, prompt_index]).generate_state(1)[0]) % SEEDS
+
+
+class EpisodeFailed(Exception):  # noqa: N818 - not an error of the run
+    """The environment of an episode, or a program, has failed."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """The start of an episode in an environment.
+
+    Attributes:
+        environment: The environment; None without one, and if it failed.
+        observation: What its `reset` has returned.
+        failure: The error of one that could not start.
+    """
+
+    environment: OpenEnvironment | None = None
+    observation: Any = None
+    failure: Outcome | None = None
 
 
 class Episode:
     """One rollout of one prompt.
-
-    Args:
-        first: Unstarted sequence of the first turn.
-        example: Dataset row with the prompt.
-        kind: Its tools and environment.
-        max_tokens: Most tokens after the prompt.
-        seat: Place of the user's environment; None without one.
-        num_retries: Number of times that it may begin again if its environment fails.
 
     Attributes:
         mask, policy_logps, sampler_logps: Which of the tokens after the prompt the model sampled; and their log-probs,
             0 for those that it did not sample.
         num_calls, num_tool_turns: Number of tool calls that were run, and of turns with any.
         turns: Turns so far.
-        num_acted: Number of the last turn that the environment's `act` has answered, from 1.
         messages: Messages after the prompt.
+        is_answered: Whether the environment's `act` has answered the last turn.
         tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
             do not make its calls.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
-        failure: Error of its environment, which could not start.
+        failure: Error after which it cannot begin again.
         finish_reason: Reason of its end; None while it is played.
-        place: Place for its keys and values between two turns, if the sampler has any.
+        run: The `ProgramRun` that it is; None for other episodes.
     """
 
     def __init__(
         self,
         first: Completion,
         example: Mapping[str, Any],
-        kind: Kind,
+        setup: Setup,
+        start: Start,
         max_tokens: int,
-        seat: Seat | None = None,
-        num_retries: int = 0,
+        num_retries: int,
+        place: Place | None = None,
     ) -> None:
-        self.first, self.example, self.kind, self.seat = first, example, kind, seat
-        self.max_tokens, self.num_retries = max_tokens, num_retries
+        self.first, self.example, self.setup, self.start = first, example, setup, start
+        self.max_tokens, self.num_retries, self.place = max_tokens, num_retries, place
         self.num_calls = self.num_tool_turns = 0
         self._tokens = np.array(first.prompt, np.int32)  # with room for more
         self._digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=8)
@@ -66,12 +89,12 @@ class Episode:
         self.experts: list[np.ndarray | None] = []  # of each token, None where they were not recorded
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
-        self.num_acted = 0
+        self.is_answered = False
         self.tool_states: dict[Callable[[int], Any], Any] = {}
-        self.reward: float | None = None if kind.environment is None else 0.0
-        self.failure: Outcome | None = None
+        self.reward: float | None = None if setup.environment is None else 0.0
+        self.failure = start.failure
         self.finish_reason: FinishReason | None = None
-        self.place: Place | None = None
+        self.run: Any = None
 
     @property
     def stream(self) -> np.ndarray:
@@ -79,14 +102,10 @@ class Episode:
         return self._tokens[: len(self.first.prompt) + len(self.mask)]
 
     @property
-    def instance(self) -> Any:
-        """The user's environment; None in processes that do not make its calls."""
-        return None if self.seat is None else self.seat.instance
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Token ids after the prompt."""
-        return self.stream[len(self.first.prompt) :]
+    def environment(self) -> OpenEnvironment:
+        """The environment of an episode that has one."""
+        assert self.start.environment is not None, "it has started"
+        return self.start.environment
 
     @property
     def index(self) -> tuple[int, int]:
@@ -98,38 +117,19 @@ class Episode:
         """Number of tokens that may follow."""
         return self.max_tokens - len(self.mask)
 
-    def method(self, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Returns a method of the environment with its arguments."""
-        assert self.kind.environment is not None, "it has methods"
-        return self.kind.environment.method(self.instance, name), arguments
-
-    def score_method(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Returns the environment's method `score` with its arguments."""
-        score, _ = self.method("score", {})
-        return score, score_arguments(score, self.messages[-1], self.num_acted == len(self.turns))
-
     def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
-        """Returns calls with the tools of this episode, which open what they need.
-
-        Args:
-            calls: Calls of a turn.
-            seed: Seed for what is opened.
-        """
+        """Returns calls with the tools of this episode, which open what they need."""
         for open_state, state in self.tool_states.items():
             if state is None:
                 self.tool_states[open_state] = open_state(seed)
-        return match_calls({name: self._bound(tool) for name, tool in self.kind.tools.items()}, calls)
+        return match_calls({name: self._bound(tool) for name, tool in self.setup.tools.items()}, calls)
 
     def _bound(self, tool: Tool) -> Tool:
-        if self.kind.environment is not None and tool.name in self.kind.environment.tools:
-            return tool if self.instance is None else tool.bind(self.instance)
-        state = None if tool.open is None else self.tool_states.get(tool.open)
-        return tool if state is None else tool.bind(state)
-
-    def close_of_state(self, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Returns the method that closes what tools have opened."""
-        state = self.tool_states[open_state]
-        return do_nothing if state is None else state.close, {}
+        if tool.name in self.setup.own_tools:
+            owner = self.environment.instance
+        else:
+            owner = None if tool.open is None else self.tool_states.get(tool.open)
+        return tool if owner is None else tool.bind(owner)
 
     def exceeds_calls(self, settings: EpisodeSettings, num_calls: int) -> bool:
         """Returns whether the calls of a new turn are more than an episode may have."""
@@ -143,32 +143,26 @@ class Episode:
 
     def questions(self, calls: Sequence[ToolCall]) -> list[Question]:
         """Returns the calls of its last turn as questions, and prepares for what their tools open."""
+        asked, tools, with_state = self.question("call"), self.setup.tools, set(self.setup.own_tools)
         for call in calls:
-            tool = self.kind.tools.get(call.name)
+            tool = tools.get(call.name)
             if tool is not None and tool.open is not None:
                 self.tool_states.setdefault(tool.open, None)
-        asked, tools = self.question("call"), self.kind.tools
-        own = self.kind.environment.tools if self.kind.environment is not None else {}
+                with_state.add(call.name)
         return [
-            replace(
-                asked,
-                has_state=call.name in own or (call.name in tools and tools[call.name].open is not None),
-                index=index,
-                name=call.name,
-                arguments=call.arguments,
-            )
+            replace(asked, has_state=call.name in with_state, index=index, name=call.name, arguments=call.arguments)
             for index, call in enumerate(calls)
         ]
 
     def add_turn(self, sampled: Completion, parsed: ParsedTurn) -> None:
         """Appends the tokens of a sampled turn."""
         start = len(self.mask)
-        self._append(np.asarray(sampled.tokens, np.int32), is_sampled=True)
-        self.policy_logps += sampled.policy_logps
-        self.sampler_logps += sampled.sampler_logps
+        self._append(np.asarray(sampled.tokens, np.int32), True, sampled.policy_logps, sampled.sampler_logps)
         self.experts += sampled.experts or [None] * len(sampled.tokens)
         self.turns.append(Turn(start, len(self.mask), parsed.content))
-        self.messages.append(_message(parsed, self.num_calls))
+        calls = [(call.name, call.arguments) for call in parsed.calls]
+        self.messages.append(assistant_message(parsed.content, parsed.reasoning, calls, self.num_calls))
+        self.is_answered = False
 
     def add_results(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[dict[str, Any]]:
         """Records the results of the last turn's calls, and returns them as messages."""
@@ -178,41 +172,31 @@ class Episode:
             for call, result in zip(calls, results, strict=True)
         )
         rewards = [result.reward for result in results if result.reward is not None]
-        self._close_turn(records, sum(rewards) if rewards else None)
+        self.close_turn(records, sum(rewards) if rewards else None)
         return [
             {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result.text}
             for call_id, call, result in zip(ids, calls, results, strict=True)
         ]
 
-    def add_answers(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Records the results of the last turn's calls that its environment has given as messages."""
-        results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
-        calls = [call for call in self.messages[-1].get("tool_calls", ()) if call["id"] in results]
-        records = tuple(
-            CallRecord(
-                call["function"]["name"],
-                call["function"]["arguments"],
-                str(results[call["id"]].get("content") or ""),
-                0.0,
-            )
-            for call in calls
-        )
-        if records:
-            self._close_turn(records, None)
-
-    def add_reward(self, reward: float | None) -> None:
-        """Adds a reward of the environment to the last turn."""
-        self._close_turn((), reward)
+    def close_turn(self, calls: tuple[CallRecord, ...], reward: float | None) -> None:
+        """Adds calls and a reward to the last turn."""
+        last = self.turns[-1]
+        self.num_calls += len(calls)
+        self.num_tool_turns += bool(calls)
+        self.turns[-1] = Turn(last.start, last.end, last.text, last.calls + calls, last.reward + (reward or 0.0))
+        if reward is not None and self.reward is not None:
+            self.reward += reward
 
     def add_bridge(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> None:
         """Appends what stands before the next turn."""
-        self._append(np.asarray(ids, np.int32), is_sampled=False)
-        self.policy_logps += [0.0] * len(ids)
-        self.sampler_logps += [0.0] * len(ids)
+        zeros = [0.0] * len(ids)
+        self._append(np.asarray(ids, np.int32), False, zeros, zeros)
         self.experts += [None] * len(ids)
         self.messages += [dict(message) for message in messages]
 
-    def _append(self, ids: np.ndarray, is_sampled: bool) -> None:
+    def _append(
+        self, ids: np.ndarray, is_sampled: bool, policy_logps: Sequence[float], sampler_logps: Sequence[float]
+    ) -> None:
         end = len(self.stream)
         if end + len(ids) > len(self._tokens):  # doubled, so that a token is copied a few times in all
             room = np.zeros(2 * (end + len(ids)), np.int32)
@@ -221,77 +205,41 @@ class Episode:
         self._tokens[end : end + len(ids)] = ids
         self._digest.update(ids.tobytes())
         self.mask += [is_sampled] * len(ids)
+        self.policy_logps += policy_logps
+        self.sampler_logps += sampler_logps
 
-    def _close_turn(self, calls: tuple[CallRecord, ...], reward: float | None) -> None:
-        last = self.turns[-1]
-        self.num_calls += len(calls)
-        self.num_tool_turns += bool(calls)
-        self.turns[-1] = Turn(last.start, last.end, last.text, last.calls + calls, last.reward + (reward or 0.0))
-        if reward is not None and self.reward is not None:
-            self.reward += reward
-
-    def rollout(self, text: str, policy_version: int) -> Rollout:
-        """Returns the finished episode.
-
-        Args:
-            text: Decoded tokens after the prompt, without special tokens.
-            policy_version: Version of the weights that sampled it.
-        """
+    def rollout(self, policy_version: int) -> Rollout:
+        """Returns the finished episode without its text."""
         assert self.finish_reason is not None, "finished"
-        is_conversation = self.kind.has_turns and not isinstance(self.example["prompt"], str)
+        if not self.mask:  # of a turn that failed at its first token: one that counts nowhere
+            self.add_bridge(self.first.prompt[-1:], ())
+        is_text = isinstance(self.example["prompt"], str)
         return Rollout(
             prompt_index=self.first.prompt_index,
             sample_index=self.first.sample_index,
             example=self.example,
             prompt_ids=self.first.prompt,
-            completion_ids=self.ids.copy(),
+            completion_ids=self.stream[len(self.first.prompt) :].copy(),
             policy_logps=np.asarray(self.policy_logps, np.float32),
             sampler_logps=np.asarray(self.sampler_logps, np.float32),
             finish_reason=self.finish_reason,
             policy_version=policy_version,
-            text=text,
+            text="",
             mask=np.asarray(self.mask, bool),
-            turns=tuple(self.turns) if self.kind.has_turns else (),
-            messages=tuple(self.messages) if is_conversation else None,
+            turns=tuple(self.turns),
+            messages=None if is_text else tuple(self.messages),
             environment_reward=self.reward,
-            environment=self.instance,
+            environment=None if self.start.environment is None else self.start.environment.instance,
             adapter=self.first.adapter,
             images=self.first.images,
-            experts=_stacked(self.experts),
+            experts=stacked_experts(self.experts),
         )
 
 
-def _stacked(experts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def stacked_experts(experts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Returns the experts of all tokens, -1 where they were not recorded; None if they never were."""
     recorded = next((each for each in experts if each is not None), None)
     if recorded is None:
         return None
     missing = np.full_like(recorded, -1)
     return np.stack([missing if each is None else each for each in experts])
-
-
-def _message(parsed: ParsedTurn, num_calls: int) -> dict[str, Any]:
-    """Returns the assistant's message of a turn.
-
-    Args:
-        parsed: The turn.
-        num_calls: Number of calls of earlier turns, by which calls are numbered.
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        # nine letters and digits, which is all that some templates take for an id
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": f"call{number:05d}",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for number, call in enumerate(parsed.calls, num_calls)
-        ]
-    return message
-
-
-def do_nothing() -> None:
-    """Closes what was not opened."""

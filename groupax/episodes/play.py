@@ -1,43 +1,53 @@
-"""Plays episodes: turns that the model samples, and what tools and environments answer to them.
+"""Plays episodes: turns that the model samples, and what tools, environments and programs answer to them.
 
 reset ──► prompt ──► turn is sampled ──► calls run, or act ──► bridge ──► turn is sampled ──► ... ──► end ──► score
                             └──────────────── no call, nothing to act: the end ────────────────────────┘
 
-Each episode advances by itself: some wait for tools while the turns of others are sampled. All of it happens in the
-thread that iterates; tools and environments run in those of the runner, which put the next steps into a queue.
+Each episode is a coroutine, `Player.play`: some wait for tools while the turns of others are sampled. All of them run
+in the thread that iterates; tools and environments run in those of the runner.
 """
 
+import copy
+import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from groupax.data.examples import Examples
-from groupax.data.tokenizer import decode, special_token_ids
+from groupax.data.examples import Examples, with_values
+from groupax.data.tokenizer import decode, encode_prompts, special_token_ids
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sequence import BatchSession, ConversingSession, Sampler, SamplingSession
+from groupax.engine.sequence import ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.calls import Calls, Method
-from groupax.episodes.closing import Closing
 from groupax.episodes.custom import RolloutRequest, custom_rollouts
-from groupax.episodes.environment import EnvironmentClass, Seat, Seats, answer_of, score_of, warn_of_failure
-from groupax.episodes.episode import Episode
-from groupax.episodes.opening import Opening, group_seed
-from groupax.episodes.record import LEFT, Record
-from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.episodes.environment import (
+    EnvironmentClass,
+    NotNewError,
+    OpenEnvironment,
+    answer_of,
+    do_nothing,
+    plain_observation,
+    warn_of_failure,
+    with_observation,
+)
+from groupax.episodes.episode import Episode, EpisodeFailed, Start, group_seed, stacked_experts
+from groupax.episodes.record import LEFT, Question, Record
+from groupax.episodes.rules import SINGLE_TURNS, Rules, Setup
+from groupax.episodes.scheduler import Calls, Method, Scheduler, Task
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.results import ToolResult
-from groupax.tools.runner import TIMED_OUT, ToolRunner
-from groupax.tools.threads import Outcome
+from groupax.terminal.printable import short_repr
+from groupax.tools.calls import ToolCall, answered_calls
+from groupax.tools.results import checked_reward
+from groupax.tools.runner import TIMED_OUT, Outcome, ToolRunner
 from groupax.types import FinishReason, PromptImages, Rollout
 
+Open = Callable[[int], Coroutine[Any, Any, tuple[Start, int]]]
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
 
@@ -80,341 +90,430 @@ def play_episodes(
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    rows = [examples[index] for index in range(len(prompt_ids))]
+    images = images or [None] * len(rows)
     if rules.rollout_func is not None:
-        rows = [examples[index] for index in range(len(prompt_ids))]
         request = RolloutRequest(sampler, tokenizer, rows, params, step, rules.template_kwargs)
         yield from custom_rollouts(rules.rollout_func, request, first_prompt, policy_version)
-        return
-    with _runner_of(rules) as runner, closing(sampler.session()) as session:
-        calls = None if runner is None else Calls(runner, record or Record())
-        if rules.templates is not None:
-            from groupax.episodes.program_play import ProgramTable  # needs packages of an extra
+    elif not rules.has_turns:
+        sequences = sampler.sequences(list(prompt_ids), params, step, first_prompt)
+        for sequence in sequences:
+            number = sequence.prompt_index - first_prompt
+            sequence.adapter, sequence.images = rules.adapter_of(rows[number]), images[number]
+        for group in _completed(sampler, sequences, params.n):
+            texts = decode(tokenizer, [sequence.tokens for sequence in group])
+            pairs = zip(group, texts, strict=True)
+            row = rows[group[0].prompt_index - first_prompt]
+            yield [_completion(sequence, row, text, policy_version, rules) for sequence, text in pairs]
+    else:
+        settings = rules.settings
+        limits = settings.tool_workers, settings.tool_timeout_s, rules.max_result_bytes
+        with ToolRunner(*limits, rules.hung) as runner, closing(sampler.session()) as session:
+            calls = Calls(runner, record or Record())
+            player = Player(sampler, session, calls, tokenizer, rules, params, step)
+            try:
+                yield from player.play_all(rows, prompt_ids, images, first_prompt, policy_version)
+            finally:
+                player.close()
 
-            assert calls is not None, "programs have turns"
-            programs = ProgramTable(sampler, session, calls, tokenizer, rules, params, step, policy_version)
-            yield from programs.play(examples, prompt_ids, first_prompt)
-            return
-        table = Table(sampler, session, calls, tokenizer, rules, params, step, policy_version)
-        table.open(examples, prompt_ids, first_prompt, images)
-        yield from table.finished_groups()
+
+def _completed(sampler: Sampler, sequences: Sequence[Completion], size: int) -> Iterator[list[Completion]]:
+    """Yields groups of sequences that have ended."""
+    groups: dict[int, list[Completion]] = {}
+    with closing(sampler.session()) as session:
+        session.submit(sequences)
+        while session.busy:
+            for sequence, _ in session.step():
+                if sequence.finish_reason:
+                    groups.setdefault(sequence.prompt_index, []).append(sequence)
+            for index in [index for index, group in groups.items() if len(group) == size]:
+                yield sorted(groups.pop(index), key=lambda sequence: sequence.sample_index)
 
 
-def _runner_of(rules: Rules) -> AbstractContextManager[ToolRunner | None]:
-    """Returns what runs tools and environments; nothing where every episode has one turn."""
-    settings = rules.settings
-    if not rules.has_turns:
-        return nullcontext()
-    return ToolRunner(settings.tool_workers, settings.tool_timeout_s, rules.max_result_bytes, rules.hung)
+def _completion(
+    sequence: Completion, example: Mapping[str, Any], text: str, policy_version: int, rules: Rules
+) -> Rollout:
+    """Returns the rollout of a plain completion. One that the engine gave up is a failure, which counts nowhere."""
+    assert sequence.finish_reason is not None, "it has ended"
+    tokens, logps, reason = sequence.tokens, (sequence.policy_logps, sequence.sampler_logps), sequence.finish_reason
+    if sequence.fault:
+        reason = "env_error"
+        warn_of_failure(rules.warned, "a completion", "is left out of its group", fault_of(sequence))
+        if not tokens:  # one that counts nowhere, since a rollout has at least one
+            tokens, logps = [int(sequence.prompt[-1])], ([0.0], [0.0])
+    return Rollout(
+        prompt_index=sequence.prompt_index,
+        sample_index=sequence.sample_index,
+        example=example,
+        prompt_ids=sequence.prompt,
+        completion_ids=np.asarray(tokens, np.int32),
+        policy_logps=np.asarray(logps[0], np.float32),
+        sampler_logps=np.asarray(logps[1], np.float32),
+        finish_reason=reason,
+        policy_version=policy_version,
+        text=text,
+        mask=np.full(len(tokens), bool(sequence.tokens)),
+        adapter=sequence.adapter,
+        images=sequence.images,
+        experts=stacked_experts(sequence.experts),
+    )
 
 
-class Table:
-    """The episodes of a rollout that are being played."""
+def fault_of(sequence: Completion) -> Outcome:
+    """Returns why the engine gave a sequence up."""
+    return Outcome(message=sequence.fault, kind="ConstraintError")
+
+
+class Player:
+    """The coroutines of a rollout's episodes."""
 
     def __init__(
         self,
         sampler: Sampler,
         session: SamplingSession,
-        calls: Calls | None,
+        calls: Calls,
         tokenizer: Any,
         rules: Rules,
         params: SamplingParams,
         step: int,
-        policy_version: int,
     ) -> None:
-        self._sampler, self._session = sampler, session
-        self.calls = calls
-        self.tokenizer, self.rules = tokenizer, rules
-        self.params, self.step, self._policy_version = params, step, policy_version
-        self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
-        self._to_submit: list[Completion] = []
-        self._finished: dict[int, list[Episode]] = {}
-        self._num_unfinished = 0
+        self._sampler, self._session, self._calls = sampler, session, calls
+        self._tokenizer, self._rules, self._params, self._step = tokenizer, rules, params, step
+        self._scheduler = Scheduler(session, calls)
         self._prompt_numbers = itertools.count(LATER_TURNS)
         self._places: Iterator[Place] = iter(())  # for episodes that have not started
-        self._openings: dict[int, Opening] = {}  # by the indices of their prompts
-        self._images: dict[int, PromptImages] = {}  # likewise
-        self.closing = Closing(calls, rules.warned)
-        self.seats = Seats()
+        self._in_use: dict[int, OpenEnvironment] = {}
+        self._programs: Any = None
+        if rules.templates is not None:
+            from groupax.episodes.program_play import Programs  # needs packages of an extra
 
-    def open(
+            self._programs = Programs(sampler, self._scheduler, calls, rules, params, step)
+
+    def play_all(
         self,
-        given: Examples,
+        examples: Sequence[Mapping[str, Any]],
         prompt_ids: Sequence[np.ndarray],
+        images: Sequence[PromptImages | None],
         first_prompt: int,
-        images: Sequence[PromptImages | None] = (),
-    ) -> None:
-        """Starts the groups of prompts."""
-        self._images = {index: each for index, each in enumerate(images, first_prompt) if each is not None}
-        examples = [given[index] for index in range(len(prompt_ids))]
-        kinds = [self.rules.kind_of(example) for example in examples]
-        self._num_unfinished += len(examples)
-        if self.rules.has_turns and isinstance(self._session, ConversingSession):
-            longest, number = (
-                max(map(len, prompt_ids), default=0) + self.params.max_tokens,
-                len(examples) * self.params.n,
+        policy_version: int,
+    ) -> Iterator[list[Rollout]]:
+        """Plays the episodes of all prompts, and yields the group of each as soon as its last episode has ended."""
+        longest, max_tokens = max(map(len, prompt_ids), default=0), self._params.max_tokens
+        if self._programs is not None:
+            self._programs.longest_prompt = longest = self._rules.max_prompt_tokens or longest
+        if isinstance(self._session, ConversingSession):
+            number = max(len(examples) * self._params.n, 1)
+            self._places = iter(self._session.converse(number, longest + max_tokens, max_tokens))
+        numbers: Counter[str] = Counter()  # of episodes by the name of their environment
+        groups = []
+        for index, (example, ids) in enumerate(zip(examples, prompt_ids, strict=True)):
+            setup, prompt = self._rules.setup_of(example), (first_prompt + index, example, ids)
+            groups.append(Task(self.play_group(setup, prompt, images[index], numbers[setup.name])))
+            numbers[setup.name] += self._params.n
+        for episodes in self._scheduler.finished(groups):
+            if self._programs is None:
+                rollouts = [episode.rollout(policy_version) for episode in episodes]
+            else:
+                rollouts = self._programs.rollouts(episodes, policy_version)
+            texts = decode(self._tokenizer, [rollout.completion_ids.tolist() for rollout in rollouts])
+            yield [replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
+
+    def close(self) -> None:
+        """Ends the programs that still run."""
+        if self._programs is not None:
+            self._programs.close()
+
+    async def play_group(
+        self,
+        setup: Setup,
+        prompt: tuple[int, Mapping[str, Any], np.ndarray],
+        images: PromptImages | None,
+        number: int,
+    ) -> list[Episode]:
+        """Plays the episodes of a prompt."""
+        index, example, ids = prompt
+        n, num_retries = self._params.n, self._rules.settings.environment_retries
+        starts, prompts, are_alike = [Start()] * n, [(example, ids)] * n, True
+        open_each = [partial(self._open, setup, (index, sample), example, number + sample) for sample in range(n)]
+        if self._programs is None and setup.environment is not None:
+            opening = [Task(each(num_retries)) for each in open_each]
+            starts = [(await each)[0] for each in opening]
+            prompts, are_alike = self._prompts(setup, example, starts)
+        # programs write prompts of their own: theirs only has the randomness of the episode
+        first_ids = prompts[0][1] if self._programs is None else np.zeros(1, np.int32)
+        params = replace(self._params, max_tokens=self._turn_tokens(self._params.max_tokens))
+        tasks = []
+        for first in self._sampler.sequences([first_ids], params, self._step, index):
+            sample = first.sample_index
+            row, first.prompt = prompts[sample]
+            first.adapter, first.images = self._rules.adapter_of(row), images
+            place = next(self._places, None)
+            episode = Episode(first, row, setup, starts[sample], self._params.max_tokens, num_retries, place)
+            tasks.append(Task(self.play(episode, first if are_alike else None, open_each[sample])))
+        return [await each for each in tasks]
+
+    # -- starts ----------------------------------------------------------------------------------------------------
+
+    async def _open(
+        self, setup: Setup, episode: tuple[int, int], example: Mapping[str, Any], number: int, num_retries: int
+    ) -> tuple[Start, int]:
+        """Creates and resets an environment, again if it fails; returns it with the number of retries that are left."""
+        cls = setup.environment
+        assert cls is not None, "it has one"
+        while True:
+            environment = OpenEnvironment(cls, self._in_use)
+            create = partial(_create_method, cls, number)
+            outcome = await self._calls.call(Question(episode, 0, "create"), create, environment.keep)
+            if outcome.kind == NotNewError.__name__:
+                raise RunError(f"environment {cls.name!r}: {outcome.message}")
+            if not outcome.kind:
+                reset = partial(self._reset_method, environment, example, episode[0])
+                outcome = await self._calls.call(Question(episode, 0, "reset"), reset, plain_observation)
+                if not outcome.kind:
+                    return Start(environment, outcome.value), num_retries
+                self._close(episode, environment)
+            if num_retries == 0:
+                return Start(failure=outcome), 0
+            self._warn(setup, "could not start and is created again", outcome)
+            num_retries -= 1
+
+    def _reset_method(
+        self, environment: OpenEnvironment, example: Mapping[str, Any], prompt_index: int
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        method, seed = environment.method("reset"), group_seed(self._params.seed, self._step, prompt_index)
+        # environments may change what they are given
+        return method, environment.cls.arguments(method, copy.deepcopy(dict(example)), seed)
+
+    def _prompts(
+        self, setup: Setup, example: Mapping[str, Any], starts: Sequence[Start]
+    ) -> tuple[list[tuple[Mapping[str, Any], np.ndarray]], bool]:
+        """Returns the rows and prompts of a group's episodes with their observations, and whether all are the same.
+
+        An episode whose environment failed has the prompt of another one, and ends after its first turn.
+        """
+        name, begun = setup.name, [start.observation for start in starts if start.failure is None]
+        if not begun:
+            attempts, outcome = 1 + self._rules.settings.environment_retries, starts[0].failure or Outcome()
+            raise RunError(
+                f"environment {name!r} failed to start for all {len(starts)} episodes of a prompt, {attempts} times "
+                f"each; the last error is {outcome.kind}: {outcome.message}"
             )
-            self._places = iter(self._session.converse(number, longest, self.params.max_tokens))
-        if all(kind.environment is None for kind in kinds):
-            self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
-            return
-        places: Counter[str] = Counter()  # by the name of the environment
-        for index, (example, kind) in enumerate(zip(examples, kinds, strict=True), first_prompt):
-            name = kind.environment.name if kind.environment is not None else ""
-            self._openings[index] = Opening(self, index, example, kind, places[name])
-            places[name] += self.params.n
-        for opening in list(self._openings.values()):
-            opening.begin()
+        different = next((each for each in begun if each != begun[0]), begun[0])
+        if different == begun[0]:
+            return [self._prompt(setup, example, begun[0])] * len(starts), True
+        if setup.environment is not None and setup.environment.starts_alike:
+            raise RunError(
+                f"environment {name!r} started differently for the episodes of a group, whose rewards are compared: "
+                f"{short_repr(begun[0])} and {short_repr(different)}; let reset depend on its row and seed alone"
+            )
+        observations = [begun[0] if start.failure is not None else start.observation for start in starts]
+        return [self._prompt(setup, example, each) for each in observations], False
 
-    def finished_groups(self) -> Iterator[list[Rollout]]:
-        """Plays until all groups are finished, and yields each when it is."""
-        while self._num_unfinished or self.closing.num_begun:
-            self._submit()
-            if self.calls is not None:
-                self.calls.deliver(waits=not self._session.busy and not self._finished_any)
-                while isinstance(self._session, BatchSession) and self.calls.are_under_way:
-                    self.calls.deliver(waits=True)
-            self._submit()
-            if self._session.busy:
-                for sequence, _ in self._session.step():
-                    if sequence.finish_reason:
-                        self._end_turn(self._sampled.pop(id(sequence)), sequence)
-            for index in [index for index, group in self._finished.items() if len(group) == self.params.n]:
-                self._num_unfinished -= 1
-                self._openings.pop(index, None)
-                yield self._rollouts(self._finished.pop(index))
-
-    def _submit(self) -> None:
-        if self._to_submit:
-            sequences, self._to_submit = self._to_submit, []
-            self._session.submit(sequences)
-
-    @property
-    def _finished_any(self) -> bool:
-        return any(len(group) == self.params.n for group in self._finished.values())
-
-    def _rollouts(self, group: list[Episode]) -> list[Rollout]:
-        group = sorted(group, key=lambda episode: episode.first.sample_index)
-        texts = decode(self.tokenizer, [episode.ids.tolist() for episode in group])
-        return [episode.rollout(text, self._policy_version) for episode, text in zip(group, texts, strict=True)]
+    def _prompt(
+        self, setup: Setup, example: Mapping[str, Any], observation: Any
+    ) -> tuple[Mapping[str, Any], np.ndarray]:
+        """Returns the row with the prompt to which an observation was added, and that prompt's token ids."""
+        kwargs = {**self._rules.template_kwargs, **(example.get("chat_template_kwargs") or {})}
+        tools, limit = [setup.schemas] if setup.tools else None, self._rules.max_prompt_tokens
+        try:
+            prompt = with_observation(example["prompt"], observation)
+            [ids] = encode_prompts(self._tokenizer, [prompt], [kwargs], tools=tools, may_be_empty=True)
+        except ValueError as error:
+            raise RunError(f"environment {setup.name!r}: {error}") from error
+        if limit is not None and len(ids) > limit:
+            raise RunError(
+                f"environment {setup.name!r}: the prompt has {len(ids)} tokens with what reset returned, and {limit} "
+                "are allowed by max_prompt_length, or by what max_completion_length leaves of the model's positions"
+            )
+        return with_values(example, {"prompt": prompt}), ids
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        first_prompt: int,
-        examples: Sequence[Mapping[str, Any]],
-        kind: Kind,
-        prompts: Sequence[np.ndarray],
-        seats: Sequence[Seat | None] = (),
-        failures: Mapping[int, Outcome] | None = None,
-    ) -> None:
-        """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
-        params = self._first_params(kind)
-        for number, first in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
-            seat = seats[number] if seats else None
-            example = examples[first.prompt_index - first_prompt]
-            first.adapter, first.images = self.rules.adapter_of(example), self._images.get(first.prompt_index)
-            self._sample(self._new_episode(first, example, kind, seat, failures or {}), first)
+    async def play(self, episode: Episode, first_turn: Completion | None, open_again: Open) -> Episode:
+        """Plays an episode to its end, again from its start if its environment fails.
 
-    def start_apart(
-        self,
-        prompt_index: int,
-        examples: Sequence[Mapping[str, Any]],
-        kind: Kind,
-        prompts: Sequence[np.ndarray],
-        seats: Sequence[Seat | None],
-        failures: Mapping[int, Outcome],
-    ) -> None:
-        """Samples the first turns of one group, whose episodes have different prompts."""
-        params = self._first_params(kind)
-        group = self._sampler.sequences([prompts[0]], params, self.step, prompt_index)
-        for first, example, prompt, seat in zip(group, examples, prompts, seats, strict=True):
-            first.prompt, first.adapter = prompt, self.rules.adapter_of(example)
-            self._sample_alone(self._new_episode(first, example, kind, seat, failures), params.max_tokens)
-
-    def _new_episode(
-        self,
-        first: Completion,
-        example: Mapping[str, Any],
-        kind: Kind,
-        seat: Seat | None,
-        failures: Mapping[int, Outcome],
-    ) -> Episode:
-        episode = Episode(first, example, kind, self.params.max_tokens, seat, self.rules.settings.environment_retries)
-        episode.failure = failures.get(first.sample_index)
+        Args:
+            episode: The episode.
+            first_turn: Sequence of its first turn, which shares its prompt with others; None if it shares none.
+            open_again: Opens a new environment, from the number of retries.
+        """
+        while True:
+            try:
+                if self._programs is None:
+                    episode.finish_reason = await self._converse(episode, first_turn)
+                    await self._score(episode)
+                else:
+                    episode.finish_reason = await self._programs.run(episode)
+                break
+            except EpisodeFailed as failure:
+                first_turn = None
+                try:
+                    episode = await self._begin_again(episode, failure.outcome, open_again)
+                except EpisodeFailed as last:  # it has no reward, and nothing is trained on it
+                    episode.failure, episode.reward = last.outcome, None
+                    episode.finish_reason = "timeout" if last.outcome.kind == TIMED_OUT else "env_error"
+                    self._warn(episode.setup, "failed; its episode is left out", last.outcome)
+                    break
+        episode.place = episode.first.place = None
+        self._calls.end(episode.index)
+        self._close_all(episode)
         return episode
 
-    def play_again(self, old: Episode, seat: Seat | None, num_retries: int) -> None:
-        """Plays an episode from its start, with a new environment."""
-        new = Episode(old.first, old.example, old.kind, old.max_tokens, seat, num_retries)
-        new.place = None if old.place is None else Place(old.place.max_tokens)  # the same memory, empty
-        self._sample_alone(new, self._first_params(old.kind).max_tokens)
+    async def _converse(self, episode: Episode, first_turn: Completion | None) -> FinishReason:
+        """Samples and answers the turns of an episode, and returns why there are no more."""
+        setup, settings, environment = episode.setup, self._rules.settings, episode.setup.environment
+        bridge, sequence = setup.bridge_of(episode.example["prompt"]), first_turn
+        while True:
+            sampled = await self._scheduler.sample(sequence or self._next_turn(episode), episode.place)
+            sequence = None
+            parsed = setup.parse(self._tokenizer.decode(sampled.tokens, skip_special_tokens=setup.calls is None))
+            exceeds = episode.exceeds_calls(settings, len(parsed.calls))
+            episode.add_turn(sampled, parsed)
+            if sampled.fault:
+                episode.failure = fault_of(sampled)
+            if episode.failure is not None:
+                raise EpisodeFailed(episode.failure)
+            if sampled.finish_reason != "stop":
+                assert sampled.finish_reason is not None, "it has ended"
+                is_turn_limit = sampled.finish_reason == "length" and episode.num_left > 0
+                return "turn_length" if is_turn_limit else sampled.finish_reason
+            if exceeds:
+                return "max_tool_calls"
+            if settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
+                return "parse_error"
+            if parsed.calls and not (environment is not None and environment.answers(parsed.calls)):
+                messages, is_done = await self._run_calls(episode, parsed.calls)
+            elif environment is not None and "act" in environment.methods:
+                messages, is_done = await self._act(episode)
+            else:
+                return "stop"
+            if is_done or len(episode.turns) >= settings.max_turns:
+                return "done" if is_done else "max_turns"
+            try:
+                ids = bridge.ids(episode.stream, episode.messages[-1], messages)
+                if len(ids) >= episode.num_left and settings.overlong_results == "error":
+                    error = f"the result has more tokens than are left ({episode.num_left})"
+                    messages = [{**message, "content": str({"error": error})} for message in messages]
+                    ids = bridge.ids(episode.stream, episode.messages[-1], messages)
+            except ValueError as error:  # of a message that the environment has made up
+                raise EpisodeFailed(Outcome(message=str(error), kind="ValueError")) from error
+            if len(ids) >= episode.num_left:
+                return "tool_result_too_long"
+            episode.add_bridge(ids, messages)
 
-    def _first_params(self, kind: Kind) -> SamplingParams:
-        """Returns the sampling parameters of the first turns of a group."""
-        limit = self.rules.settings.max_turn_tokens
-        if not kind.has_turns or limit is None:
-            return self.params
-        return replace(self.params, max_tokens=min(self.params.max_tokens, limit))
-
-    def _sample_alone(self, episode: Episode, max_tokens: int) -> None:
-        """Samples the next turn of an episode whose prompt is its own."""
-        params = replace(self.params, n=1, max_tokens=max_tokens)
+    def _next_turn(self, episode: Episode) -> Completion:
+        """Returns the sequence of the next turn of an episode, whose prompt is its own."""
+        params = replace(self._params, n=1, max_tokens=self._turn_tokens(episode.num_left))
         # a number of its own: sequences with the same one share the computation of a prompt
-        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
+        [sequence] = self._sampler.sequences([episode.stream], params, self._step, next(self._prompt_numbers))
         # its tokens have other positions than those of earlier turns, and therefore other random numbers
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
         sequence.adapter, sequence.images = episode.first.adapter, episode.first.images
-        self._sample(episode, sequence)
+        return sequence
 
-    def _sample(self, episode: Episode, sequence: Completion) -> None:
-        sequence.place = episode.place = episode.place or next(self._places, None)
-        self._sampled[id(sequence)] = episode
-        self._to_submit.append(sequence)
+    def _turn_tokens(self, num_left: int) -> int:
+        return min(num_left, self._rules.settings.max_turn_tokens or num_left)
 
-    def _end_turn(self, episode: Episode, sequence: Completion) -> None:
-        kind, settings, of = episode.kind, self.rules.settings, episode.kind.environment
-        assert sequence.finish_reason is not None, "finished"
-        if sequence.fault:
-            raise RunError(f"a completion of prompt {sequence.prompt_index} has no end: {sequence.fault}")
-        if not kind.has_turns:
-            episode.add_turn(sequence, ParsedTurn("", "", ()))
-            self._finish(episode, sequence.finish_reason)
-            return
-        text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)
-        parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
-        exceeds = episode.exceeds_calls(settings, len(parsed.calls))
-        episode.add_turn(sequence, parsed)
-        if episode.failure is not None:
-            self.drop(episode, episode.failure)
-        elif sequence.finish_reason != "stop":
-            cut_short = sequence.finish_reason == "length" and episode.num_left > 0
-            self._finish(episode, "turn_length" if cut_short else sequence.finish_reason)
-        elif exceeds:
-            self._finish(episode, "max_tool_calls")
-        elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
-            self._finish(episode, "parse_error")
-        elif parsed.calls and not (of is not None and of.answers(parsed.calls)):
-            self._run_calls(episode, parsed.calls)
-        elif of is not None and "act" in of.methods:
-            self._act(episode)
-        else:
-            self._finish(episode, "stop")
-
-    def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        assert self.calls is not None, "there are tools"
-        seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
-        method = partial(episode.matched, calls, seed)
-        self.calls.run(episode.questions(calls), method, partial(self._answer_calls, episode, calls))
-
-    def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
+    async def _run_calls(self, episode: Episode, calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], bool]:
+        """Returns the results of a turn's calls as messages, and whether they end the episode."""
+        seed = group_seed(self._params.seed, self._step, episode.index[0])
+        results = await self._calls.run(episode.questions(calls), lambda: episode.matched(calls, seed))
         messages = episode.add_results(calls, results)
-        failed = next((each for each in results if each.is_infrastructure), None)
-        if failed is not None:
-            if failed.error.startswith(f"{RunError.__name__}: "):
-                raise RunError(failed.error.partition(": ")[2])
-            kind = LEFT if failed.error == LEFT else f"tool {calls[results.index(failed)].name}"
-            self._fail(episode, Outcome(message=failed.error, kind=kind))
-            return
-        self._continue(episode, messages, any(result.done for result in results))
+        for call, result in zip(calls, results, strict=True):
+            if result.is_infrastructure:
+                kind, _, message = result.error.partition(": ")
+                if kind == RunError.__name__:
+                    raise RunError(message)
+                raise EpisodeFailed(Outcome(message=result.error, kind=LEFT if kind == LEFT else f"tool {call.name}"))
+        return messages, any(result.done for result in results)
 
-    def _act(self, episode: Episode) -> None:
+    async def _act(self, episode: Episode) -> tuple[list[dict[str, Any]], bool]:
+        """Returns the answer of the environment to a turn as messages, and whether it ends the episode."""
         message = dict(episode.messages[-1])
-        episode.num_acted = len(episode.turns)
-        method = partial(episode.method, "act", {"message": message})
-        self._call(
-            episode, "act", method, partial(self._answer_act, episode), partial(answer_of, self.rules.max_result_bytes)
+        episode.is_answered = True
+        finish = partial(answer_of, max_bytes=self._rules.max_result_bytes)
+        outcome = await self._calls.call(
+            episode.question("act"), lambda: (episode.environment.method("act"), {"message": message}), finish
         )
-
-    def _answer_act(self, episode: Episode, outcome: Outcome) -> None:
         if outcome.kind:
-            self._fail(episode, outcome)
-            return
+            raise EpisodeFailed(outcome)
         messages, reward, is_done = outcome.value
-        episode.add_answers(messages)
-        if reward is not None:
-            episode.add_reward(reward)
-        self._continue(episode, messages, is_done)
+        episode.close_turn(answered_calls(episode.messages[-1], messages), reward)
+        return messages, is_done
 
-    def _continue(self, episode: Episode, messages: list[dict[str, Any]], is_done: bool) -> None:
-        """Starts the next turn, if there is one."""
-        settings, bridge = self.rules.settings, episode.kind.bridge_of(episode.example["prompt"])
-        if is_done or len(episode.turns) >= settings.max_turns:
-            self._finish(episode, "done" if is_done else "max_turns")
+    async def _score(self, episode: Episode) -> None:
+        """Adds the score of the environment."""
+        if episode.setup.environment is None or "score" not in episode.setup.environment.methods:
             return
-        try:
-            ids = bridge.ids(episode.stream, episode.messages[-1], messages)
-            if len(ids) >= episode.num_left and settings.overlong_results == "error":
-                error = f"the result has more tokens than are left ({episode.num_left})"
-                messages = [{**message, "content": str({"error": error})} for message in messages]
-                ids = bridge.ids(episode.stream, episode.messages[-1], messages)
-        except ValueError as error:  # of a message that the environment has made up
-            self._fail(episode, Outcome(message=str(error), kind="ValueError"))
-            return
-        if len(ids) >= episode.num_left:
-            self._finish(episode, "tool_result_too_long")
-            return
-        episode.add_bridge(ids, messages)
-        self._sample_alone(episode, min(episode.num_left, settings.max_turn_tokens or episode.num_left))
-
-    # -- ends ------------------------------------------------------------------------------------------------------
-
-    def _finish(self, episode: Episode, reason: FinishReason) -> None:
-        episode.finish_reason = reason
-        of = episode.kind.environment
-        if of is not None and "score" in of.methods:
-            self._call(episode, "score", episode.score_method, partial(self._add_score, episode), score_of)
-        else:
-            self._close(episode)
-
-    def _add_score(self, episode: Episode, outcome: Outcome) -> None:
+        outcome = await self._calls.call(episode.question("score"), partial(_score_method, episode), _checked_score)
         if outcome.kind:
-            self._fail(episode, outcome)
-            return
+            raise EpisodeFailed(outcome)
         if outcome.value is None:
             episode.reward = None
         else:
-            episode.add_reward(outcome.value)
-        self._close(episode)
+            episode.close_turn((), outcome.value)
 
-    def _fail(self, episode: Episode, outcome: Outcome) -> None:
-        """Plays an episode again whose environment failed, or which has left its record; or drops it in the end."""
-        of, has_left = episode.kind.environment, outcome.kind == LEFT
-        if not has_left and episode.num_retries == 0:
-            self.drop(episode, outcome)
-            return
+    # -- failures and ends -----------------------------------------------------------------------------------------
+
+    async def _begin_again(self, old: Episode, outcome: Outcome, open_again: Open) -> Episode:
+        """Returns an episode from its start, with a new environment, after one failed or has left its record."""
+        has_left, setup, start = outcome.kind == LEFT, old.setup, Start()
+        if old.failure is not None or (not has_left and old.num_retries == 0):
+            raise EpisodeFailed(outcome)
         if not has_left:
-            warn_of_failure(self.rules.warned, _name_of(of), "failed; its episode begins again", outcome)
-        self.closing.close_all(episode)
-        assert self.calls is not None, "it failed"
-        self.calls.begin_again(episode.index)
-        num_retries = episode.num_retries - (not has_left)
-        if of is not None:
-            self._openings[episode.first.prompt_index].begin_again(episode, num_retries)
+            self._warn(setup, "failed; its episode begins again", outcome)
+        self._close_all(old)
+        self._calls.begin_again(old.index)
+        num_retries = old.num_retries - (not has_left)
+        if self._programs is None and setup.environment is not None:
+            start, num_retries = await open_again(num_retries)
+            if start.environment is not None and start.observation != old.start.observation:
+                self._close(old.index, start.environment)
+                start = Start(failure=Outcome(message="it started differently than before", kind="ValueError"))
+            if start.failure is not None:
+                raise EpisodeFailed(start.failure)
+        place = None if old.place is None else Place(old.place.max_tokens)  # the same memory, empty
+        return Episode(old.first, old.example, setup, start, old.max_tokens, num_retries, place)
+
+    def _close_all(self, episode: Episode) -> None:
+        """Closes what an episode has opened."""
+        if episode.run is not None:
+            self._programs.end(episode.run)
+        for state in episode.tool_states.values():
+            method = do_nothing if state is None else state.close
+            Task(self._closed(episode.index, "tools", partial(_without_arguments, method)))
+        episode.tool_states.clear()
+        if episode.start.environment is not None:
+            self._close(episode.index, episode.start.environment)
+
+    def _close(self, episode: tuple[int, int], environment: OpenEnvironment) -> None:
+        if "close" in environment.cls.methods:
+            Task(self._closed(episode, environment.cls.name, environment.close_method))
         else:
-            self.play_again(episode, None, num_retries)
+            environment.leave()
 
-    def drop(self, episode: Episode, outcome: Outcome) -> None:
-        """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
-        episode.finish_reason = "timeout" if outcome.kind == TIMED_OUT else "env_error"
-        episode.reward = None
-        what = "failed; its episode is left out"
-        warn_of_failure(self.rules.warned, _name_of(episode.kind.environment), what, outcome)
-        self._close(episode)
+    async def _closed(self, episode: tuple[int, int], name: str, method: Method) -> None:
+        outcome = await self._calls.call(Question(episode, 0, "close"), method, lambda _: None)
+        if outcome.kind:
+            warn_of_failure(self._rules.warned, f"environment {name!r}", "could not be closed", outcome)
 
-    def _close(self, episode: Episode) -> None:
-        episode.place = episode.first.place = None
-        self._finished.setdefault(episode.first.prompt_index, []).append(episode)
-        if self.calls is not None:
-            self.calls.end(episode.index)
-        self.closing.close_all(episode)
-
-    def _call(
-        self, episode: Episode, what: str, method: Method, then: Callable[[Outcome], None], finish: Callable[[Any], Any]
-    ) -> None:
-        assert self.calls is not None, "there are environments"
-        self.calls.call(episode.question(what), method, then, finish)
+    def _warn(self, setup: Setup, what: str, outcome: Outcome) -> None:
+        warn_of_failure(self._rules.warned, f"environment {setup.name!r}", what, outcome)
 
 
-def _name_of(of: EnvironmentClass | None) -> str:
-    return "tools" if of is None else of.name
+def _create_method(cls: EnvironmentClass, number: int) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return cls.create, {"place": number} if cls.takes_place else {}
+
+
+def _score_method(episode: Episode) -> tuple[Callable[..., Any], dict[str, Any]]:
+    score = episode.environment.method("score")
+    message = None if episode.is_answered else dict(episode.messages[-1])
+    return score, {"message": message} if "message" in inspect.signature(score).parameters else {}
+
+
+def _checked_score(returned: Any) -> float | None:
+    return None if returned is None else checked_reward(returned)
+
+
+def _without_arguments(method: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return method, {}

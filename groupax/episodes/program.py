@@ -11,16 +11,14 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
-from groupax.episodes.asked import Asked
+from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import EnvironmentClass
 from groupax.parallel.processes import is_loopback
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 
 MODEL = "policy"  # name of the model for programs
 BASE = "base"  # name of the base of several adapters, which is not trained
@@ -105,29 +103,60 @@ class ProgramClass(EnvironmentClass):
     listening: Listening = Listening()
 
 
+@dataclass(frozen=True)
+class TurnRequest:
+    """A program's request for turns, which can be written as JSON.
+
+    Attributes:
+        prompt: Messages, a text, or token ids.
+        tools: Schemas of functions in OpenAI's format.
+        template_kwargs: Arguments for the chat template.
+        n: Number of turns to sample.
+        max_tokens: Most tokens of a turn; None for the limit of the run.
+        stop: Texts that end a turn, in addition to those of the run.
+        tool_choice: "auto", "required", or the name of the function to call as {"name": ...}.
+        parallel: Whether a turn may have several calls.
+        regex, json_schema: Constraint of the turn; None for none.
+        adapter: Name of the adapter that answers, in a run that trains several; None for the policy, or the base.
+    """
+
+    prompt: Any
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    tool_choice: Any = "auto"
+    parallel: bool = True
+    regex: str | None = None
+    json_schema: str | None = None
+    adapter: str | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the prompt is a list of messages."""
+        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """The turns that answer a request, or the reason why there are none.
 
     Attributes:
-        prompt_ids: Token ids of the prompt.
-        tokens: Tokens of each turn.
-        policy_logps, sampler_logps: Their log-probs.
-        ended: Whether each turn has ended by itself, and was not cut off by a limit.
+        turns: Sequences that have ended, after the same prompt.
         refusal: Status and code of an error, with its message; None without one.
     """
 
-    prompt_ids: np.ndarray
-    tokens: tuple[list[int], ...] = ()
-    policy_logps: tuple[list[float], ...] = ()
-    sampler_logps: tuple[list[float], ...] = ()
-    ended: tuple[bool, ...] = ()
+    turns: Sequence[Completion] = ()
     refusal: tuple[int, str, str] | None = None
 
     @property
     def digest(self) -> str:
         """Digest of the tokens."""
-        return hashlib.blake2b(json.dumps(self.tokens).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(json.dumps([turn.tokens for turn in self.turns]).encode(), digest_size=8).hexdigest()
+
+
+ENDED = Answer(refusal=(410, "ended", "the episode has ended"))
 
 
 class Session:
@@ -154,16 +183,12 @@ class Session:
             self._report = report
             self._flush()
 
-    def ask(self, asked: Asked, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
+    def ask(self, request: TurnRequest, is_retry: bool = False) -> "tuple[int, concurrent.futures.Future[Answer]]":
         """Asks for turns; returns the number of the request, and its answer as soon as there is one.
 
         The same request after one whose client has gone is that request again, and gets its answer.
-
-        Args:
-            asked: The request.
-            is_retry: Whether the client says that it has sent the request before.
         """
-        content = json.dumps(asdict(asked), sort_keys=True, default=str).encode()
+        content = json.dumps(asdict(request), sort_keys=True, default=str).encode()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         with self._lock:
             for number, other in enumerate(self._digests):
@@ -176,9 +201,9 @@ class Session:
             self._futures.append(future)
             self._digests.append(digest)
             if self.has_ended:
-                future.set_result(Answer(np.zeros(0, np.int32), refusal=(410, "ended", "the episode has ended")))
+                future.set_result(ENDED)
             else:
-                self._add({"kind": "ask", "number": number, "asked": asdict(asked)})
+                self._add({"kind": "ask", "number": number, "asked": asdict(request)})
             return number, future
 
     def leave(self, number: int) -> None:
@@ -194,12 +219,7 @@ class Session:
             self._futures[number].set_result(answer)
 
     def end(self, value: Any = None, kind: str = "", message: str = "") -> None:
-        """Notes that the program has ended, once.
-
-        Args:
-            value: What it returned.
-            kind, message: Class and message of its error.
-        """
+        """Notes that the program has ended, once."""
         with self._lock:
             if not self.has_ended:
                 end = {"kind": "end", "value": value, "error": kind, "message": message, "refusal": self.refusal}
@@ -212,7 +232,7 @@ class Session:
             self.has_ended = True
             for future in self._futures:
                 if not future.done():
-                    future.set_result(Answer(np.zeros(0, np.int32), refusal=(410, "ended", "the episode has ended")))
+                    future.set_result(ENDED)
 
     def _add(self, event: Event) -> None:
         if self.has_ended:

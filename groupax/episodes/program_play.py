@@ -2,378 +2,304 @@
 
 ask ──► prompt: a stream and a bridge, or a new stream ──► turns are sampled ──► answer ──► ... ──► end ──► rollout
 
-Everything here happens in the thread that iterates, in all processes of the run; the program runs in one of them.
+Programs run in threads of the process that owns their episode, each with a session of its own. Everything else happens
+in the thread that iterates, in all processes of the run.
 """
 
+import copy
+import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from groupax.data.examples import Examples
-from groupax.data.tokenizer import decode
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sequence import BatchSession, ConversingSession, Sampler, SamplingSession
+from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.asked import Asked
-from groupax.episodes.branches import SampledTurn
-from groupax.episodes.calls import Calls
-from groupax.episodes.environment import warn_of_failure
-from groupax.episodes.opening import group_seed
-from groupax.episodes.program import Answer, Event, ProgramClass
-from groupax.episodes.program_episode import ProgramEpisode
-from groupax.episodes.program_rollout import rollout_of
-from groupax.episodes.program_runs import Runs
+from groupax.episodes.branches import SampledTurn, rollout_of
+from groupax.episodes.episode import Episode, EpisodeFailed, group_seed
+from groupax.episodes.program import Answer, Endpoint, Event, Listening, ProgramClass, Session, TurnRequest
+from groupax.episodes.program_server import ProgramServer, give_back_server, take_server
 from groupax.episodes.record import LEFT, Question
 from groupax.episodes.rules import Rules
-from groupax.episodes.transcript import Templates
+from groupax.episodes.scheduler import Calls, Scheduler, Task
+from groupax.episodes.transcript import Templates, Transcript
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.runner import TIMED_OUT
-from groupax.tools.threads import Outcome
+from groupax.tools.results import checked_reward, message_of
+from groupax.tools.runner import TIMED_OUT, Outcome
 from groupax.types import FinishReason, Rollout
 
 
-class _Request:
-    """A request whose turns are being sampled."""
+class ProgramRun:
+    """One run of a program.
 
-    def __init__(self, episode: ProgramEpisode, number: int, asked: Asked, sequences: list[Completion]) -> None:
-        self.episode, self.number, self.asked, self.sequences = episode, number, asked, sequences
+    Attributes:
+        session: Its session, in the process that runs it; None in others, and while all is answered from the record.
+        turns: Turns that were sampled.
+        answers: Tasks that answer its requests and return the digests of the answers, by the number of the request.
+        gone: Numbers of requests whose clients have gone.
+        sampling: Sequences of turns that are being sampled.
+        num_asked: Number of turns that were asked for.
+        limit: Limit that it has exceeded.
+        cut: Limit of the run that has cut off a turn.
+        is_over: Whether nobody waits for its turns any more.
+    """
+
+    def __init__(self, episode: Episode, templates: Templates) -> None:
+        self.episode, self._templates = episode, templates
+        self._transcripts: dict[str | None, Transcript] = {}
+        self._counts: Counter[bytes] = Counter()  # number of times that each prompt was sampled from
+        self.session: Session | None = None
+        self.turns: list[SampledTurn] = []
+        self.answers: dict[int, Task] = {}
+        self.gone: set[int] = set()
+        self.sampling: list[Completion] = []
+        self.num_asked, self.is_over = 0, False
+        self.limit: FinishReason | None = None
+        self.cut: FinishReason | None = None
+
+    @property
+    def program(self) -> ProgramClass:
+        """The program."""
+        assert isinstance(self.episode.setup.environment, ProgramClass), "checked when the rules were made"
+        return self.episode.setup.environment
+
+    @property
+    def read_turns(self) -> list[SampledTurn]:
+        """The turns that the program has received, in an order that parallel requests keep."""
+        read = [turn for turn in self.turns if turn.number not in self.gone]
+        return sorted(read, key=lambda turn: (len(turn.prompt_ids), turn.stream.tobytes()))
+
+    def transcript(self, adapter: str | None) -> Transcript:
+        """Returns the conversations with an adapter, or with the policy."""
+        return self._transcripts.setdefault(adapter, Transcript(self._templates))
+
+    def key(self, prompt: np.ndarray, adapter: str | None) -> np.ndarray:
+        """Returns the randomness of the next turn after a prompt, which does not depend on what else was asked."""
+        digest = prompt.tobytes() + (b"" if adapter is None else adapter.encode())
+        own = np.asarray(self.episode.first.key, np.uint32).tobytes()
+        hashed = hashlib.blake2b(own + digest + str(self._counts[digest]).encode(), digest_size=8).digest()
+        self._counts[digest] += 1
+        return np.frombuffer(hashed, np.uint32)
+
+    def rollout(self, policy_version: int) -> Rollout:
+        """Returns the finished run without its text."""
+        episode = self.episode
+        assert episode.finish_reason is not None, "it has ended"
+        end = episode.finish_reason, episode.reward
+        made = rollout_of(self.read_turns, episode.index, episode.example, episode.first.prompt, *end, policy_version)
+        return made if self.program.has_branches else replace(made, branches=())
 
 
-class ProgramTable:
-    """The runs of programs of a rollout.
+class Programs:
+    """The programs of a rollout.
 
-    Args:
-        sampler: Sampler with the weights to sample from.
-        session: Its session.
-        calls: Sends what happens in one process to all.
-        tokenizer: Tokenizer of the model.
-        rules: Programs and limits.
-        params: Sampling parameters.
-        step: Number that distinguishes rollouts with the same seed.
-        policy_version: Version of the weights.
+    Attributes:
+        longest_prompt: Most tokens of a prompt.
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        session: SamplingSession,
-        calls: Calls,
-        tokenizer: Any,
-        rules: Rules,
-        params: SamplingParams,
-        step: int,
-        policy_version: int,
+        self, sampler: Sampler, scheduler: Scheduler, calls: Calls, rules: Rules, params: SamplingParams, step: int
     ) -> None:
-        self._sampler, self._session, self._calls, self._tokenizer = sampler, session, calls, tokenizer
-        self._rules, self._params, self._step, self._policy_version = rules, params, step, policy_version
-        assert rules.templates is not None, "there are programs"
-        self._templates: Templates = rules.templates
-        self._runs = Runs(self._templates)
-        self._requests: dict[int, _Request] = {}  # by the identity of a sequence
-        self._to_submit: list[Completion] = []
-        self._playing: set[ProgramEpisode] = set()
-        self._finished: dict[int, list[ProgramEpisode]] = {}
-        self._numbers = itertools.count()
-        self._places: Iterator[Place] = iter(())  # for episodes that have not started
-        self._prompt_ids: dict[int, np.ndarray] = {}  # of the dataset's prompts
+        self._sampler, self._scheduler, self._calls = sampler, scheduler, calls
+        self._rules, self._params, self._step = rules, params, step
+        self._numbers, self.longest_prompt = itertools.count(), 0
+        self._playing: set[ProgramRun] = set()
+        self._servers: dict[Listening, ProgramServer] = {}
+        self._slots: dict[ProgramClass, threading.Semaphore] = {}
+        scheduler.is_blocked = lambda: not all(run.sampling for run in self._playing)
 
-    def play(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> Iterator[list[Rollout]]:
-        """Runs the programs of all groups, and yields each group when its last run has ended."""
-        examples = [given[index] for index in range(len(prompt_ids))]
-        params, self._prompt_ids = self._params, dict(enumerate(prompt_ids, first_prompt))
-        if isinstance(self._session, ConversingSession):
-            number = max(len(examples) * params.n, 1)
-            self._places = iter(self._session.converse(number, self._max_tokens, params.max_tokens))
-        # they have the randomness of their episodes, and are not sampled
-        firsts = self._sampler.sequences([np.zeros(1, np.int32)] * len(examples), params, self._step, first_prompt)
-        for first in firsts:
-            self._begin(first, examples[first.prompt_index - first_prompt], self._rules.settings.environment_retries)
-        num_unfinished = len(examples)
+    async def run(self, episode: Episode) -> FinishReason:
+        """Runs a program to its end, whose reason it returns."""
+        run = episode.run = ProgramRun(episode, self._rules.templates)
+        self._playing.add(run)
+        for number in itertools.count():
+            question = Question(episode.index, number, "events")
+            outcome = await self._calls.expect(question, partial(self._listen, run))
+            if outcome.kind:
+                raise EpisodeFailed(outcome)
+            for event in outcome.value:
+                for answered, digest in event["after"]:
+                    if await run.answers[answered] != digest:
+                        raise EpisodeFailed(Outcome(message="the episode left its record", kind=LEFT))
+                if event["kind"] == "ask":
+                    task = Task(self._answer(run, event["number"], TurnRequest(**event["asked"])))
+                    run.answers[event["number"]] = task
+                elif event["kind"] == "gone":
+                    run.gone.add(event["number"])
+                elif event["kind"] == "back":
+                    run.gone.discard(event["number"])
+                else:
+                    return self._ended(run, event)
+        raise AssertionError("events are counted without end")
+
+    def _ended(self, run: ProgramRun, event: Event) -> FinishReason:
+        """Returns the reason of the end that an event reports, and sets the reward."""
+        refusal, error, program = event["refusal"], event["error"], run.program
+        if error:
+            run.limit = run.limit or run.cut  # some programs fail at a turn that was cut off
+        if error and run.limit is None and program.error_reward is None:
+            reason = f"{event['message']}; its last refused request: {refusal}" if refusal else event["message"]
+            raise EpisodeFailed(Outcome(event["value"], reason, error))
+        if not run.read_turns:
+            advice = f"its last request was refused: {refusal}" if refusal else "give its client the base URL"
+            message = f"it ended without a turn of the model; {advice}"
+            raise EpisodeFailed(Outcome(message=message, kind="ValueError"))
+        run.episode.reward = (program.error_reward or 0.0) if error else event["value"]
+        return run.limit or "done"
+
+    async def _answer(self, run: ProgramRun, number: int, request: TurnRequest) -> str:
+        """Answers a request, and returns the digest of the answer."""
+        answer = await self._sampled(run, number, request)
+        if run.session is not None and not run.is_over:
+            run.session.answer(number, answer)
+        return answer.digest
+
+    async def _sampled(self, run: ProgramRun, number: int, request: TurnRequest) -> Answer:
+        """Returns the turns of a request, or why it is refused, as servers refuse prompts that are too long."""
+        settings, params, transcript = self._rules.settings, self._params, run.transcript(request.adapter)
+        if run.num_asked + request.n > settings.max_turns:
+            run.limit = run.limit or "max_turns"
+            return Answer(refusal=(400, "max_turns", f"the episode has its {settings.max_turns} turns (max_turns)"))
         try:
-            while num_unfinished:
-                self._advance()
-                for index in [each for each, group in self._finished.items() if len(group) == params.n]:
-                    num_unfinished -= 1
-                    yield self._rollouts(self._finished.pop(index))
-        finally:
-            self._runs.close()
-
-    @property
-    def _max_tokens(self) -> int:
-        """Most tokens of a prompt with its turn."""
-        return (self._rules.max_prompt_tokens or max(map(len, self._prompt_ids.values()), default=0)) + (
-            self._params.max_tokens
-        )
-
-    def _advance(self) -> None:
-        """Passes on what programs have asked, and samples for a moment."""
-        self._submit()
-        is_any_finished = any(len(group) == self._params.n for group in self._finished.values())
-        self._calls.deliver(waits=not self._session.busy and not is_any_finished)
-        while isinstance(self._session, BatchSession) and not all(map(self._waits, self._playing)):
-            self._calls.deliver(waits=True)
-        self._submit()
-        if self._session.busy:
-            for sequence, _ in self._session.step():
-                if sequence.finish_reason and id(sequence) in self._requests:
-                    request = self._requests.pop(id(sequence))
-                    if all(other is not request for other in self._requests.values()):  # the last of its sequences
-                        self._answer_sampled(request)
-
-    def _waits(self, episode: ProgramEpisode) -> bool:
-        """Returns whether a program waits for an answer."""
-        return any(request.episode is episode for request in self._requests.values())
-
-    def _submit(self) -> None:
-        if self._to_submit:
-            sequences, self._to_submit = self._to_submit, []
-            self._session.submit(sequences)
-
-    # -- events ------------------------------------------------------------------------------------------------------
-
-    def _begin(
-        self, first: Completion, example: Mapping[str, Any], num_retries: int, place: Place | None = None
-    ) -> None:
-        program = self._rules.kind_of(example).environment
-        assert isinstance(program, ProgramClass), "checked when the rules were made"
-        episode = ProgramEpisode(first, example, program, self._templates, num_retries)
-        episode.place = place or next(self._places, Place(0))
-        self._playing.add(episode)
-        self._listen(episode)
-
-    def _listen(self, episode: ProgramEpisode) -> None:
-        question = Question(episode.index, episode.num_heard, "events")
-        report = self._calls.expect(question, partial(self._hear, episode))
-        episode.num_heard += 1
-        if report is None:
-            return
-        if episode.session is None:
-            seed = group_seed(self._params.seed, self._step, episode.first.prompt_index)
-            episode.session = self._runs.start(episode.program, episode.example, seed)
-        episode.session.listen(report)
-
-    def _hear(self, episode: ProgramEpisode, outcome: Outcome) -> None:
-        if episode not in self._playing:
-            return
-        if outcome.kind:
-            self._fail(episode, outcome)
-            return
-        episode.events += outcome.value
-        if not any(event["kind"] == "end" for event in outcome.value):
-            self._listen(episode)
-        self._handle_events(episode)
-
-    def _handle_events(self, episode: ProgramEpisode) -> None:
-        """Handles events up to the first that came after an answer which is not there yet."""
-        while episode in self._playing and episode.events:
-            event = episode.events[0]
-            if any(number not in episode.answered for number, _ in event["after"]):
-                return
-            if any(episode.answered[number] != digest for number, digest in event["after"]):
-                self._fail(episode, Outcome(message="the episode left its record", kind=LEFT))
-                return
-            del episode.events[0]
-            if event["kind"] == "ask":
-                self._ask(episode, event["number"], Asked(**event["asked"]))
-            elif event["kind"] == "gone":
-                episode.gone.add(event["number"])
-            elif event["kind"] == "back":
-                episode.gone.discard(event["number"])
-            else:
-                self._end(episode, event)
-
-    def _ask(self, episode: ProgramEpisode, number: int, asked: Asked) -> None:
-        """Begins to sample the turns of a request, or refuses it."""
-        settings = self._rules.settings
-        if episode.num_asked + asked.n > settings.max_turns:
-            message = f"the episode has its {settings.max_turns} turns (max_turns)"
-            self._refuse(episode, number, "max_turns", message)
-            return
-        try:
-            prompt = episode.transcript(asked.adapter).prompt(asked)
+            prompt = transcript.prompt(request)
             if not len(prompt):
                 raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
         except ValueError as error:
-            self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_prompt", str(error))))
-            return
-        room = self._room(episode, prompt)
+            return Answer(refusal=(400, "invalid_prompt", str(error)))
+        room = self._room(run, prompt)
         if room < 1:
+            run.limit = run.limit or "length"
             message = f"a prompt of {len(prompt)} tokens leaves no room for a turn; an episode may have " + (
-                f"{self._params.max_tokens} tokens after its first prompt (max_completion_length)"
+                f"{params.max_tokens} tokens after its first prompt (max_completion_length)"
             )
-            self._refuse(episode, number, "length", message)
-            return
-        most = min(room, asked.max_tokens or room, settings.max_turn_tokens or room)
-        stop = tuple(dict.fromkeys((*self._stop, *asked.stop)))
+            return Answer(refusal=(400, "context_length_exceeded", message))
         try:
-            params = replace(self._params, n=1, max_tokens=most, stop=stop)
-            if asked.regex is not None or asked.json_schema is not None:
-                if self._rules.constraint_fault is not None:
-                    raise ValueError(self._rules.constraint_fault)
-                params = replace(params, regex=asked.regex, json_schema=asked.json_schema)
-            sequences = [self._new_sequence(episode, prompt, params, asked.adapter) for _ in range(asked.n)]
+            sequences = [self._sequence(run, prompt, request, room) for _ in range(request.n)]
         except ValueError as error:  # e.g. a token that is not in the vocabulary
-            self._answer_invalid(episode, number, str(error))
-            return
-        episode.num_asked += asked.n
-        # one at a time has the episode's keys and values; what others compute is dropped
+            return Answer(refusal=(400, "invalid_request", str(error)))
+        run.num_asked += request.n
+        # one turn at a time has the episode's keys and values; what others compute is dropped
+        places = [Place(0) for _ in sequences]
+        if not run.sampling and run.episode.place is not None:
+            places[0] = run.episode.place
+        run.sampling += sequences
+        for task in [Task(self._scheduler.sample(*each)) for each in zip(sequences, places, strict=True)]:
+            await task
+        if run.is_over:
+            return Answer()
+        run.sampling = [each for each in run.sampling if each not in sequences]
+        if fault := next((sequence.fault for sequence in sequences if sequence.fault), ""):
+            return Answer(refusal=(400, "invalid_request", fault))
         for sequence in sequences:
-            sequence.place = Place(0)
-        if not self._waits(episode):
-            sequences[0].place = episode.place
-        request = _Request(episode, number, asked, sequences)
-        self._requests |= {id(sequence): request for sequence in sequences}
-        self._to_submit += sequences
+            text, messages = transcript.add(request, sequence.prompt, sequence.tokens)
+            logps = sequence.policy_logps, sequence.sampler_logps
+            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, text, None, messages, number, request.adapter)
+            run.turns.append(turn)
+            if sequence.finish_reason == "length" and len(sequence.tokens) != request.max_tokens:
+                run.cut = "turn_length" if len(sequence.tokens) == settings.max_turn_tokens else "length"
+        return Answer(sequences)
 
-    def _new_sequence(
-        self, episode: ProgramEpisode, prompt: np.ndarray, params: SamplingParams, adapter: str | None
-    ) -> Completion:
+    def _sequence(self, run: ProgramRun, prompt: np.ndarray, request: TurnRequest, room: int) -> Completion:
+        """Returns the sequence of a turn that may have `room` tokens."""
+        most = min(room, request.max_tokens or room, self._rules.settings.max_turn_tokens or room)
+        own = self._params.stop
+        stop = tuple(dict.fromkeys((*((own,) if isinstance(own, str) else own or ()), *request.stop)))
+        params = replace(self._params, n=1, max_tokens=most, stop=stop)
+        if request.regex is not None or request.json_schema is not None:
+            if self._rules.constraint_fault is not None:
+                raise ValueError(self._rules.constraint_fault)
+            params = replace(params, regex=request.regex, json_schema=request.json_schema)
         [sequence] = self._sampler.sequences([prompt], params, self._step, next(self._numbers))
-        sequence.sample_index, sequence.key = episode.first.sample_index, episode.key(prompt, adapter)
-        sequence.adapter = adapter
+        sequence.sample_index, sequence.key = run.episode.first.sample_index, run.key(prompt, request.adapter)
+        sequence.adapter = request.adapter
         return sequence
 
-    @property
-    def _stop(self) -> tuple[str, ...]:
-        stop = self._params.stop
-        return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-    def _room(self, episode: ProgramEpisode, prompt: np.ndarray) -> int:
+    def _room(self, run: ProgramRun, prompt: np.ndarray) -> int:
         """Returns the number of tokens that may follow a prompt in its stream."""
-        streams = [turn for turn in episode.turns if _begins_with(prompt, turn)]
-        start = min((len(turn.prompt_ids) for turn in streams), default=len(prompt))
-        return min(self._params.max_tokens - (len(prompt) - start), self._max_tokens - len(prompt))
 
-    def _refuse(self, episode: ProgramEpisode, number: int, limit: FinishReason, message: str) -> None:
-        """Refuses a request beyond a limit, as servers do with prompts that are too long."""
-        episode.limit = episode.limit or limit
-        code = "context_length_exceeded" if limit == "length" else limit
-        self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, code, message)))
+        def begins_with(turn: SampledTurn) -> bool:
+            return np.array_equal(turn.stream, prompt[: len(turn.stream)])
 
-    def _answer_invalid(self, episode: ProgramEpisode, number: int, message: str) -> None:
-        self._answer(episode, number, Answer(np.zeros(0, np.int32), refusal=(400, "invalid_request", message)))
-
-    def _answer_sampled(self, request: _Request) -> None:
-        episode, sequences = request.episode, request.sequences
-        if episode not in self._playing:
-            return
-        if fault := next((sequence.fault for sequence in sequences if sequence.fault), ""):
-            self._answer_invalid(episode, request.number, fault)
-            return
-        for sequence in sequences:
-            adapter, logps = request.asked.adapter, (sequence.policy_logps, sequence.sampler_logps)
-            text, messages = episode.transcript(adapter).add(request.asked, sequence.prompt, sequence.tokens)
-            about = text, None, messages, request.number, adapter
-            turn = SampledTurn(sequence.prompt, sequence.tokens, *logps, *about)
-            episode.turns.append(turn)
-            if sequence.finish_reason == "length" and len(sequence.tokens) != request.asked.max_tokens:
-                is_turn_limit = len(sequence.tokens) == self._rules.settings.max_turn_tokens
-                episode.cut = "turn_length" if is_turn_limit else "length"
-        answer = Answer(
-            sequences[0].prompt,
-            tuple(sequence.tokens for sequence in sequences),
-            tuple(sequence.policy_logps for sequence in sequences),
-            tuple(sequence.sampler_logps for sequence in sequences),
-            tuple(sequence.finish_reason == "stop" for sequence in sequences),
-        )
-        self._answer(episode, request.number, answer)
-
-    def _answer(self, episode: ProgramEpisode, number: int, answer: Answer) -> None:
-        episode.answered[number] = answer.digest
-        if episode.session is not None:
-            episode.session.answer(number, answer)
-        self._handle_events(episode)
+        starts = [len(turn.prompt_ids) for turn in run.turns if begins_with(turn)]
+        start, most = min(starts, default=len(prompt)), self._params.max_tokens
+        return min(most - (len(prompt) - start), self.longest_prompt + most - len(prompt))
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _end(self, episode: ProgramEpisode, event: Event) -> None:
-        refusal = event["refusal"]
-        reason = f"{event['message']}; its last refused request: {refusal}" if refusal else event["message"]
-        outcome = Outcome(event["value"], reason, event["error"])
-        if event["error"]:
-            episode.limit = episode.limit or episode.cut  # some programs fail at a turn that was cut off
-        if event["error"] and episode.limit is None and episode.program.error_reward is None:
-            self._fail(episode, outcome)
-            return
-        if not self._turns(episode):
-            advice = f"its last request was refused: {refusal}" if refusal else "give its client the base URL"
-            message = f"it ended without a turn of the model; {advice}"
-            self._fail(episode, Outcome(message=message, kind="ValueError"))
-            return
-        episode.reward = (episode.program.error_reward or 0.0) if event["error"] else event["value"]
-        episode.finish_reason = episode.limit or "done"
-        self._close(episode)
+    def end(self, run: ProgramRun) -> None:
+        """Ends what is still sampled for a run, which nobody waits for; what its program still asks is refused."""
+        run.is_over = True
+        self._playing.discard(run)
+        for sequence in run.sampling:
+            sequence.cancel()
+        if run.session is not None:
+            run.session.close()
+            for server in self._servers.values():
+                server.remove(run.session)
 
-    def _turns(self, episode: ProgramEpisode) -> list[SampledTurn]:
-        """Returns the turns of an episode that the program has received, in an order that parallel requests keep."""
-        read = [turn for turn in episode.turns if turn.number not in episode.gone]
-        return sorted(read, key=lambda turn: (len(turn.prompt_ids), turn.stream.tobytes()))
+    def close(self) -> None:
+        """Ends all runs, and the servers that nobody else uses."""
+        for run in [*self._playing]:
+            self.end(run)
+        for server in self._servers.values():
+            give_back_server(server)
 
-    def _fail(self, episode: ProgramEpisode, outcome: Outcome) -> None:
-        """Runs a program again that failed, or whose episode has left its record; or drops the episode in the end."""
-        has_left = outcome.kind == LEFT
-        self._playing.discard(episode)
-        self._cancel(episode)
-        if not has_left and episode.num_retries == 0:
-            episode.finish_reason = "timeout" if outcome.kind == TIMED_OUT else "env_error"
-            episode.outcome, episode.reward = outcome, None
-            warn_of_failure(self._rules.warned, episode.program.name, "failed; its episode is left out", outcome)
-            self._close(episode)
-            return
-        if not has_left:
-            warn_of_failure(self._rules.warned, episode.program.name, "failed; its episode begins again", outcome)
-        self._calls.begin_again(episode.index)
-        place = Place(episode.place.max_tokens)  # the same memory, empty
-        self._begin(episode.first, episode.example, episode.num_retries - (not has_left), place)
-
-    def _close(self, episode: ProgramEpisode) -> None:
-        self._playing.discard(episode)
-        self._cancel(episode)
-        self._calls.end(episode.index)
-        self._finished.setdefault(episode.first.prompt_index, []).append(episode)
-
-    def _cancel(self, episode: ProgramEpisode) -> None:
-        """Ends what is still sampled for an episode, which nobody waits for."""
-        if episode.session is not None:
-            self._runs.end(episode.session)
-        for request in {id(each): each for each in self._requests.values() if each.episode is episode}.values():
-            for sequence in request.sequences:
-                sequence.cancel()
-                self._requests.pop(id(sequence), None)
-
-    def _rollouts(self, group: list[ProgramEpisode]) -> list[Rollout]:
-        group = sorted(group, key=lambda episode: episode.first.sample_index)
-        failures = [episode.outcome for episode in group if episode.outcome is not None]
-        if len(failures) == len(group) and not any(episode.turns for episode in group):
+    def rollouts(self, episodes: Sequence[Episode], policy_version: int) -> list[Rollout]:
+        """Returns the rollouts of a group without their texts."""
+        failures = [episode.failure for episode in episodes if episode.failure is not None]
+        if len(failures) == len(episodes) and not any(episode.run.turns for episode in episodes):
             attempts = 1 + self._rules.settings.environment_retries
             raise RunError(
-                f"the program {group[0].program.name!r} failed before its first turn for all {len(group)} episodes of "
-                f"a prompt, {attempts} times each; the last error is {failures[-1].kind}: {failures[-1].message}"
+                f"the program {episodes[0].setup.name!r} failed before its first turn for all {len(episodes)} episodes "
+                f"of a prompt, {attempts} times each; the last error is {failures[-1].kind}: {failures[-1].message}"
             )
-        default = self._prompt_ids[group[0].first.prompt_index]
-        rollouts = [self._rollout(episode, default) for episode in group]
-        texts = decode(self._tokenizer, [each.completion_ids.tolist() for each in rollouts])
-        return [replace(each, text=text) for each, text in zip(rollouts, texts, strict=True)]
+        return [episode.run.rollout(policy_version) for episode in episodes]
 
-    def _rollout(self, episode: ProgramEpisode, default_prompt: np.ndarray) -> Rollout:
-        assert episode.finish_reason is not None, "it has ended"
-        return rollout_of(
-            self._turns(episode),
-            episode.index,
-            episode.example,
-            default_prompt,
-            episode.finish_reason,
-            episode.reward,
-            self._policy_version,
-            episode.program.has_branches,
-        )
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _listen(self, run: ProgramRun, report: Callable[[Outcome], None]) -> None:
+        """Reports the next events of a run, whose program is started if need be."""
+        if run.session is None:
+            program, index = run.program, run.episode.index[0]
+            if program.listening not in self._servers:
+                self._servers[program.listening] = take_server(program.listening)
+            run.session, seed = Session(), group_seed(self._params.seed, self._step, index)
+            endpoint = self._servers[program.listening].add(run.session, self._rules.templates)
+            slots = self._slots.setdefault(program, threading.Semaphore(program.max_concurrent or 1 << 30))
+            given = program, endpoint, copy.deepcopy(dict(run.episode.example)), seed, run.session, slots
+            threading.Thread(target=_run, args=given, name="program", daemon=True).start()
+        run.session.listen(report)
 
 
-def _begins_with(prompt: np.ndarray, turn: SampledTurn) -> bool:
-    stream = turn.stream
-    return len(stream) <= len(prompt) and np.array_equal(stream, prompt[: len(stream)])
+def _run(
+    program: ProgramClass,
+    endpoint: Endpoint,
+    example: Mapping[str, Any],
+    seed: int,
+    session: Session,
+    slots: threading.Semaphore,
+) -> None:
+    """Runs a program to its end, as soon as no more than allowed are running, and notes its score in the session."""
+    with slots:
+        if session.has_ended:
+            return
+        seconds = program.timeout_s
+        timer = threading.Timer(seconds, session.end, (None, TIMED_OUT, f"the program took longer than {seconds:g} s"))
+        timer.daemon = True
+        timer.start()
+        try:
+            value = program.run(endpoint, example, seed)
+            score = None if value is None else checked_reward(value)
+        except BaseException as error:  # noqa: BLE001 - the program is the user's
+            session.end(kind=type(error).__name__, message=message_of(error))
+        else:
+            session.end(score)
+        finally:
+            timer.cancel()

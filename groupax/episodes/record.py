@@ -24,7 +24,7 @@ from typing import Any
 
 from groupax.terminal.printable import error_line
 from groupax.tools.results import ToolResult, error_result
-from groupax.tools.threads import Outcome
+from groupax.tools.runner import Outcome
 
 FOLDER = "calls"  # of a run folder
 NOT_WRITTEN = ("create", "close")  # whose answers nobody needs again
@@ -59,8 +59,8 @@ class Question:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple[Any, ...]:
-        """Place of the call in the rollout."""
+    def key(self) -> tuple[Any, ...]:
+        """Position of the call in the rollout."""
         return (*self.episode, self.turn, self.what, self.index)
 
     @property
@@ -111,7 +111,7 @@ class Record:
     def answer(self, question: Question) -> Answer | None:
         """Returns the recorded answer; None if the call must be made."""
         with self._lock:
-            is_ended, entry = question.episode in self._ended, self._entries.get(question.place)
+            is_ended, entry = question.episode in self._ended, self._entries.get(question.key)
             if question.has_state and not is_ended:
                 return None
             if question.what in NOT_WRITTEN:
@@ -128,7 +128,7 @@ class Record:
         if question.what in NOT_WRITTEN:
             return
         with self._lock:
-            self._entries[question.place] = _Entry(question.content, answer, question.has_state)
+            self._entries[question.key] = _Entry(question.content, answer, question.has_state)
             self._write(question.episode, {**vars(question), "answer": vars(answer)})
 
     def end(self, episode: tuple[int, int]) -> None:
@@ -154,10 +154,9 @@ class Record:
     def _drop_state(self, episode: tuple[int, int]) -> None:
         self._ended.discard(episode)
         self._incomplete.discard(episode)
-        for place in [place for place, entry in self._entries.items() if place[:2] == episode]:
-            entry = self._entries[place]
-            if entry.has_state or entry.answer.is_infrastructure:
-                del self._entries[place]
+        for key, entry in list(self._entries.items()):
+            if key[:2] == episode and (entry.has_state or entry.answer.is_infrastructure):
+                del self._entries[key]
 
     def _read(self, line: Mapping[str, Any]) -> None:
         episode = (line["episode"][0], line["episode"][1])
@@ -169,7 +168,7 @@ class Record:
             names = Question.__dataclass_fields__.keys() - {"episode"}
             question = Question(episode=episode, **{name: line[name] for name in names})
             answer = (ToolResult if question.what == "call" else Outcome)(**line["answer"])
-            self._entries[question.place] = _Entry(question.content, answer, question.has_state)
+            self._entries[question.key] = _Entry(question.content, answer, question.has_state)
 
     def _write(self, episode: tuple[int, int], line: Mapping[str, Any]) -> None:
         if self._path is None:
@@ -197,14 +196,7 @@ class Record:
 
 
 def remove_records(folder: Path, before: int, max_bytes: int = 0, kept: Collection[int] = ()) -> None:
-    """Deletes the records of rollouts that a checkpoint has made useless, except the newest ones, for replays.
-
-    Args:
-        folder: Folder of the files.
-        before: Number of the first rollout that a resumed run samples again.
-        max_bytes: Number of bytes of useless records that are kept.
-        kept: Numbers of rollouts whose records stay, for replays.
-    """
+    """Deletes the records of rollouts that a checkpoint has made useless, except the newest ones, for replays."""
     useless: list[tuple[int, Path]] = []
     for path in folder.glob("rollout_*.jsonl"):
         number = path.name.removeprefix("rollout_").partition(".")[0]

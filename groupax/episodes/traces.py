@@ -33,19 +33,18 @@ def trace_of(rollout: Rollout) -> Trace:
         "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version,
     }
-    entries: list[Trace] = [
-        {**turn, "node_id": f"turn{number:05d}", "metadata": {}} for number, turn in enumerate(turns)
+    entries = [
+        {**turn, "node_id": f"turn{number:05d}", "metadata": {} if number else about}
+        for number, turn in enumerate(turns)
     ]
-    if entries:
-        entries[0]["metadata"] = about
     return {"schema_version": 1, "turns": entries}
 
 
 def _turns(stream: Any) -> Iterator[Trace]:
     """Yields the runs of tokens of a stream that count, each as a turn."""
-    whole = np.concatenate([stream.prompt_ids, stream.completion_ids])
-    start = len(stream.prompt_ids)
-    for first, end in _ranges(stream):
+    whole, start = np.concatenate([stream.prompt_ids, stream.completion_ids]), len(stream.prompt_ids)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], stream.mask, [False]]).astype(np.int8)))
+    for first, end in edges.reshape(-1, 2).tolist():
         yield {
             "prompt_token_ids": whole[: start + first].tolist(),
             "completion_token_ids": whole[start + first : start + end].tolist(),
@@ -54,17 +53,8 @@ def _turns(stream: Any) -> Iterator[Trace]:
         }
 
 
-def _ranges(stream: Any) -> Iterator[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], stream.mask, [False]]).astype(np.int8)))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
 def turns_of(trace: Mapping[str, Any]) -> list[SampledTurn]:
-    """Returns the turns of a trace.
-
-    Raises:
-        ValueError: It is no trace, or a turn has other numbers of tokens, log-probs and masks.
-    """
+    """Returns the turns of a trace."""
     if trace.get("schema_version") != 1 or not isinstance(trace.get("turns"), list):
         raise ValueError("a trace must have schema_version 1 and a list of turns, as OpenEnv's TrainingTrace")
     return [_turn(given, number) for number, given in enumerate(trace["turns"])]
@@ -90,15 +80,11 @@ def _turn(given: Mapping[str, Any], number: int) -> SampledTurn:
 
 
 def trajectory_of(trace: Mapping[str, Any]) -> Trajectory:
-    """Returns a trace as a trajectory, whose column `trace_reward` is its recorded reward.
-
-    Raises:
-        ValueError: It is no trace, or has no turns.
-    """
+    """Returns a trace as a trajectory, whose column `trace_reward` is its recorded reward."""
     turns = turns_of(trace)
     if not turns:
         raise ValueError("a trace has no turns, so that there is nothing to train on")
-    first, *others = (stream.branch for stream in streams_of(turns))
+    first, *others = streams_of(turns)
     reward = (trace["turns"][0].get("metadata") or {}).get("reward")
     columns = {"trace_reward": None if reward is None else float(reward)}
     return Trajectory(

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,31 +17,19 @@ import numpy as np
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.chat import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
-from groupax.episodes.asked import Asked
+from groupax.episodes.program import TurnRequest
 from groupax.serve.exchange import TokenTexts
-from groupax.serve.turns import Turn, TurnFormats, TurnReader
-from groupax.tools.formats.choose import call_opening
+from groupax.serve.turns import TurnFormats, TurnReader
+from groupax.tools.calls import assistant_message
+from groupax.tools.formats import call_opening
 
 KINDS = 64  # of tools and template arguments that are kept ready
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A conversation up to and including a sampled turn."""
-
-    stream: np.ndarray
-    answer: Mapping[str, Any]  # the assistant's message
-
-
 class Templates:
     """The bridges and formats of turns of a tokenizer, which the episodes of a run share. Threads may share it.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        template_kwargs: Arguments of the run for the chat template.
-        eos_ids: Tokens that end a turn.
 
     Attributes:
         adapters: Names of the adapters that requests may name as their model; empty where one policy answers all.
@@ -55,35 +42,31 @@ class Templates:
         self._formats = TurnFormats(tokenizer)
         self._bridge = lru_cache(maxsize=KINDS)(self._new_bridge)
 
-    def arguments(self, asked: Asked) -> dict[str, Any]:
+    def arguments(self, request: TurnRequest) -> dict[str, Any]:
         """Returns the arguments for the chat template of a request."""
-        return {**self.template_kwargs, **(asked.template_kwargs or {})}
+        return {**self.template_kwargs, **(request.template_kwargs or {})}
 
-    def bridge(self, asked: Asked) -> Bridge | None:
+    def bridge(self, request: TurnRequest) -> Bridge | None:
         """Returns what writes the tokens between two turns; None if the template cannot be continued token by token."""
-        return self._bridge(_json([list(asked.tools), self.arguments(asked)]))
+        return self._bridge(_json([list(request.tools), self.arguments(request)]))
 
-    def opening(self, asked: Asked) -> str:
+    def opening(self, request: TurnRequest) -> str:
         """Returns the beginning of the call that a request wants, which the prompt ends with; empty for none.
 
         A template that opens reasoning before the turn leaves the choice to the model.
         """
-        if asked.tool_choice == "auto" or not asked.tools:
+        if request.tool_choice == "auto" or not request.tools:
             return ""
-        name = None if asked.tool_choice == "required" else asked.tool_choice["name"]
-        prompt, begun, opening = call_opening(self.tokenizer, self.arguments(asked), name)
+        name = None if request.tool_choice == "required" else request.tool_choice["name"]
+        prompt, begun, opening = call_opening(self.tokenizer, self.arguments(request), name)
         return opening if prompt == begun else ""
 
-    def reader(self, asked: Asked) -> TurnReader:
-        """Returns what reads the turns that answer a request, as its client receives them.
-
-        Raises:
-            ValueError: There are tools, and the template writes no calls that can be read.
-        """
-        form = self._formats.of(self.arguments(asked), bool(asked.tools))
-        if asked.tools and form.calls is None:
+    def reader(self, request: TurnRequest) -> TurnReader:
+        """Returns what reads the turns that answer a request, as its client receives them."""
+        form = self._formats.of(self.arguments(request), bool(request.tools))
+        if request.tools and form.calls is None:
             raise ValueError(f"the model has no tools: {form.fault}")
-        return TurnReader(form, asked.tools, asked.parallel, None, self.opening(asked), tuple(asked.stop))
+        return TurnReader(form, request.tools, request.parallel, None, self.opening(request), tuple(request.stop))
 
     def _new_bridge(self, key: str) -> Bridge | None:
         tools, kwargs = json.loads(key)
@@ -94,51 +77,45 @@ class Templates:
 
 
 class Transcript:
-    """The conversations of one episode.
-
-    Args:
-        templates: Templates of the run.
-    """
+    """The conversations of one episode."""
 
     def __init__(self, templates: Templates) -> None:
         self._templates = templates
-        self._known: dict[bytes, _Known] = {}
+        # by the digest of a conversation: the stream of tokens up to its last turn, and the message of that turn
+        self._answered: dict[bytes, tuple[np.ndarray, Mapping[str, Any]]] = {}
         self._texts: list[tuple[str, np.ndarray]] = []  # prompts that are texts with their completions, and streams
 
-    def prompt(self, asked: Asked) -> np.ndarray:
-        """Returns the token ids of a request's prompt.
-
-        Raises:
-            ValueError: It cannot be encoded.
-        """
-        if isinstance(asked.prompt, str):
-            return self._text_prompt(asked.prompt)
-        if not asked.is_chat:
-            return np.asarray(asked.prompt, np.int32)
-        messages, tokenizer = with_own_ids(asked.prompt), self._templates.tokenizer
-        ids = self._continued(asked, messages)
+    def prompt(self, request: TurnRequest) -> np.ndarray:
+        """Returns the token ids of a request's prompt."""
+        if isinstance(request.prompt, str):
+            return self._text_prompt(request.prompt)
+        if not request.is_chat:
+            return np.asarray(request.prompt, np.int32)
+        messages, tokenizer = with_own_ids(request.prompt), self._templates.tokenizer
+        ids = self._continued(request, messages)
         if ids is None:
-            kwargs, tools = self._templates.arguments(asked), [list(asked.tools)] if asked.tools else None
+            kwargs, tools = self._templates.arguments(request), [list(request.tools)] if request.tools else None
             [ids] = encode_prompts(tokenizer, [messages], [kwargs], name="messages", tools=tools, may_be_empty=True)
-        opening = self._templates.opening(asked)
+        opening = self._templates.opening(request)
         return np.concatenate([ids, encode_texts(tokenizer, [opening], [True])[0]]) if opening else ids
 
-    def _continued(self, asked: Asked, messages: Messages) -> np.ndarray | None:
+    def _continued(self, request: TurnRequest, messages: Messages) -> np.ndarray | None:
         """Returns the stream of the turn that a chat continues, and the bridge; None if it begins a new stream."""
-        bridge = self._templates.bridge(asked)
+        bridge = self._templates.bridge(request)
         if bridge is None:
             return None
-        for size, digest in reversed([*enumerate(_digests(asked, messages), 1)]):
-            known, new = self._known.get(digest), messages[size:]
-            if known is not None and new and all(message["role"] != "assistant" for message in new):
-                return np.concatenate([known.stream, bridge.ids(known.stream, known.answer, new)])
+        for size, digest in reversed([*enumerate(_digests(request, messages), 1)]):
+            found, new = self._answered.get(digest), messages[size:]
+            if found is not None and new and all(message["role"] != "assistant" for message in new):
+                stream, answer = found
+                return np.concatenate([stream, bridge.ids(stream, answer, new)])
         return None
 
-    def add(self, asked: Asked, prompt_ids: np.ndarray, tokens: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
+    def add(self, request: TurnRequest, prompt_ids: np.ndarray, tokens: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
         """Adds a turn that was sampled.
 
         Args:
-            asked: Its request.
+            request: Its request.
             prompt_ids: Token ids of its prompt.
             tokens: Its tokens.
 
@@ -147,29 +124,29 @@ class Transcript:
         """
         stream = np.concatenate([prompt_ids, np.asarray(tokens, np.int32)])
         tokenizer, context = self._templates.tokenizer, context_tokens(self._templates.tokenizer, prompt_ids)
-        if not asked.is_chat:
+        if not request.is_chat:
             said = decode_after(tokenizer, context, tokens)
-            if isinstance(asked.prompt, str):
-                self._texts.append((asked.prompt + said, stream))
+            if isinstance(request.prompt, str):
+                self._texts.append((request.prompt + said, stream))
             return said, ()
-        messages, reader = with_own_ids(asked.prompt), self._templates.reader(asked)
+        messages, reader = with_own_ids(request.prompt), self._templates.reader(request)
         text, _ = reader.text(context, tokens)
         turn = reader.read(text, "stop", prompt_ids.tolist())
-        answer = _answer(turn, sum(len(message.get("tool_calls", ())) for message in messages))
-        *_, digest = _digests(asked, [*messages, answer])
-        self._known[digest] = _Known(stream, answer)
+        calls = [(call.name, json.loads(call.arguments)) for call in turn.calls]
+        num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
+        answer = assistant_message(turn.content, turn.reasoning, calls, num_calls)
+        *_, digest = _digests(request, [*messages, answer])
+        self._answered[digest] = stream, answer
         return turn.content, (*messages, answer)
 
     def _text_prompt(self, text: str) -> np.ndarray:
         tokenizer = self._templates.tokenizer
         known = [(said, stream) for said, stream in self._texts if text.startswith(said)]
-        if known:
-            said, stream = max(known, key=lambda each: len(each[0]))
-            if text == said:
-                return stream
-            rest = [{"role": "user", "content": text[len(said) :]}]
-            return np.concatenate([stream, TextBridge(tokenizer).ids(stream, {}, rest)])
-        return encode_prompts(tokenizer, [text])[0]
+        if not known:
+            return encode_prompts(tokenizer, [text])[0]
+        said, stream = max(known, key=lambda each: len(each[0]))
+        rest = [{"role": "user", "content": text[len(said) :]}]
+        return stream if text == said else np.concatenate([stream, TextBridge(tokenizer).ids(stream, {}, rest)])
 
 
 def with_own_ids(messages: Messages) -> list[dict[str, Any]]:
@@ -196,31 +173,9 @@ def with_own_ids(messages: Messages) -> list[dict[str, Any]]:
     return numbered
 
 
-def _answer(turn: Turn, num_calls: int) -> dict[str, Any]:
-    """Returns the assistant's message of a turn.
-
-    Args:
-        turn: The turn.
-        num_calls: Number of calls of earlier turns.
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    if turn.calls:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": f"call{number:05d}",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-            }
-            for number, call in enumerate(turn.calls, num_calls)
-        ]
-    return message
-
-
-def _digests(asked: Asked, messages: Messages) -> Iterator[bytes]:
+def _digests(request: TurnRequest, messages: Messages) -> Iterator[bytes]:
     """Yields a digest of the first message, of the first two, and so on."""
-    digest = hashlib.blake2b(_json([list(asked.tools), asked.template_kwargs or {}]).encode(), digest_size=16)
+    digest = hashlib.blake2b(_json([list(request.tools), request.template_kwargs or {}]).encode(), digest_size=16)
     for message in messages:
         digest.update(_json(_compared(message)).encode() + b"\n")
         yield digest.digest()

@@ -163,7 +163,7 @@ def _manifest(
 
 
 def _tools_of(trainer: ReplayTrainer) -> list[Mapping[str, Any]]:
-    tools = [tool for kind in trainer.rules.kinds.values() for tool in kind.tools.values()]
+    tools = [tool for setup in trainer.rules.setups.values() for tool in setup.tools.values()]
     return [
         {
             "schema": tool.schema,

@@ -18,7 +18,7 @@ from groupax.engine.engine import Engine
 from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
-from groupax.episodes.rewards import environment_rewards
+from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import SINGLE_TURNS, Rules, make_rules
 from groupax.evaluation.items import named_sets
 from groupax.models.lora import LoRAConfig, as_lora_config

@@ -31,7 +31,7 @@ from groupax.serve.requests import (
 from groupax.serve.turns import TurnFormats, TurnReader
 from groupax.serve.web import ApiError, bad_request
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.formats.choose import CallFrame, call_frame, call_opening
+from groupax.tools.formats import CallFrame, call_frame, call_opening
 from groupax.types import PromptImages
 
 DEVELOPER = "developer"  # newer name of the system's role, which few templates know

@@ -12,11 +12,8 @@ from groupax.data.tokenizer import decode
 from groupax.data.tool_arguments import convert_arguments
 from groupax.engine.sequence import exempt_length, text_before_stop
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.formats import gpt_oss
-from groupax.tools.formats.choose import FORMATS, RESPONSE_TEMPLATE, CallFormat, call_format
-from groupax.tools.formats.mistral import THINK as MISTRAL_THINK
-from groupax.tools.formats.reading import THINK
-from groupax.tools.formats.reasoning import reasoning_format
+from groupax.tools.formats import FORMATS, RESPONSE_TEMPLATE, CallFormat, call_format, reasoning_format
+from groupax.tools.readers import MESSAGE, MISTRAL_THINK, THINK
 
 KEPT_FORMATS = 64  # per model, one for each value of the template's arguments
 ENDED_LATE = ("llama", RESPONSE_TEMPLATE)
@@ -62,7 +59,7 @@ class TurnFormat:
             return ""
         if self.calls.name == "gpt_oss":
             header = next(reversed([*HEADER.finditer(text)]), None)
-            if header is not None and gpt_oss.MESSAGE not in text[header.start() :]:
+            if header is not None and MESSAGE not in text[header.start() :]:
                 text = text[: header.start()]
         return text[: len(text) - max((_overlap(text, mark) for mark in self.marks), default=0)]
 

@@ -1,8 +1,10 @@
-"""Records of what a model writes in a turn. Imports no jax."""
+"""Turns of a model: records of their parts, and messages in OpenAI's format. Imports no jax."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from groupax.types import CallRecord
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,31 @@ class ParsedTurn:
     content: str
     reasoning: str
     calls: tuple[ToolCall, ...]
+
+
+def answered_calls(message: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
+    """Returns the calls of an assistant's message that messages of tools answer."""
+    results = {answer.get("tool_call_id"): answer for answer in answers if answer["role"] == "tool"}
+    return tuple(
+        CallRecord(
+            call["function"]["name"], call["function"]["arguments"], str(results[call["id"]].get("content") or ""), 0.0
+        )
+        for call in message.get("tool_calls", ())
+        if call["id"] in results
+    )
+
+
+def assistant_message(
+    content: str, reasoning: str, calls: Sequence[tuple[str, Mapping[str, Any]]], num_calls: int
+) -> dict[str, Any]:
+    """Returns the assistant's message of a turn, whose calls are numbered from `num_calls`."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        # nine letters and digits, which is all that some templates take for an id
+        message["tool_calls"] = [
+            {"type": "function", "id": f"call{number:05d}", "function": {"name": name, "arguments": dict(arguments)}}
+            for number, (name, arguments) in enumerate(calls, num_calls)
+        ]
+    return message

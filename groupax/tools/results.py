@@ -40,24 +40,13 @@ def as_step(returned: Any, max_bytes: int) -> Step:
     """Returns what a tool or an environment has returned as a checked step, whose observation is a text.
 
     A text stays as it is, None is empty, dicts and lists become JSON, anything else what `str` makes of it.
-
-    Args:
-        returned: An observation, or a `Step`.
-        max_bytes: Longest text in UTF-8, to which it is cut in the middle.
-
-    Raises:
-        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
     """
     step = checked_step(returned)
     return Step(cut_middle(_as_text(step.observation), max_bytes), step.reward, step.done)
 
 
 def checked_step(returned: Any) -> Step:
-    """Returns what a tool or an environment has returned as a step with a checked reward and `done`.
-
-    Raises:
-        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
-    """
+    """Returns what a tool or an environment has returned as a step with a checked reward and `done`."""
     step = returned if isinstance(returned, Step) else Step(returned)
     if not isinstance(step.done, bool | np.bool_):
         raise InfrastructureError(f"done of a Step must be True or False, got {short_repr(step.done)}")
@@ -66,11 +55,7 @@ def checked_step(returned: Any) -> Step:
 
 
 def checked_reward(reward: Any) -> float:
-    """Returns a reward of a tool or an environment as a number.
-
-    Raises:
-        InfrastructureError: It is not a finite number of at most `MAX_REWARD`.
-    """
+    """Returns a reward of a tool or an environment as a number."""
     try:
         number = math.nan if isinstance(reward, str | bytes | bytearray) else float(reward)
     except Exception:  # noqa: BLE001 - of a value of the user's
@@ -83,14 +68,7 @@ def checked_reward(reward: Any) -> float:
 
 
 def error_result(message: str, seconds: float, max_bytes: int, kind: str = "") -> ToolResult:
-    """Returns the result of a call that failed.
-
-    Args:
-        message: Message for the model.
-        seconds: Duration of the call.
-        max_bytes: Longest text in UTF-8.
-        kind: Class of the exception, for the log.
-    """
+    """Returns the result of a call that failed."""
     message = _encodable(message)
     text = cut_middle(str({"error": message}), max_bytes)
     error = f"{kind}: {message}" if kind and kind != message else message
@@ -106,12 +84,7 @@ def message_of(error: BaseException) -> str:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Returns the text, or its start and end around a note of how many characters are left out.
-
-    Args:
-        text: Text to shorten.
-        max_bytes: Longest text in UTF-8, at least `MIN_RESULT_BYTES`.
-    """
+    """Returns the text, or its start and end around a note of how many characters are left out."""
     if 4 * len(text) <= max_bytes or len(text.encode()) <= max_bytes:
         return text
     room = (max_bytes - len(_note(len(text)))) // 2

@@ -9,20 +9,22 @@ The control loop never runs a tool, so that a tool that hangs delays nothing but
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from groupax.data.tool_arguments import check_arguments
+from groupax.errors import InfrastructureError, RunError
 from groupax.terminal.printable import one_line
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import MIN_RESULT_BYTES, ToolResult, as_step, error_result, message_of
-from groupax.tools.threads import AsyncThread, Outcome, start_loop, start_thread
 from groupax.tools.tool import Step, Tool
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,30 @@ CLOSE_S = 5.0  # in which the callbacks of calls that are ended must return
 CLOSED = "the run has ended"
 ENDED = "not called, since an earlier call of the turn has ended the episode"
 TIMED_OUT = "TimeoutError"  # kind of the outcome of a call that took too long
+GRACE_S = 1.0  # in which the event loop of tools must answer
 Calls = Sequence[tuple[Tool | None, ToolCall]]
+Function = Callable[..., Any]
+Finish = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a call: a value, or an error.
+
+    Attributes:
+        value: The finished value; None if there is an error.
+        message: Message of the error.
+        kind: Class of the exception.
+        is_infrastructure: Whether it is an `InfrastructureError`, or a `RunError`, which ends the run.
+    """
+
+    value: Any = None
+    message: str = ""
+    kind: str = ""
+    is_infrastructure: bool = False
+
+
+Work = Callable[[], Coroutine[Any, Any, Outcome]]
 
 
 class ToolRunner:
@@ -42,26 +67,15 @@ class ToolRunner:
             since Python cannot end it; another one takes its place.
         max_result_bytes: Longest result in UTF-8, to which it is cut in the middle.
         hung: Names of functions that were warned of since they hang; updated.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(
         self, num_workers: int, timeout_s: int | float, max_result_bytes: int, hung: set[str] | None = None
     ) -> None:
-        for name, value, low in (
-            ("num_workers", num_workers, 1),
-            ("max_result_bytes", max_result_bytes, MIN_RESULT_BYTES),
-        ):
-            if value < low:
-                raise ValueError(f"{name} must be at least {low}, got {value}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self.timeout_s, self.max_result_bytes = timeout_s, max_result_bytes
+        self.timeout_s, self.max_result_bytes = timeout_s, max(max_result_bytes, MIN_RESULT_BYTES)
         self._slots = asyncio.Semaphore(num_workers)
         self._control = start_loop("tools")
-        self._async_thread = AsyncThread()
+        self._async_loop: asyncio.AbstractEventLoop | None = None  # of coroutine functions
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -99,31 +113,24 @@ class ToolRunner:
     def call(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Function,
         arguments: dict[str, Any],
         on_done: Callable[[Outcome], None],
-        finish: Callable[[Any], Any] | None = None,
+        finish: Finish,
     ) -> None:
         """Starts a call of any function, whose value or error is not changed into a text.
-
-        Args:
-            name: Name of the function in a warning.
-            function: A function, or a coroutine function.
-            arguments: Its arguments by name.
-            on_done: Called once, in a thread of the runner, with the value or the error.
-            finish: Converts what the function returns; an error of it is one of the call.
 
         Raises:
             RuntimeError: The runner is closed.
         """
-        convert = finish or _unchanged
 
         async def run() -> None:
             outcome = Outcome(message=CLOSED, kind="RuntimeError")
             with contextlib.suppress(asyncio.CancelledError):
                 async with self._slots:
                     is_async = inspect.iscoroutinefunction(function)
-                    outcome = await self._within(self.timeout_s, name, function, arguments, convert, is_async)
+                    work = partial(_finished, function, arguments, finish, is_async)
+                    outcome = await self._within(self.timeout_s, name, is_async, work)
             on_done(outcome)
 
         self._start(run())
@@ -135,34 +142,33 @@ class ToolRunner:
                 return
             self._is_closed = True
         finished = threading.Event()
-        self._control.call_soon_threadsafe(lambda: self._control.create_task(self._end(finished)))
-        finished.wait(0 if self._is_in_control() else CLOSE_S)
 
-    def _is_in_control(self) -> bool:
-        try:
-            return asyncio.get_running_loop() is self._control
-        except RuntimeError:
-            return False
+        async def end() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._async_loop is not None:  # its coroutines are cancelled
+                self._async_loop.call_soon_threadsafe(self._async_loop.stop)
+            finished.set()
+            self._control.stop()
+
+        self._control.call_soon_threadsafe(lambda: self._control.create_task(end()))
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._control:  # in a callback, which must not wait for itself
+                return
+        finished.wait(CLOSE_S)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        def begin() -> None:
+            task = self._control.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
         with self._lock:
             if self._is_closed:
                 work.close()
                 raise RuntimeError("the tool runner is closed; start calls inside of its context")
-            self._control.call_soon_threadsafe(self._begin, work)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._control.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _end(self, finished: threading.Event) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._async_thread.close()
-        finished.set()
-        self._control.stop()
+            self._control.call_soon_threadsafe(begin)
 
     async def _run(
         self,
@@ -200,9 +206,12 @@ class ToolRunner:
             arguments = check_arguments(tool.schema, call.arguments, call.is_text)
         except Exception as error:  # noqa: BLE001 - of a schema that is not groupax's too
             return error_result(message_of(error), 0.0, self.max_result_bytes)
+        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
+        finish = partial(as_step, max_bytes=self.max_result_bytes)
+        work = partial(_finished, tool.function, arguments, finish, tool.is_async)
         async with self._slots:
             start = time.perf_counter()
-            outcome = await self._outcome(tool, arguments)
+            outcome = await self._within(timeout_s, tool.name, tool.is_async, work)
             seconds = time.perf_counter() - start
         if isinstance(outcome.value, Step):
             step = outcome.value
@@ -211,47 +220,90 @@ class ToolRunner:
         result = error_result(outcome.message, seconds, self.max_result_bytes, kind)
         return replace(result, is_infrastructure=outcome.is_infrastructure)
 
-    async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
-        """Returns what becomes of a call within its time limit."""
-        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-
-        def finish(returned: Any) -> Step:
-            return as_step(returned, self.max_result_bytes)
-
-        return await self._within(timeout_s, tool.name, tool.function, arguments, finish, tool.is_async)
-
-    async def _within(
-        self,
-        timeout_s: int | float,
-        name: str,
-        function: Callable[..., Any],
-        arguments: dict[str, Any],
-        finish: Callable[[Any], Any],
-        is_async: bool,
-    ) -> Outcome:
-        start = self._async_thread.submit if is_async else start_thread
+    async def _within(self, timeout_s: int | float, name: str, is_async: bool, work: Work) -> Outcome:
+        """Returns the outcome of a call, in a thread of its own or on the loop of coroutine functions."""
+        if is_async and self._async_loop is None:
+            self._async_loop = start_loop("async tools")
+        loop = self._async_loop if is_async else None
         try:
-            begun = start(function, arguments, finish)
+            begun = _in_thread(work) if loop is None else asyncio.run_coroutine_threadsafe(work(), loop)
         except RuntimeError as error:  # the system gives no more threads, after many calls that hang
             return Outcome(message=str(error), kind="RuntimeError", is_infrastructure=True)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begun), timeout_s)
         except TimeoutError:
-            if not is_async or not await self._async_thread.is_alive():
+            if loop is None or not await self._answers(loop):
                 self._warn_of_hanging(name, timeout_s)
             return Outcome(message=f"timed out after {timeout_s:g} s", kind=TIMED_OUT)
 
+    async def _answers(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns whether a loop answers in time. If not, it is abandoned, and another one takes its place."""
+        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(answer), GRACE_S)
+        except TimeoutError:
+            self._async_loop = None if self._async_loop is loop else self._async_loop
+            return False
+        return True
+
     def _warn_of_hanging(self, name: str, timeout_s: int | float) -> None:
-        if name in self._hung:
-            return
-        self._hung.add(name)
-        logger.warning(
-            "the tool %s did not end within %g s; its thread is abandoned and may still use memory and processor time. "
-            "Have the tool limit its own time, or set its timeout_s",
-            one_line(name),
-            timeout_s,
-        )
+        if name not in self._hung:
+            self._hung.add(name)
+            logger.warning(
+                "the tool %s did not end within %g s; its thread is abandoned and may still use memory and processor "
+                "time. Have the tool limit its own time, or set its timeout_s",
+                one_line(name),
+                timeout_s,
+            )
 
 
-def _unchanged(value: Any) -> Any:
-    return value
+def start_loop(name: str) -> asyncio.AbstractEventLoop:
+    """Returns an event loop that runs in a daemon thread. When it is stopped, its unfinished tasks are cancelled."""
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
+
+    def run() -> None:
+        with runner:
+            while True:
+                try:
+                    return loop.run_forever()
+                except (SystemExit, KeyboardInterrupt):  # of a task that a tool has started
+                    continue
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return loop
+
+
+def _in_thread(work: Work) -> "concurrent.futures.Future[Outcome]":
+    """Runs the coroutine of a call, which never waits, in a thread that does not keep the interpreter from exiting."""
+    future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            work().send(None)
+        except StopIteration as end:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # its time is over
+                future.set_result(end.value)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return future
+
+
+async def _finished(function: Function, arguments: Mapping[str, Any], finish: Finish, is_async: bool) -> Outcome:
+    """Calls a function and returns its converted value or its error; it waits for coroutine functions alone."""
+    try:
+        returned = function(**arguments)
+        if is_async:
+            returned = await returned
+        if inspect.iscoroutine(returned):
+            returned.close()
+            raise TypeError("the function returns a coroutine; define it by async def")
+        if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+            raise TypeError("the function is a generator; let it return its result instead of yielding")
+        return Outcome(finish(returned))
+    except BaseException as error:  # SystemExit, for one, would stop the event loop
+        task = asyncio.current_task() if is_async else None
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        is_infrastructure = isinstance(error, (InfrastructureError, RunError))
+        return Outcome(message=message_of(error), kind=type(error).__name__, is_infrastructure=is_infrastructure)

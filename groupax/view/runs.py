@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.runs.severity import severity_of
+from groupax.runs.diagnostics import severity_of
 from groupax.storage.folders import RECORDS, open_file, read_file, run_folder_in
 
 MAX_LINE_BYTES = 16 * 2**20

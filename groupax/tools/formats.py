@@ -2,25 +2,32 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from groupax.data.chat import render
-from groupax.tools.calls import ParsedTurn
-from groupax.tools.formats import gpt_oss, hermes, llama, mistral, qwen_xml, response_template
-from groupax.tools.formats.reading import without_ends
+from groupax.tools import readers
+from groupax.tools.calls import ParsedTurn, ToolCall
+from groupax.tools.readers import MISTRAL_THINK, THINK, read_marked
 
 Reader = Callable[[str, str], ParsedTurn]
 
-# Readers of a turn that continues a prompt, with the marks that belong to the format, by its name.
-FORMATS: dict[str, tuple[Reader, tuple[str, ...]]] = {
-    "hermes": (hermes.read, hermes.MARKS),
-    "qwen_xml": (qwen_xml.read, qwen_xml.MARKS),
-    "mistral": (mistral.read, mistral.MARKS),
-    "gpt_oss": (gpt_oss.read, gpt_oss.MARKS),
-    "llama": (llama.read, llama.MARKS),
+
+class Format(NamedTuple):
+    """A format of calls: the reader of a turn that continues a prompt, and the marks that belong to it."""
+
+    read: Reader
+    marks: tuple[str, ...]
+
+
+FORMATS = {
+    "hermes": Format(readers.read_hermes, readers.HERMES_MARKS),
+    "qwen_xml": Format(readers.read_xml, readers.XML_MARKS),
+    "mistral": Format(readers.read_mistral, readers.MISTRAL_MARKS),
+    "gpt_oss": Format(readers.read_harmony, readers.HARMONY_MARKS),
+    "llama": Format(readers.read_llama, readers.LLAMA_MARKS),
 }
 RESPONSE_TEMPLATE = "response_template"
 NAME, ARGUMENTS, QUESTION = "groupaxprobe", {"groupaxkey": "groupaxvalue"}, "groupaxquestion"
@@ -53,7 +60,7 @@ class CallFormat:
             prompt: Generation prompt that the turn continues, which may have opened the reasoning. None is the one that
                 the chat template writes by default.
         """
-        return self.reader(without_ends(text, self.ends), self.generation_prompt if prompt is None else prompt)
+        return self.reader(_without_ends(text, self.ends), self.generation_prompt if prompt is None else prompt)
 
 
 def call_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> CallFormat:
@@ -63,15 +70,19 @@ def call_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     tokenizer's `response_template`. The latter comes last because transformers takes many malformed calls for content,
     while the readers here say what is wrong with them.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
-
     Raises:
         ValueError: The template fails, writes no calls, or writes them in another format.
     """
     generation_prompt, begun, turn = _rendered_call(tokenizer, template_kwargs)
-    for choice in _formats(tokenizer, generation_prompt):
+    choices = []
+    for name, (reader, marks) in FORMATS.items():
+        ends = tuple(token for token in tokenizer.all_special_tokens if token and token not in marks)
+        choices.append(CallFormat(name, reader, ends, generation_prompt))
+    template = getattr(tokenizer, RESPONSE_TEMPLATE, None)
+    if template is not None:
+        reader = partial(readers.read_by_template, template)
+        choices.append(CallFormat(RESPONSE_TEMPLATE, reader, (), generation_prompt))
+    for choice in choices:
         calls = choice.parse(turn, begun).calls
         if len(calls) == 1 and not calls[0].fault and (calls[0].name, calls[0].arguments) == (NAME, ARGUMENTS):
             return choice
@@ -86,11 +97,6 @@ def call_opening(
     tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, name: str | None = None
 ) -> tuple[str, str, str]:
     """Returns what makes a model call a tool when it is put after a prompt.
-
-    Args:
-        tokenizer: Tokenizer whose chat template writes calls.
-        template_kwargs: Arguments for the template.
-        name: Name of the tool; None leaves the choice to the model.
 
     Returns:
         The generation prompt, what replaces it (without the opened reasoning), and the beginning of a call: up to the
@@ -120,10 +126,6 @@ class CallFrame:
 def call_frame(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> CallFrame | None:
     """Returns what the chat template writes around a call; None unless that is a mark, a name and arguments in JSON.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        template_kwargs: Arguments for the template.
-
     Raises:
         ValueError: The template writes no calls.
     """
@@ -137,6 +139,22 @@ def call_frame(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None)
         found and mark and mark.count(mark[0]) == 1 and not any(t in before for t in tokenizer.all_special_tokens)
     )
     return CallFrame(before, between, after) if is_framed else None
+
+
+def reasoning_format(tokenizer: Any, generation_prompt: str) -> CallFormat | None:
+    """Returns the format of turns with reasoning and without calls; None if the chat template writes no reasoning."""
+    for think in (THINK, MISTRAL_THINK):
+        if think[1] in str(tokenizer.chat_template):
+
+            def read(text: str, prompt: str, think: tuple[str, str] = think) -> ParsedTurn:
+                return read_marked(text, prompt, think[0], _no_call, think)
+
+            return CallFormat("reasoning", read, (), generation_prompt)
+    return None
+
+
+def _no_call(text: str, start: int) -> tuple[list[ToolCall], int]:
+    raise AssertionError(f"reasoning was read as a call: {text[start : start + 80]!r}")
 
 
 def _rendered_call(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> tuple[str, str, str]:
@@ -160,13 +178,13 @@ def _rendered_call(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) ->
     return prompt.rpartition(QUESTION)[2], begun.rpartition(QUESTION)[2], turn
 
 
-def _formats(tokenizer: Any, generation_prompt: str) -> list[CallFormat]:
-    """Returns the formats to try, in their order."""
-    choices = []
-    for name, (reader, marks) in FORMATS.items():
-        ends = tuple(token for token in tokenizer.all_special_tokens if token and token not in marks)
-        choices.append(CallFormat(name, reader, ends, generation_prompt))
-    template = getattr(tokenizer, RESPONSE_TEMPLATE, None)
-    if template is not None:
-        choices.append(CallFormat(RESPONSE_TEMPLATE, partial(response_template.read, template), (), generation_prompt))
-    return choices
+def _without_ends(text: str, ends: Sequence[str]) -> str:
+    """Returns the text without the stop tokens, and the white space between them, at its end."""
+    stop, end = len(text), len(text)
+    while end and (text[end - 1].isspace() or any(text.endswith(mark, 0, end) for mark in ends)):
+        if text[end - 1].isspace():
+            end -= 1
+        else:
+            end -= next(len(mark) for mark in ends if text.endswith(mark, 0, end))
+            stop = end
+    return text[:stop]

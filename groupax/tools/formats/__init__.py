@@ -1,1 +1,0 @@
-"""Formats in which models write tool calls, each with a reader of a turn's text."""
