@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from groupax.config import GRPOConfig
-from groupax.replay.bisect import bisected
-from groupax.replay.bisection import Bisection
-from groupax.replay.bundle import Part
+from groupax.replay.bisect import Bisection, bisected
 from groupax.replay.bundled import open_bundle
+from groupax.replay.causes import parsed_condition
 from groupax.replay.changed import changed_settings, changed_target, replay_changed
-from groupax.replay.expression import parsed_condition
-from groupax.replay.make_bundle import Made, make_bundle
+from groupax.replay.make_bundle import Made, Part, make_bundle
 from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import replay_target, settings_of, target_of

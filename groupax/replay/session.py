@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from groupax.config import GRPOConfig
-from groupax.replay.compare import compare_step
-from groupax.replay.outcome import Outcome
+from groupax.replay.outcome import Outcome, compare_step
 from groupax.replay.recorded import RecordedRun
 from groupax.replay.shares import Shares, shares_of
 from groupax.replay.trainer import (

@@ -2,36 +2,176 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from groupax.compat.fields import warn
-from groupax.compat.hf.generation import (
+from groupax.compat.hf.settings import (
     GENERATION,
     append_completions,
     generation_settings,
     max_completion_tokens,
     sampling_params,
     unpadded_prompts,
+    warn_inert,
 )
-from groupax.compat.hf.parameters import Layer, as_parameter, parameters_of, tied_name
-from groupax.compat.hf.saving import save_into
-from groupax.compat.hf.settings import warn_inert
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model
-from groupax.models.lora import PREFIX, count_params, trainable_params_line
+from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
+from groupax.models.named_tensors import join_tensors, specs_by_name
 from groupax.models.nf4 import Nf4
-from groupax.models.quantize import dense_params, is_quantized
+from groupax.models.quantize import dense, dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
-from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name
+from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
+from groupax.parallel import processes
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
+from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
+
+_CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model.
+
+    Attributes:
+        weight: Its weight, as a PyTorch parameter.
+    """
+
+    weight: Any
+
+
+def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
+    """Yields the name of each parameter, its value, and whether it is trained.
+
+    Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`. Quantized weights are
+    dequantized.
+    """
+    adapter = model.adapter
+    if adapter is None:
+        yield from ((name, tensor, True) for name, tensor in _tensors(model_specs(model.config), model.params))
+        return
+    specs = adapter_specs(model.config, adapter.config)
+    trained = {name.removeprefix(PREFIX): tensor for name, tensor in _tensors(specs, adapter.trained)}
+    adapted = {name.rpartition(".lora_A.")[0] for name in trained if ".lora_A." in name}
+    for name, tensor in _tensors(model_specs(model.config), adapter.frozen.params):
+        module, _, kind = name.rpartition(".")
+        if name in trained and kind == "weight":
+            yield f"{PREFIX}{module}.original_module.{kind}", tensor, False
+            yield f"{PREFIX}{module}.modules_to_save.default.{kind}", trained[name], True
+        elif module in adapted:
+            own = f"{module}.base_layer.{kind}"
+            yield PREFIX + own, trained.get(own, tensor), own in trained
+        else:
+            yield PREFIX + name, trained.get(name, tensor), name in trained
+        if module in adapted and kind == "weight":
+            for part in ("lora_A", "lora_B"):
+                yield f"{PREFIX}{module}.{part}.default.weight", trained[f"{module}.{part}.weight"], True
+
+
+def tied_name(model: Model) -> tuple[str, str] | None:
+    """Returns the second name of an embedding that is also the head, and its first one; None if it is not."""
+    if not model.config.tie_embeddings or model.config.num_labels:
+        return None
+    prefix = "" if model.adapter is None else PREFIX
+    return prefix + HEAD, prefix + embedding_name(model.config)
+
+
+def _tensors(specs: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    leaves = jax.tree.structure(specs).flatten_up_to(params)
+    for parts in specs_by_name(specs).values():
+        yield from join_tensors([(spec, _dense(leaves[index])) for index, spec in parts]).items()
+
+
+def _dense(weight: Any) -> np.ndarray:
+    return np.asarray(weight if isinstance(weight, (jax.Array, np.ndarray)) else dense(weight, jnp.float32))
+
+
+def as_parameter(array: np.ndarray, is_trained: bool) -> Any:
+    """Returns a copy of a weight as a PyTorch parameter that refuses to be changed.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+    """
+    cls = _parameter_class()
+    return cls._make_subclass(cls, _as_torch(array), is_trained)
+
+
+@cache
+def _parameter_class() -> Any:
+    """Returns the class of these parameters, which needs PyTorch."""
+    import torch
+
+    class ReadOnlyParameter(torch.Tensor):
+        """A copy of a weight; changes of it are refused, since they would not reach the model."""
+
+        _is_param = True
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = function.__name__
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if (is_in_place or name in _CHANGING) and isinstance(args[0], cls):
+                raise RuntimeError(
+                    f"{name} would change a copy of a weight of compat.hf's model, not the model; train with an "
+                    "adapter to freeze weights, or load the model with transformers and pass that to the trainer"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+    return ReadOnlyParameter
+
+
+def _as_torch(array: np.ndarray) -> Any:
+    import torch
+
+    if array.dtype == jnp.bfloat16:
+        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def save_policy(trainer: Any, folder: Any) -> None:
+    """Saves a native trainer's current policy into a folder that may hold other files, even the run's own folder.
+
+    All processes must call this; the primary process writes.
+    """
+    own = trainer.run_folder.path
+    if Path(folder).resolve() == own.resolve():
+        warn(f"{folder} is the run's folder, which has its own config.json; the model is saved in {own / 'model'}")
+        trainer.save_model()
+        return
+    check_disjoint(Path(folder), source_folders(trainer.model))
+    if processes.run_on_primary(lambda: is_replaceable(Path(folder))):
+        trainer.save_model(folder)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        saved = trainer.save_model(Path(name) / "model")
+        processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
+
+
+def save_into(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
+    """Saves into a folder and keeps the other files in it.
+
+    Raises:
+        ForeignFilesError: The folder holds files of a model that groupax did not write.
+        ValueError: The folder is, contains or is inside one of the sources.
+    """
+    check_disjoint(Path(folder), sources)
+    if is_replaceable(Path(folder)):
+        save(Path(folder))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name) / "model")
+        merge_into_folder(Path(name) / "model", Path(folder))
+
 
 # Assignable settings of a model's config, with the reason why they have no effect in groupax.
 INERT_CONFIG = {
