@@ -1,5 +1,6 @@
 """EasyDeL's `GRPOTrainer`, a wrapper around the native trainer."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -109,13 +110,13 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
         return arguments
     if not vinference.do_sample:
         warn("vInference's do_sample=False: a trainer always samples, as greedy completions would all be the same")
-    settings = dict(arguments.given)
+    merged = copy.deepcopy(arguments)
     for name, value in vinference.given.items():
         own = SAMPLING[name]
-        if settings.setdefault(own, value) != value:
-            warn(f"GRPOConfig's {own}={settings[own]!r} overrides vInference's {name}={value!r}")
-    merged = GRPOConfig()
-    merged.given.update(settings)
+        if own not in arguments.given:
+            setattr(merged, own, value)
+        elif getattr(arguments, own) != value:
+            warn(f"GRPOConfig's {own}={getattr(arguments, own)!r} overrides vInference's {name}={value!r}")
     return merged
 
 

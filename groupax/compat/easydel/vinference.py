@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from groupax.compat import hf
-from groupax.compat.easydel.fields import DEFAULTS
+from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import decoding_tp_of
 from groupax.compat.fields import warn
 from groupax.engine.engine import Engine
@@ -69,7 +69,7 @@ class vInference:  # noqa: N801 - EasyDeL's name
         given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
             n=self.given.get("num_return_sequences", 1),
-            max_tokens=self.given.get("max_new_tokens", DEFAULTS["max_completion_length"]),
+            max_tokens=self.given.get("max_new_tokens", GRPOConfig.FIELDS.defaults["max_completion_length"]),
             seed=self.seed,
             **given,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupax.compat.trl.absent import refusal
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
-from groupax.compat.trl.rloo_config import RLOOConfig as RLOOConfig
+from groupax.compat.trl.config import RLOOConfig as RLOOConfig
 from groupax.compat.trl.rloo_trainer import RLOOTrainer as RLOOTrainer
 from groupax.compat.trl.rollout_func import generate_rollout_completions as generate_rollout_completions
 from groupax.compat.trl.scripts import DatasetMixtureConfig as DatasetMixtureConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 from groupax.compat import hf
 from groupax.compat.fields import parse_mapping, warn
-from groupax.compat.trl.training_arguments import TrainingArguments
+from groupax.compat.trl.arguments import TrainingArguments
 from groupax.settings.fields import nearest, shown
 from groupax.storage.folders import at_revision
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from groupax.compat import hf
 from groupax.compat.fields import warn
+from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.model_kwargs import resolve_model
-from groupax.compat.trl.run_settings import RunArguments
 from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.checkpoint import Model
@@ -39,7 +39,9 @@ class Policy:
     owner: Any
 
 
-def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_config: Any, beta: float = 0.0) -> Policy:
+def policy_of(
+    model: Any, args: TrainingArguments, quantization_config: Any, peft_config: Any, beta: float = 0.0
+) -> Policy:
     """Returns what to train for the arguments of a trainer, whose loss has a reference if `beta` is not 0.
 
     A PyTorch model that is to have an adapter is wrapped by PEFT, as TRL does.

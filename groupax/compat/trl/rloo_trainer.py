@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groupax.compat.trl.rloo_config import RLOOConfig
+from groupax.compat.trl.config import RLOOConfig
 from groupax.compat.trl.trainer import GRPOTrainer
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.compat.arguments import accepting_more
-from groupax.compat.fields import warn
+from groupax.compat.fields import accepting_more, warn
 
 
 @dataclass

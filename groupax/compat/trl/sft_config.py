@@ -1,33 +1,12 @@
-"""TRL's `SFTConfig` and its translation to a native config."""
+"""TRL's `SFTConfig`, as settings of groupax."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from groupax.compat.arguments import arguments
-from groupax.compat.fields import as_native, interval_steps, parse_mapping, warn
-from groupax.compat.trl.optimizer import optimizer_settings
-from groupax.compat.trl.run_settings import RunArguments
-from groupax.compat.trl.sft_fields import ALIASES, INERT, REFUSED, SFTFields
+from groupax.compat.fields import arguments, as_native, inert, parse_mapping, refused, same, warn
+from groupax.compat.trl.arguments import TrainingArguments
 from groupax.config import SFTConfig as NativeConfig
 
-# Settings with the same name and meaning in groupax.
-SAME = (
-    "num_train_epochs",
-    "max_steps",
-    "max_length",
-    "dataset_text_field",
-    "completion_only_loss",
-    "assistant_only_loss",
-    "packing",
-    "packing_strategy",
-    "router_aux_loss_coef",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
 # TRL's settings behind native settings of another name, for error messages.
 NAMES = {
     "batch_size": "per_device_train_batch_size * gradient_accumulation_steps",
@@ -36,18 +15,52 @@ NAMES = {
 }
 ORDERS = {"random": "seeded_by_epoch", "sequential": "dataset"}  # by `train_sampling_strategy`
 
+_packed = inert("tokens are packed without padding")
 
-@arguments("TRL", INERT, REFUSED, ALIASES)
-@dataclass
-class SFTConfig(SFTFields, RunArguments):
+
+@arguments("TRL")
+class SFTConfig(TrainingArguments):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    The fields are in the order and have the defaults of TRL's own class.
 
     Raises:
         TypeError: A field is unknown.
         ValueError: A field cannot be honoured.
     """
 
-    __repr__ = RunArguments.__repr__  # with what differs from the defaults only
+    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs", "dataset_kwargs")
+
+    learning_rate: float = same(2e-5)
+    remove_unused_columns: bool | None = inert("only the columns of the examples are read")(True)
+    data_seed: int | None = None
+    dataloader_drop_last: bool = False
+    train_sampling_strategy: str = "random"
+    label_smoothing_factor: float = refused(0.0, "the loss is that of loss_type ('nll' or 'dft'); leave it out")
+    group_by_length: bool = refused(False, "examples have no padding, so their lengths need no grouping; leave it out")
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)
+    router_aux_loss_coef: float | None = same(None)
+    chat_template_path: str | None = None
+    dataset_text_field: str = same("text")
+    dataset_kwargs: dict[str, Any] | str | None = None
+    dataset_num_proc: int | None = inert("examples are encoded in one process, by a tokenizer that uses all cores")(
+        None
+    )
+    eos_token: str | None = None
+    max_length: int | None = same(1024)
+    truncation_mode: str = refused("keep_start", "examples lose their end; cut off their start in the dataset")
+    shuffle_dataset: bool = False
+    packing: bool = same(False)
+    packing_strategy: str = same("bfd")
+    padding_free: bool = _packed(False)
+    pad_to_multiple_of: int | str | None = _packed("auto")
+    eval_packing: bool | None = refused(None, "evaluations are packed like the training set; leave it out")
+    completion_only_loss: bool | None = same(None)
+    assistant_only_loss: bool = same(False)
+    loss_type: str = "nll"
+    activation_offloading: bool = inert("gradient_checkpointing saves the memory of activations")(False)
+    pad_token: str | None = _packed(None)
 
     def batch_size(self, num_devices: int = 1) -> int:
         """Returns the number of sequences of an optimizer step on all devices."""
@@ -73,8 +86,8 @@ class SFTConfig(SFTFields, RunArguments):
                 "shuffle_dataset with packing is not supported; shuffle the dataset itself: dataset.shuffle(seed=...)"
             )
         self._check_dataset_kwargs()
-        settings = {name: getattr(self, name) for name in SAME}
-        settings |= {
+        settings = {
+            **self.same_settings(),
             "metric_definitions": "trl",
             "output_dir": self.output_dir,
             "seed": self.seed if self.data_seed is None else self.data_seed,
@@ -83,14 +96,11 @@ class SFTConfig(SFTFields, RunArguments):
             "drop_last": self.dataloader_drop_last,
             "loss_type": "nll" if self.loss_type == "chunked_nll" else self.loss_type,
             "chat_template": self._chat_template(),
-            "max_grad_norm": self.max_grad_norm or 0.0,
             **self.compute_settings(),
             **self.reporting_settings(),
             **self.saving_settings(steps_per_epoch),
-            **optimizer_settings(self),
-            "eval_steps": interval_steps(
-                self.eval_strategy, self.eval_steps or self.logged_every(), steps_per_epoch, "eval_strategy"
-            ),
+            **self.optimizer_settings(),
+            "eval_steps": self.evaluated_every(steps_per_epoch),
         }
         return as_native(settings, NAMES, NativeConfig)
 

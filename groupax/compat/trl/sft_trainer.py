@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from groupax.compat.callbacks import CallbackListener
+from groupax.compat.trl.arguments import torch_optimizer_settings
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.layout import TRLFolders, check_output_dir
-from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.sft_config import SFTConfig

@@ -9,6 +9,7 @@ from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
 from groupax.compat.trl.advice import warn_about_rewards
+from groupax.compat.trl.arguments import torch_optimizer_settings
 from groupax.compat.trl.attributes import Attributes, LastRollout
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
@@ -16,7 +17,6 @@ from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.hooks import Overridable, hooks_of
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.own_generate import own_generate
 from groupax.compat.trl.policy import check_dropout, policy_of
