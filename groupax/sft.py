@@ -2,11 +2,12 @@
 
 encode      examples as tokens, of which some are learned, and their sequences     data/supervised.py
 update      minimize the loss of the next sequences                               training/learner.py
-log, save   events to every sink, checkpoints                                      runs
+log, save   events to every sink, checkpoints                                      runs/run.py
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,18 +17,25 @@ from groupax.config import SFTConfig
 from groupax.data.examples import Examples, describe_source, load_examples
 from groupax.data.order import visit_order
 from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS
-from groupax.data.supervised import TrainingSet, columns_of_examples, encode_training_set, prompt_of, rows_of
+from groupax.data.supervised import (
+    TokenExample,
+    TrainingSet,
+    columns_of_examples,
+    encode_training_set,
+    prompt_of,
+    rows_of,
+)
 from groupax.evaluation.sets import ONLY_SET, named_sets
-from groupax.events import Listener, Message, PhaseAdvanced, PhaseStarted, StepStarted
+from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
 from groupax.models.checkpoint import Model
 from groupax.objective.objective import zero_metrics
 from groupax.objective.supervised import find_supervised_loss
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.state import Cursor
-from groupax.runs.build import lora_for, tokenizer_for
+from groupax.runs.build import lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of
-from groupax.runs.checkpoints.saver import RunSaver, remove_download
+from groupax.runs.checkpoints.saver import remove_download
 from groupax.runs.diagnostics import Diagnose, supervised_diagnostics
 from groupax.runs.header import data_name, memory_facts, model_facts, recomputation
 from groupax.runs.log import RunLog
@@ -35,7 +43,8 @@ from groupax.runs.model_card import SFT, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.report.card import run_sections
-from groupax.runs.run import Run
+from groupax.runs.results import PolicyResults
+from groupax.runs.run import Description, Run, with_absolute_paths
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sft import ExampleSettings
@@ -91,7 +100,7 @@ class HeldOut:
         return f"<HeldOut: {', '.join(f'{name} {short_number(value)}' for name, value in self.metrics.items())}>"
 
 
-class SFTTrainer(Run[SFTConfig]):
+class SFTTrainer(PolicyResults):
     """Trains a language model on given examples.
 
     Args:
@@ -125,8 +134,12 @@ class SFTTrainer(Run[SFTConfig]):
         listeners: Sequence[Listener] = (),
         progress: Progress | None = None,
     ) -> None:
-        args = args or SFTConfig()
-        super().__init__(args, listeners, progress)
+        self.args = args = with_absolute_paths(args or SFTConfig())
+        self.run = Run(self, args, progress)
+        self.listeners, self.progress, self.emit = listeners, self.run.progress, self.run.emit
+        self.cursor, self.experience = Cursor(), None
+        self.last_metrics: Metrics = {}
+
         self.emit(PhaseStarted("loading the data"))
         settings = learner_settings(args)
         zero_metrics(settings.objective)
@@ -135,19 +148,21 @@ class SFTTrainer(Run[SFTConfig]):
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         if args.eval_steps and eval_dataset is None:
             raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
-        self._open_folder()
+        self.run_folder = self.run.open_folder(args)
         self.emit(PhaseStarted("loading the model"))
-        self._load_model(model, lora)
-        self.tokenizer = tokenizer_for(args, self._model, processing_class)
+        self.start_model = model_for(args, model, lora)
+        self.tokenizer = tokenizer_for(args, self.start_model, processing_class)
         self.emit(PhaseStarted("encoding the examples"))
-        rows = self._load(train_dataset, "train_dataset", TRAIN_SPLITS)
-        self.examples = self._encode(rows, describe_source(train_dataset, "train_dataset"))
-        self.first_prompt = prompt_of(rows[0], args.dataset_text_field)
+        examples = self._load(train_dataset, "train_dataset", TRAIN_SPLITS)
+        self.examples = self.encode(examples, describe_source(train_dataset, "train_dataset"))
+        self.first_prompt = prompt_of(examples[0], args.dataset_text_field)
         self.eval_examples = {} if eval_dataset is None else self._encode_sets(eval_dataset)
         self.emit(PhaseStarted("preparing the devices"))
         self.num_steps = self._num_steps()
-        self._make_learner(settings, self._longest())
-        self.dataset_name = data_name(train_dataset, len(rows))
+        rows = rows_of(self.examples.sequences)
+        longest = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
+        self.learner = self.run.make_learner(settings, longest)
+        self.dataset_name = data_name(train_dataset, len(examples))
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -161,23 +176,21 @@ class SFTTrainer(Run[SFTConfig]):
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.
         """
-        with self.holding_folder():
-            log = self._train()
-        return SFTResult(self.cursor.step, self.train_seconds, log.last)
-
-    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
-        while True:
-            self._evaluate_if_due(log, stop)
-            self._save_if_due(saver)
-            if self._is_over(log):
-                return
-            stop.check()
-            self.emit(StepStarted(self.cursor.step))
-            indices = self.visited(self.cursor.step)
-            rows = rows_of([self.examples.sequences[index] for index in indices])
-            update = self._update(rows, indices)
-            self._log(log, update)
-            self._stop_if_diverged(stop, rows, update)
+        run = self.run
+        with run.training() as stop:
+            while True:
+                run.evaluate_if_due()
+                run.save_if_due()
+                if run.is_over():
+                    break
+                stop.check()
+                self.emit(StepStarted(self.cursor.step))
+                sequences = [self.examples.sequences[index] for index in self.visited(self.cursor.step)]
+                rows = rows_of(sequences)
+                update = self._update(rows, sequences)
+                self._log(update)
+                run.stop_if_diverged(rows, update, "Lower learning_rate, or look at these batches")
+        return SFTResult(self.cursor.step, run.train_seconds, self.last_metrics)
 
     def visited(self, step: int) -> list[int]:
         """Returns the indices of the sequences that a step trains on."""
@@ -187,26 +200,24 @@ class SFTTrainer(Run[SFTConfig]):
         count = min(args.batch_size, num - first)
         return visit_order(num, epoch * num + first, count, args.seed, args.example_order)
 
-    def _update(self, rows: Sequence[Row], indices: Sequence[int]) -> Update:
-        self._state_before = self.learner.state
-        self.emit(PhaseStarted("updating"))
-        update = self.learner.update(rows)
-        num_tokens = sum(len(example.ids) for index in indices for example in self.examples.sequences[index])
-        self.cursor = replace(
-            self.cursor,
-            step=self.cursor.step + 1,
-            num_prompts=self.cursor.num_prompts + len(indices),
-            num_tokens=self.cursor.num_tokens + num_tokens,
-            num_bad_steps=0 if update.applied else self.cursor.num_bad_steps + 1,
-        )
-        self._state_before = None
+    def _update(self, rows: Sequence[Row], sequences: Sequence[Sequence[TokenExample]]) -> Update:
+        with self.run.updating():
+            update = self.learner.update(rows)
+            num_tokens = sum(len(example.ids) for sequence in sequences for example in sequence)
+            self.cursor = replace(
+                self.cursor,
+                step=self.cursor.step + 1,
+                num_prompts=self.cursor.num_prompts + len(sequences),
+                num_tokens=self.cursor.num_tokens + num_tokens,
+                num_bad_steps=0 if update.applied else self.cursor.num_bad_steps + 1,
+            )
         return update
 
-    def _log(self, log: RunLog, update: Update) -> None:
+    def _log(self, update: Update) -> None:
         metrics = {name: value for name, value in update.metrics.items() if not name.startswith(OF_SAMPLING)}
         metrics |= {"epoch": self.cursor.step / self.steps_per_epoch, "num_tokens": float(self.cursor.num_tokens)}
-        log.step(self.cursor.step, metrics, distributions=update.distributions)
-        self.last_metrics = log.last
+        self.run.log.step(self.cursor.step, metrics, distributions=update.distributions)
+        self.last_metrics = self.run.log.last
 
     def evaluate(self, eval_dataset: Any = None) -> HeldOut:
         """Computes the loss of the present policy on the `eval_dataset`s.
@@ -222,13 +233,14 @@ class SFTTrainer(Run[SFTConfig]):
             raise ValueError("there is no eval_dataset to evaluate on; give one to SFTTrainer or to evaluate")
         metrics: Metrics = {}
         with self.progress:
-            self._introduce()
+            self.run.introduce()
             for name, examples in sets.items():
                 prefix = "" if set(sets) == {ONLY_SET} else f"{name}_"
-                metrics |= {f"{prefix}{key}": value for key, value in self._losses(name, examples).items()}
+                metrics |= {f"{prefix}{key}": value for key, value in self.losses(name, examples).items()}
         return HeldOut(metrics)
 
-    def _losses(self, name: str, examples: TrainingSet) -> Metrics:
+    def losses(self, name: str, examples: TrainingSet) -> Metrics:
+        """Returns the mean loss and entropy over the learned tokens of an evaluation set."""
         size, totals, num_tokens = self.args.batch_size, [0.0, 0.0], 0
         self.emit(PhaseStarted(f"evaluating: {name}", len(examples)))
         for start in range(0, len(examples), size):
@@ -249,11 +261,12 @@ class SFTTrainer(Run[SFTConfig]):
         encoded = {}
         for name, each in named_sets(dataset).items():
             label = f"eval_dataset {name!r}"
-            encoded[name] = self._encode(self._load(each, label, EVAL_SPLITS), label)
+            encoded[name] = self.encode(self._load(each, label, EVAL_SPLITS), label)
         return encoded
 
-    def _encode(self, examples: Examples, name: str) -> TrainingSet:
-        settings, config = self.args.part(ExampleSettings), self._model.config
+    def encode(self, examples: Examples, name: str) -> TrainingSet:
+        """Returns examples as tokens; `name` is that of their dataset, for errors."""
+        settings, config = self.args.part(ExampleSettings), self.start_model.config
         encoded = encode_training_set(examples, self.tokenizer, settings, config.max_positions, name)
         largest = max(int(example.ids.max()) for sequence in encoded.sequences for example in sequence)
         if largest >= config.vocab_size:
@@ -280,72 +293,76 @@ class SFTTrainer(Run[SFTConfig]):
             return args.max_steps
         return max(1, math.ceil(Fraction(args.num_train_epochs).limit_denominator(MAX_DENOMINATOR) * steps))
 
-    def _longest(self) -> tuple[int, int]:
-        rows = rows_of(self.examples.sequences)
-        return max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
+    # -- what its run asks of it -----------------------------------------------------------------------------------
 
-    # -- its start and results -------------------------------------------------------------------------------------
-
-    def _describe(self) -> Identity:
+    def identity(self) -> Identity:
+        """Returns everything that a resumed run must have in common with this one."""
         examples = [example for sequence in self.examples.sequences for example in sequence]
         tokens = [array for example in examples for array in (example.ids, example.learned)]
-        return identity_of(self.args, self._model, self.tokenizer, tokens, (), self.num_steps)
+        return identity_of(self.args, self.start_model, self.tokenizer, tokens, (), self.num_steps)
 
-    def _restore(self, saved: Saved, log: RunLog) -> None:
+    def restore(self, saved: Saved, log: RunLog) -> None:
+        """Continues from a checkpoint, after the learner did."""
         self.cursor = Cursor(**saved.state["cursor"])
         log.resume(saved.state["log"], [], {})
         remove_download(saved)
 
-    @property
-    def _diagnose(self) -> Diagnose:
+    def settle(self) -> None:
+        """Does nothing: between two steps the state is whole."""
+
+    def diagnose(self) -> Diagnose:
+        """Returns what finds faults of the run in its metrics."""
         return supervised_diagnostics
 
-    @property
-    def _facts(self) -> dict[str, str]:
+    def working(self, stop: PreemptionHandler) -> AbstractContextManager[None]:
+        """Starts nothing: there are no rollouts."""
+        del stop
+        return nullcontext()
+
+    def policies(self, cursor: Cursor) -> dict[int, Any]:
+        """Returns no policies: there are no rollouts of earlier ones."""
+        del cursor
+        return {}
+
+    def describe(self) -> Description:
+        """Returns what a user should know of the run before its first step."""
         args, examples = self.args, self.examples
         held_out = "".join(f", {each.num_examples:,} held out ({name})" for name, each in self.eval_examples.items())
         packed = f" in {len(examples):,} sequences" if args.packing else ""
         unit = "sequences" if args.packing else "examples"
-        return {
-            **model_facts(self._model),
+        facts = {
+            **model_facts(self.start_model),
             "data": self.dataset_name,
             "examples": f"{examples.num_examples:,}{packed}{held_out}",
             "steps": f"{self.num_steps:,}, each on {args.batch_size:,} {unit}",
             **recomputation(args.gradient_checkpointing, self.learner.execution.checkpointing),
         }
+        sets = {"train_dataset": examples}
+        sets |= {f"eval_dataset {name!r}": each for name, each in self.eval_examples.items()}
+        warnings = [
+            f"{name}: {each.num_truncated} are longer than {each.max_length} tokens and cut off, {each.num_dropped} "
+            f"have no token to learn and are dropped, {each.num_examples} are left"
+            for name, each in sets.items()
+            if each.num_dropped + each.num_truncated
+        ]
+        return Description(facts, memory_facts(self.learner, args.batch_size), warnings=warnings)
 
-    @property
-    def _plans(self) -> dict[str, str]:
-        return memory_facts(self.learner, self.args.batch_size)
-
-    def _card(self) -> str:
-        adapter = self._model.adapter
+    def card(self) -> str:
+        """Returns the card of the model."""
+        adapter = self.start_model.adapter
         return run_card(
             self.args,
-            adapter.base_name if adapter else self._model.name,
+            adapter.base_name if adapter else self.start_model.name,
             None if adapter is None else asdict(adapter.config),
             self.dataset_name,
             (),
             self.cursor.step,
             self.last_metrics,
             is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
-            license_id=license_of(read_card(self._model.source)),
+            license_id=license_of(read_card(self.start_model.source)),
             method=SFT,
             of_run=run_sections(self.run_folder.path),
         )
-
-    def _report_setup(self, log: RunLog) -> None:
-        del log
-        sets = {"train_dataset": self.examples} | {
-            f"eval_dataset {name!r}": examples for name, examples in self.eval_examples.items()
-        }
-        for name, examples in sets.items():
-            if examples.num_dropped + examples.num_truncated:
-                did = (
-                    f"{examples.num_truncated} are longer than {examples.max_length} tokens and cut off, "
-                    f"{examples.num_dropped} have no token to learn and are dropped, {examples.num_examples} are left"
-                )
-                self.emit(Message(f"{name}: {did}", warning=True))
 
 
 def learner_settings(args: SFTConfig) -> LearnerSettings:

@@ -1,31 +1,84 @@
 """The trainer: GRPO as in Algorithm 1 of the paper (arXiv:2402.03300).
 
-collect     sample a group of completions for each prompt with the current policy       rollouts/collector.py
-score       rewards, group-relative advantages, log-probs of old policy and reference   rewards, objective
-update      maximize the objective on the next minibatch of the rollout                 training/learner.py
-log, save   events to every sink, checkpoints                                           runs
+collect     completions of the current policy with rewards, advantages, log-probs   rollouts/collector.py
+update      maximize the objective on the next minibatch of the rollout             training/learner.py
+log, save   events to every sink, checkpoints                                       runs/run.py
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from groupax.config import GRPOConfig
+from groupax.data.examples import Examples, describe_source
+from groupax.data.prompts import PromptSet
+from groupax.data.tokenizer import eos_token_ids, is_conversational
+from groupax.engine.plan import Demand
 from groupax.engine.sampler import Sampler
-from groupax.evaluation.evaluate import Evaluation, evaluate
-from groupax.events import PhaseStarted, StepStarted, TokenScores
+from groupax.episodes.custom import as_rollout_function
+from groupax.episodes.record import FOLDER as RECORDS
+from groupax.errors import RewardError
+from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
+from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
+from groupax.metrics.estimates import Estimate
+from groupax.models.checkpoint import Model
+from groupax.models.quantize import require_quantizer
+from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
-from groupax.runs.build import eval_params
-from groupax.runs.checkpoints.saver import RunSaver
-from groupax.runs.guards import stop_if_nothing_is_scored
+from groupax.rewards.resolve import check_columns, resolve_weights
+from groupax.rewards.runner import RewardRunner
+from groupax.rollouts.collector import Collector, Episodes, Scoring
+from groupax.rollouts.pipeline import Pipeline, Policy
+from groupax.rollouts.schedule import UpdateSchedule, update_schedule
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.build import (
+    check_adapters,
+    check_objective,
+    check_processes,
+    engine_for,
+    eval_params,
+    eval_sets,
+    learner_settings,
+    lora_for,
+    model_for,
+    prompts_for,
+    rewards_for,
+    rules_for,
+    sampler_for,
+    tokenizer_for,
+    train_examples,
+)
+from groupax.runs.checkpoints.choose import Saved
+from groupax.runs.checkpoints.fingerprint import Identity, identity_of
+from groupax.runs.checkpoints.record import read_policies, read_rollout, with_scores
+from groupax.runs.checkpoints.saver import remove_download
+from groupax.runs.diagnostics import (
+    START_STEPS,
+    UNSCORED_ROLLOUTS,
+    Diagnose,
+    logp_limit,
+    num_unscored_steps,
+    setup_diagnostics,
+    step_diagnostics,
+)
+from groupax.runs.header import data_name, memory_facts, run_facts, time_facts
 from groupax.runs.log import RunLog
-from groupax.runs.progress.display import headline_text, short_number
+from groupax.runs.model_card import license_of, read_card, run_card
+from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.progress.notebook import result_html
-from groupax.runs.rollout_run import RolloutRun
+from groupax.runs.report.card import run_sections
+from groupax.runs.results import PolicyResults
+from groupax.runs.run import Description, Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.settings.sampling import SamplingParams
+from groupax.storage.buckets import is_remote
 from groupax.training.learner import Update
-from groupax.types import Metrics, Row
+from groupax.types import Metrics, Prompt, PromptImages, Row
+
+DIVERGED = "Lower learning_rate, set beta above 0, or look at the rewards of these batches"  # advice
 
 
 @dataclass(frozen=True)
@@ -56,7 +109,7 @@ class TrainResult:
         return result_html(self.num_steps, self.train_seconds, self.metrics, more)
 
 
-class GRPOTrainer(RolloutRun):
+class GRPOTrainer(PolicyResults):
     """Trains a language model with Group Relative Policy Optimization.
 
     Args:
@@ -88,6 +141,77 @@ class GRPOTrainer(RolloutRun):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    def __init__(
+        self,
+        model: str | Path | Model,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        listeners: Sequence[Listener] = (),
+        progress: Progress | None = None,
+        tools: Sequence[Any] = (),
+        environments: Any = None,
+        rollout_func: Any = None,
+    ) -> None:
+        self.args = args = with_absolute_paths(args or GRPOConfig())
+        self.run = Run(self, args, progress)
+        self.listeners, self.progress, self.emit = listeners, self.run.progress, self.run.emit
+        self.progress.shows_samples = args.log_completions
+        self.cursor = Cursor()
+        self.experience: Experience | None = None
+        self.last_metrics: Metrics = {}
+
+        self.emit(PhaseStarted("loading the data"))
+        check_processes(args)
+        check_objective(args)
+        lora = lora_for(args, peft_config)
+        check_adapters(args, model, lora)
+        examples, held_out = train_examples(train_dataset), eval_sets(args, eval_dataset)
+        own_sampling = as_rollout_function(rollout_func)
+        self.rewards = rewards_for(args, reward_funcs, reward_processing_classes, examples, environments, own_sampling)
+        self._check_columns(examples, held_out)
+        self.reward_runner = self.make_reward_runner()
+        self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
+        self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
+        self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
+        log_gb = args.rollout_log_gb
+        self.run_folder = self.run.open_folder(args, None if log_gb is None else int(log_gb * 1e9))
+
+        self.emit(PhaseStarted("loading the model"))
+        require_quantizer(args.decoding_weights)
+        self.start_model = model_for(args, model, lora)
+        self.emit(PhaseStarted("encoding the prompts"))
+        self.tokenizer = tokenizer_for(args, self.start_model, processing_class)
+        self.eos_ids = eos_token_ids(self.tokenizer, self.start_model.generation_config, self.start_model.hf_config)
+        rules = rules_for(args, self.start_model, self.tokenizer, self.eos_ids, tools, environments, own_sampling)
+        source = describe_source(train_dataset, "train_dataset")
+        self.prompts = prompts_for(args, self.start_model, self.tokenizer, examples, rules, dataset=source)
+        self.rules = replace(rules, max_prompt_tokens=self.prompts.max_length)
+        self.eval_prompts = self._encode(held_out)
+
+        self.emit(PhaseStarted("preparing the devices"))
+        self.schedule = self.make_schedule()
+        self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
+        longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
+        self.learner = self.run.make_learner(learner_settings(args), longest, args.adapters)
+        groups = (args.num_generations,) * self.schedule.prompts_per_rollout
+        expected = Demand(groups, longest[0] - 1, longest[1])
+        if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
+            expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
+        self.engine = engine_for(
+            args, self.start_model, self.learner, self.eos_ids, self.tokenizer, expected, self.rules
+        )
+        self.collector = self.make_collector()
+        self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
+
+        self.dataset_name = data_name(train_dataset, len(examples))
+        self.public_prompt: Prompt | None = None  # for the model's card; prompts may be private
+        self.estimates: dict[int, dict[str, Mapping[str, Estimate]]] = {}  # of evaluation sets, by the step before them
+
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
     def train(self) -> TrainResult:
@@ -102,37 +226,35 @@ class GRPOTrainer(RolloutRun):
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.
         """
-        with self.holding_folder():
-            log = self._train()
-        return TrainResult(self.cursor.step, self.train_seconds, log.rollout_tokens_per_s, log.last)
+        run = self.run
+        with run.training() as stop:
+            while True:
+                run.evaluate_if_due()
+                run.save_if_due()
+                if run.is_over():
+                    break
+                stop.check()
+                self.emit(StepStarted(self.cursor.step))
+                if self.pipeline is not None:
+                    self.pipeline.begin(self.cursor)
+                rows = self.next_rows()
+                update = self.update(rows)
+                run.stop_if_diverged(rows, update, DIVERGED)
+        return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, self.last_metrics)
 
-    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
-        while True:
-            self._evaluate_if_due(log, stop)
-            self._save_if_due(saver)
-            if self._is_over(log):
-                return
-            stop.check()
-            self.emit(StepStarted(self.cursor.step))
-            if self.pipeline is not None:
-                self.pipeline.begin(self.cursor)
-            rows = self._next_rows(log, stop)
-            update, scores = self._update(rows)
-            self._log(log, rows, update, scores)
-            self._stop_if_diverged(stop, rows, update)
-
-    def _next_rows(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
+    def next_rows(self) -> list[Row]:
         """Returns the rows of the next update; collects a rollout if the last one is used up."""
-        if self.experience is None:
-            self._collect(log, stop)
-        assert self.experience is not None, "there is a rollout"
-        return self.experience.next_rows()
+        return (self.experience or self.collect()).next_rows()
 
-    def _collect(self, log: RunLog, stop: PreemptionHandler, num_wanted: int = 1) -> None:
-        """Collects a rollout: completions with rewards, advantages and log-probs."""
+    def collect(self, num_wanted: int = 1) -> Experience:
+        """Collects a rollout: completions with rewards, advantages and log-probs.
+
+        Args:
+            num_wanted: Number of its minibatches that the next step takes.
+        """
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
-        with stop.cancellable(), self._shapes_kept():
+        with self.run.stop.cancellable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self.experience = experience
         self.cursor = replace(
@@ -141,24 +263,27 @@ class GRPOTrainer(RolloutRun):
             num_prompts=self.cursor.num_prompts + len(experience.groups),
             num_tokens=self.cursor.num_tokens + experience.num_tokens,
         )
-        log.rollout(self.cursor.step, experience.groups, experience.metrics, experience.errors)
+        self.run.log.rollout(self.cursor.step, experience.groups, experience.metrics, experience.errors)
+        return experience
 
-    def _update(self, rows: Sequence[Row]) -> tuple[Update, dict[int, TokenScores]]:
-        """Runs an optimizer step; also returns its token scores by index into the completions of the last rollout."""
-        self._state_before = self.learner.state
-        self.emit(PhaseStarted("updating"))
-        with self._shapes_kept():
+    def update(self, rows: Sequence[Row]) -> Update:
+        """Takes an optimizer step on rows, and logs it."""
+        with self.run.updating(), self._shapes_kept():
             update = self.learner.update(rows)
             if self.pipeline is None:
                 self.engine.params = self.learner.policy  # or it would keep the previous weights
-            scores = self._use(update)
-        num_bad_steps = 0 if update.applied else self.cursor.num_bad_steps + 1
-        self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
-        self._state_before = None
-        return update, scores
+            scores = self.count_as_used(update)
+            num_bad_steps = 0 if update.applied else self.cursor.num_bad_steps + 1
+            self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
+        self.log(rows, update, scores)
+        return update
 
-    def _use(self, update: Update) -> dict[int, TokenScores]:
-        """Counts the next minibatch of the rollout as used, and drops a rollout that is used up."""
+    def count_as_used(self, update: Update) -> dict[int, TokenScores]:
+        """Counts the rows of an update as used, and drops a rollout that is used up.
+
+        Returns:
+            Its token scores by index into the completions of the last rollout.
+        """
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}
@@ -166,22 +291,37 @@ class GRPOTrainer(RolloutRun):
         self.experience = experience if experience.num_left(self.schedule.num_passes) else None
         return scores
 
-    def _log(self, log: RunLog, rows: Sequence[Row], update: Update, scores: dict[int, TokenScores]) -> None:
-        step = self.cursor.step
+    def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
+        """Logs an optimizer step, and records the digests by which a replay of it is compared.
+
+        Raises:
+            RewardError: No completion has had a reward for a while.
+        """
+        step, log = self.cursor.step, self.run.log
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
-        self._record(log, rows, update)
-        self._stop_if_nothing_is_scored(log)
-
-    def _record(self, log: RunLog, rows: Sequence[Row], update: Update) -> None:
-        """Writes the digests of the step, by which a replay of it is compared."""
         record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
         self.run_folder.write_record(record.line())
+        self.stop_if_nothing_is_scored()
 
-    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
-        names = [reward.name for reward in self.rewards]
-        stop_if_nothing_is_scored(log, self.cursor.step, self.num_steps, self.schedule.updates_per_rollout, names)
+    def stop_if_nothing_is_scored(self) -> None:
+        """Ends a run in which no completion receives a reward.
+
+        A few rollouts without any reward may happen where rewards apply to some prompts only; more are a mistake.
+
+        Raises:
+            RewardError: There has been no reward for several rollouts, or in the whole run.
+        """
+        step, unscored = self.cursor.step, num_unscored_steps(self.run.log.diagnostics.history)
+        patience = min(UNSCORED_ROLLOUTS * max(1, self.schedule.updates_per_rollout), START_STEPS)
+        if unscored >= patience or unscored == step == self.num_steps:
+            names = ", ".join(repr(reward.name) for reward in self.rewards)
+            raise RewardError(
+                f"in steps {step - unscored + 1} to {step} no completion had a reward: every function ({names}) "
+                "returned None for every one of them. None means that a function does not apply to a completion; "
+                "return a number for those that it judges, and check that the dataset has what the functions look at"
+            )
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
@@ -194,10 +334,6 @@ class GRPOTrainer(RolloutRun):
             raise
 
     # -- evaluation ------------------------------------------------------------------------------------------------
-
-    @property
-    def _eval_sampler(self) -> Sampler:
-        return self.engine
 
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
@@ -215,28 +351,193 @@ class GRPOTrainer(RolloutRun):
         if self.pipeline is not None:
             self.pipeline.settle()
         self.engine.params = self.learner.policy
-        params = params or eval_params(self.args)
         step = self.cursor.step
         when = "after training" if step >= self.num_steps else f"at step {step}" if step else "before training"
         with self.progress, self.reward_runner as runner:
-            self._introduce()
+            self.run.introduce()
             runner.state = self.collector.trainer_state(self.cursor)
-            inputs = self.tokenizer, runner, self.reward_weights
-            of_sets = {
-                name: evaluate(
-                    self._eval_sampler,
-                    *inputs,
-                    prompts,
-                    params,
-                    self.correctness_reward,
-                    self.emit,
-                    f"evaluating {when}: {name}",
-                    self.rules,
-                )
-                for name, prompts in sets.items()
-            }
+            evaluation = Evaluation(
+                {
+                    name: evaluate(
+                        self.eval_sampler,
+                        self.tokenizer,
+                        runner,
+                        self.reward_weights,
+                        prompts,
+                        params or eval_params(self.args),
+                        self.correctness_reward,
+                        self.emit,
+                        f"evaluating {when}: {name}",
+                        self.rules,
+                    )
+                    for name, prompts in sets.items()
+                }
+            )
         if self.pipeline is None:
             self.engine.release()
         if eval_dataset is None:  # the model's card compares the same sets before and after
-            self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
-        return Evaluation(of_sets)
+            self.estimates[step] = {name: each.estimates for name, each in evaluation.sets.items()}
+        return evaluation
+
+    def encode_eval_sets(self, dataset: Any) -> dict[str, PromptSet]:
+        """Returns the encoded prompts of an evaluation set, or of several by name.
+
+        Raises:
+            ValueError: There are no prompts, or they lack a column that a reward function takes.
+        """
+        sets = eval_sets(self.args, dataset)
+        self._check_columns(self.prompts.examples, sets)
+        return self._encode(sets)
+
+    def _check_columns(self, examples: Examples, sets: Mapping[str, Examples]) -> None:
+        for name, each in sets.items():
+            columns = [column for column in examples[0] if column != "prompt"]
+            check_columns(self.rewards, columns, each[0], f"eval_dataset {name!r}")
+
+    def _encode(self, sets: Mapping[str, Examples]) -> dict[str, PromptSet]:
+        length = self.args.eval_max_completion_length
+        given = self.args, self.start_model, self.tokenizer
+        return {
+            name: prompts_for(*given, examples, self.rules, length, f"eval_dataset {name!r}")
+            for name, examples in sets.items()
+        }
+
+    # -- parts that a subclass may replace -----------------------------------------------------------------------
+
+    def make_schedule(self) -> UpdateSchedule:
+        """Returns how rollouts become optimizer steps."""
+        return update_schedule(self.args)
+
+    def make_reward_runner(self) -> RewardRunner:
+        """Returns the runner of the rewards."""
+        return RewardRunner(self.rewards, self.args)
+
+    def make_collector(self) -> Collector:
+        """Returns the collector of rollouts, from the other parts."""
+        sampler = sampler_for(self.args, self.start_model, self.engine, self.learner.policy, self.run_folder.path)
+        scoring = Scoring(self.reward_runner, self.reward_weights, self.correctness_reward, self.num_steps)
+        return Collector(
+            self.args,
+            self.schedule,
+            self.prompts,
+            self.learner,
+            sampler,
+            Episodes(self.tokenizer, self.rules, self._records),
+            scoring,
+            ignore if self.args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
+        )
+
+    @property
+    def eval_sampler(self) -> Sampler:
+        """The sampler of evaluations."""
+        return self.engine
+
+    def _records(self) -> Path | None:
+        """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
+        if is_remote(self.args.output_dir) or not self.rules.has_turns:
+            return None
+        return self.run_folder.records if processes.is_primary() else self._shared_records
+
+    # -- what its run asks of it -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def working(self, stop: PreemptionHandler) -> Iterator[None]:
+        """Starts what only runs during training: the calls of rewards, and the threads that sample."""
+        with self.reward_runner, self.pipeline or nullcontext():
+            self.engine.before_chunk = stop.check_cancellable
+            try:
+                yield
+            finally:
+                self.engine.before_chunk = None
+
+    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        """Returns the earlier policies that sample coming rollouts, which a checkpoint has to keep."""
+        return self.pipeline.policies(cursor) if self.pipeline else {}
+
+    def settle(self) -> None:
+        """Does nothing: between two steps the state is whole."""
+
+    def diagnose(self) -> Diagnose:
+        """Returns what finds faults of the run in its metrics."""
+        return partial(step_diagnostics, logp_limit=logp_limit(self.args, str(self.learner.dtype) == "float32"))
+
+    def identity(self) -> Identity:
+        """Returns everything that a resumed run must have in common with this one."""
+        return identity_of(
+            self.args,
+            self.start_model,
+            self.tokenizer,
+            self.prompts.token_ids,
+            [reward.name for reward in self.rewards],
+            self.num_steps,
+            () if self.prompts.images is None else self.prompts.images.digests,
+        )
+
+    def restore(self, saved: Saved, log: RunLog) -> None:
+        """Continues from a checkpoint, after the learner did."""
+        self.cursor, self.experience = Cursor(**saved.state["cursor"]), None
+        state = saved.state["rollout"]
+        if state is not None:
+            first, end = state["first_prompt"], self.cursor.num_prompts
+            order = self.collector.visited(first, end - first)
+
+            def prompt_of(index: int) -> tuple[Any, PromptImages | None]:
+                return self.prompts.examples[order[index]], self.prompts.images_of([order[index]])[0]
+
+            experience, scores = read_rollout(saved.folder, state, prompt_of)
+            minibatches = self.collector.cut(experience.groups[: self.schedule.prompts_per_rollout])
+            self.experience = replace(experience, minibatches=with_scores(minibatches, scores))
+        if self.pipeline is not None:
+            self.pipeline.restore(read_policies(saved.folder, saved.state.get("policies", []), self.learner))
+        experience = self.experience
+        rollouts = [row for group in experience.groups for row in group] if experience else []
+        log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
+        remove_download(saved)
+
+    def describe(self) -> Description:
+        """Returns what a user should know of the run before its first step."""
+        args, learner, schedule, rules = self.args, self.learner, self.schedule, self.rules
+        sets = {"train_dataset": self.prompts}
+        sets |= {f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()}
+        return Description(
+            run_facts(
+                args,
+                self.start_model,
+                self.dataset_name,
+                self.prompts,
+                self.eval_prompts,
+                self.rewards,
+                self.num_steps,
+                schedule.rows_per_step,
+                learner.execution.checkpointing,
+                ({"adapters": ", ".join(args.adapters)} if args.adapters else {}) | rules.names,
+            ),
+            memory_facts(learner, schedule.rows_per_step, 0 if args.rollout_servers else self.engine.planned_bytes()),
+            time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
+            [
+                f"{name} has prompts longer than {prompts.max_length} tokens: {prompts.num_dropped} dropped, "
+                f"{prompts.num_truncated} truncated, {len(prompts)} left"
+                for name, prompts in sets.items()
+                if prompts.num_dropped + prompts.num_truncated
+            ],
+            setup_diagnostics(args, self.eos_ids, len(self.prompts)),
+        )
+
+    def card(self) -> str:
+        """Returns the card of the model."""
+        adapter = self.start_model.adapter
+        return run_card(
+            self.args,
+            adapter.base_name if adapter else self.start_model.name,
+            None if adapter is None else asdict(adapter.config),
+            self.dataset_name,
+            [reward.name for reward in self.rewards],
+            self.cursor.step,
+            self.last_metrics,
+            is_conversational(self.prompts.examples[0]["prompt"]),
+            license_of(read_card(self.start_model.source)),
+            self.rules.names,
+            of_run=run_sections(self.run_folder.path, self.estimates),
+            recipe=(self.run_folder.command or {}).get("recipe"),
+            prompt=self.public_prompt,
+        )

@@ -84,7 +84,7 @@ def main(folder, settings, pause_s, demo):
     trainer.learner.update = phase.during("update", trainer.learner.update, pause_s)
     trainer.reward_runner.finish = phase.during("reward", trainer.reward_runner.finish, pause_s)
     trainer.evaluate = phase.during("evaluation", trainer.evaluate, pause_s)
-    trainer.collector.sample = phase.during("rollout", trainer.collector.sample, pause_s)
+    trainer.collector.rollout = phase.during("rollout", trainer.collector.rollout, pause_s)
     writer.seal = phase.during("checkpoint", writer.seal, pause_s, place=1)
     trainer.train()
     np.savez(folder / "final.npz", **final_state(trainer))

@@ -50,15 +50,15 @@ def with_rate(trainer, at=3):
 
 def with_nan(trainer, at=4):
     """Damages a row of one update of a trainer."""
-    next_rows = trainer._next_rows
+    next_rows = trainer.next_rows
 
-    def spoiled(log, stop):
-        rows = next_rows(log, stop)
+    def spoiled():
+        rows = next_rows()
         if trainer.cursor.step + 1 == at:
             rows[5] = replace(rows[5], advantages=rows[5].advantages * np.float32(np.nan))
         return rows
 
-    trainer._next_rows = spoiled
+    trainer.next_rows = spoiled
 
 
 def makes(reward=letters, data=PROMPTS, spoil=None):

@@ -461,12 +461,12 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
     break_it = {"full": lambda: fill(small_disk), "read-only": lambda: remount(small_disk, "ro")}[how]
     mend_it = {"full": (small_disk / "filler").unlink, "read-only": lambda: remount(small_disk, "rw")}[how]
-    seen, savers = [], []
+    seen = []
 
     def breaking(completion_ids, trainer_state):
         if 3 <= trainer_state.step < 6:
-            savers[0].writer.wait()  # what it could not write would make room again
-            savers[0].states.writer.wait()
+            trainer.run.saver.writer.wait()  # what it could not write would make room again
+            trainer.run.saver.states.writer.wait()
             break_it()
         elif trainer_state.step == 6 and not seen:
             seen.extend(name for name in steps_in(small_disk) if not name.startswith("."))
@@ -474,13 +474,6 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
         return count_a(completion_ids)
 
     trainer = a_trainer(small_disk, breaking, max_steps=8, save_steps=1)
-    begin = trainer._begin
-
-    def beginning(log):
-        savers.append(begin(log))
-        return savers[0]
-
-    trainer._begin = beginning
     trainer.train()
     word = {"full": "No space left on device", "read-only": "Read-only file system"}[how]
     assert "could not be written (" in caplog.text
@@ -720,18 +713,11 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
 
     def update_and_stop(rows):
         if first.cursor.step == 2:  # the third step
-            first_saver.writer.wait()
+            first.run.saver.writer.wait()
             os.kill(os.getpid(), signal.SIGTERM)
         return update(rows)
 
-    begin = first._begin
-
-    def beginning(log):
-        nonlocal first_saver
-        first_saver = begin(log)
-        return first_saver
-
-    first_saver, first._begin, first.learner.update = None, beginning, update_and_stop
+    first.learner.update = update_and_stop
     with pytest.raises(PreemptedError, match=r"could not be saved; the newest one is s3:.*/step_000001"):
         first.train()
     assert "the checkpoint of step 2 could not be written" in caplog.text

@@ -37,7 +37,7 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
     assert overview(Run(tmp_path / "run"))["facts"]["data"] == trainer.dataset_name
     assert "from Python" in trainer.dataset_name
     assert "time per step" not in process["run"]
-    assert trainer._expectations == {"time per step": "shown after the first steps"}
+    assert trainer.describe().expectations == {"time per step": "shown after the first steps"}
 
 
 @pytest.mark.parametrize("is_evaluated_first", [False, True])

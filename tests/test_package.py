@@ -149,6 +149,41 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not graph, f"these import each other: {', '.join(sorted(graph))}"
 
 
+def test_no_room_names_a_private_attribute_of_another():
+    """Satellites such as compat and replay extend trainers by their public parts and hooks alone."""
+    used, defined, classes = {}, {}, {}
+    for module, path in modules().items():
+        own_used, own_defined = used.setdefault(module, set()), defined.setdefault(room_of(module), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                (own_defined if isinstance(node.ctx, ast.Store) else own_used).add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupax"):
+                if room_of(node.module) != room_of(module):
+                    own_used |= {each.name for each in node.names if is_private(each.name)}
+            elif isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+                private = {name for each in node.body if is_private(name := getattr(each, "name", ""))}
+                classes.setdefault(node.name, []).append((room_of(module), bases, private))
+                targets = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                own_defined |= private | {each.id for each in targets if isinstance(each, ast.Name)}
+            elif isinstance(node, ast.FunctionDef) and is_private(node.name):
+                own_defined.add(node.name)
+    everywhere = set().union(*defined.values())
+    for module, names in used.items():
+        foreign = (names & everywhere) - defined[room_of(module)]
+        assert not foreign, f"{module} names {', '.join(sorted(foreign))}, which another room keeps to itself"
+    for name, found in classes.items():
+        for (room, bases, private), base in ((each, base) for each in found for base in each[1]):
+            for other, _, theirs in classes.get(base, []):
+                shared = private & theirs
+                assert other == room or not shared, f"{name} overrides {', '.join(shared)} of {base} in another room"
+
+
+def is_private(name):
+    of_named_tuples = ("_fields", "_replace", "_asdict", "_make")
+    return name.startswith("_") and not name.startswith("__") and name not in ("_", *of_named_tuples)
+
+
 def test_imports_without_jax():
     code = "import importlib, sys\n"
     code += f"for name in {sorted(WITHOUT_JAX)}:\n    importlib.import_module(name)\n"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -416,7 +417,7 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
 
     admits = recording(monkeypatch, groupax.engine.batch, "admit", last=False)
     chunks = recording(monkeypatch, groupax.engine.batch, "decode_chunk", last=quick)
-    engine = engine_for(args, model, learner.policy, (1,))
+    engine = engine_for(args, model, learner, (1,))
     prompts = [np.arange(2, 2 + longest[0]) + index for index in range(run.num_rows // args.num_generations)]
     try:
         engine.generate(prompts, SamplingParams(n=args.num_generations, max_tokens=longest[1], ignore_eos=True))
@@ -535,7 +536,7 @@ def test_what_no_device_can_hold_is_told_before_anything_is_compiled():
 def test_the_cache_has_what_is_free_beside_gathered_weights(monkeypatch):
     mesh = make_mesh((1, 4, 1, 1, 1))
     model = init_model(SMALL, mesh=mesh)
-    engine = engine_for(GRPOConfig(), model, model.params, (1,))
+    engine = engine_for(GRPOConfig(), model, SimpleNamespace(policy=model.params, features=None), (1,))
     seen = []
 
     def free(mesh):

@@ -132,7 +132,7 @@ def test_what_can_be_done_again_is_given_up(tmp_path, whole, phase, monkeypatch)
         return stopping
 
     trainer = a_run(tmp_path, save_steps=3)
-    trainer.collector._rollout_metrics = stop_in(trainer.collector._rollout_metrics, "rollout")
+    trainer.collector.rollout_metrics = stop_in(trainer.collector.rollout_metrics, "rollout")
     trainer.reward_runner.finish = stop_in(trainer.reward_runner.finish, "reward")
     if phase == "main thread":
         reward = stop_in(needing_signals, phase)
@@ -423,15 +423,15 @@ args = GRPOConfig(output_dir=run, prompts_per_step=8, num_generations=4, max_com
                   learning_rate=1e-2, beta=0.05, progress_bar="none", save_steps=2, save_total_limit=0)
 prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
 trainer = GRPOTrainer(model, letters, args, prompts)
-loop = trainer._loop
+started = trainer.run.hooks.started
 
-def keeping(log, saver, stop):
+def keeping(run):
     flat = jax.tree_util.tree_leaves_with_path(trainer.learner.state)
     np.savez(f"{run}.begun.npz", **{jax.tree_util.keystr(path): np.asarray(x) for path, x in flat})
     print(json.dumps(sorted({str(x.sharding.spec) for _, x in flat})))
-    loop(log, saver, stop)
+    started(run)
 
-trainer._loop = keeping
+trainer.run.hooks.started = keeping
 trainer.train()
 """
 

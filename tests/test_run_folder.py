@@ -197,20 +197,12 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
     def losing(completion_ids, trainer_state):
         if trainer_state.step == 3 and not done:
             done.append(do)
-            trainer_saver.writer.wait()
-            trainer_saver.states.writer.wait()
+            trainer.run.saver.writer.wait()
+            trainer.run.saver.states.writer.wait()
             do(tmp_path / "run")
         return count_a(completion_ids)
 
     trainer = a_trainer(tmp_path, losing, max_steps=6, save_steps=2, reward_scope="rollout")
-    begin, trainer_saver = trainer._begin, None
-
-    def beginning(log):
-        nonlocal trainer_saver
-        trainer_saver = begin(log)
-        return trainer_saver
-
-    trainer._begin = beginning
     trainer.train()
     run = tmp_path / place
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

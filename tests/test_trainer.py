@@ -539,4 +539,4 @@ def test_weights_to_decode_with_are_gone_while_others_are_computed_with(tmp_path
     trainer.train()
     assert seen == [("logprobs", True), ("update", True)]
     assert trainer.model.params is trainer.learner.policy
-    assert trainer._model.params == {}, "those that it was loaded with"
+    assert trainer.start_model.params == {}, "those that it was loaded with"

@@ -42,7 +42,7 @@ class Counting(TRLBatchTrainer):
             for index in range(len(visited))
         ]
         self.generations.append([cursor.step, visited])
-        minibatches = self.collector._with_old_logprobs(self.collector.cut(groups), len(visited) * G)
+        minibatches = self.collector.cut(groups)
         return Experience(groups, METRICS, {}, cursor.num_prompts, 0, minibatches)
 
     def completion(self, index, sample, generation):

@@ -354,7 +354,7 @@ def test_a_checkpoint_keeps_episodes_in_progress(tmp_path):
 
 def with_turns(trainer):
     """Lets a trainer take the middle of each completion for the environment's, and gives each turn its advantage."""
-    sample = trainer.collector.sample
+    sample = trainer.collector.rollout
 
     def episode(rollout):
         num_tokens = len(rollout.completion_ids)
@@ -375,7 +375,7 @@ def with_turns(trainer):
         experience = sample(*given)
         return replace(experience, groups=[[episode(each) for each in group] for group in experience.groups])
 
-    trainer.collector.sample = sampled
+    trainer.collector.rollout = sampled
     return trainer
 
 

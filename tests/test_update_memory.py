@@ -220,7 +220,7 @@ def test_the_memory_that_is_always_taken_is_among_the_facts_of_a_run(tmp_path):
     expected = sum(x.nbytes for x in masters) * (2 + copies) / 1e6  # with adamw's two moments
     told = memory_facts(trainer.learner, num_rows=8)["planned memory"]
     assert told.startswith(f"{expected:.3g} MB per device for weights and optimizer, plus about ")
-    assert list(trainer._plans) == ["planned memory"]
+    assert list(trainer.describe().plans) == ["planned memory"]
 
 
 def test_the_memory_that_updates_are_planned_to_take(tmp_path):

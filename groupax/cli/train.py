@@ -165,7 +165,7 @@ def _train(command: Train, inputs: Inputs, progress: Progress) -> list[Any]:
         trainer.public_prompt = trainer.prompts.examples[0]["prompt"]
     trainer.run_folder.command = recorded(command)
     progress(Message(f"groupax {__version__}: the run is in {command.args.output_dir}"))
-    with trainer.holding_folder():
+    with trainer.run.holding_folder():
         return _train_and_report(trainer, agents, is_evaluated=sets is not None)
 
 

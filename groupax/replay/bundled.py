@@ -304,13 +304,13 @@ class BundleTrainer(ReplayTrainer):
         self.manifest = manifest
         super().__init__(target, *arguments, **named)
 
-    def _build_parts(self) -> None:
-        super()._build_parts()
-        self.collector = BundleCollector(self.collector, self.manifest.visits, self.manifest.num_examples)
+    def make_collector(self) -> BundleCollector:
+        """Returns a collector of the prompts in the bundle."""
+        return BundleCollector(super().make_collector(), self.manifest.visits, self.manifest.num_examples)
 
-    def _describe(self) -> Identity:
+    def identity(self) -> Identity:
         """Returns the identity of the run; says so if the model is not its model."""
-        own, then = self.description, self.manifest.identity
+        own, then = self.own_identity(), self.manifest.identity
         if self.target.is_changed:
             return own if self.target.identity is None else self.target.identity
         if own["model"] != then.get("model"):

@@ -265,7 +265,7 @@ class Search:
             raise NoCauseError(f"{unknown[0]} follows from neither the weights nor the completions")
         self._samples = bool(others)
         collector, args = self.trainer.collector, self.trainer.args
-        if self._samples and (collector.rules.has_turns or args.max_staleness or moment.experience.num_used):
+        if self._samples and (collector.episodes.rules.has_turns or args.max_staleness or moment.experience.num_used):
             raise NoCauseError(
                 f"{others[0]} is a metric of completions, which are not sampled again under other weights in a run "
                 "with tools, environments, max_staleness or several updates on a rollout"

@@ -11,8 +11,9 @@ from groupax.episodes.record import Record
 from groupax.models.specs import Params
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
-from groupax.rollouts.collector import Collector, with_advantages
+from groupax.rollouts.collector import Collector
 from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.rows import with_advantages
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.step_record import Stage
 
@@ -42,12 +43,12 @@ class ReplayCollector(Collector):
         """Returns the recorded rollout, or the same one computed again, ready for updates."""
         number = cursor.num_rollouts
         groups = None if self.samples(number) else self._recorded(cursor)
-        experience = self._sampled(cursor) if groups is None else self._experience(groups, cursor)
-        return self.scored(experience, cursor, num_wanted)
+        experience = self._sampled(cursor) if groups is None else self._replayed(groups, cursor)
+        return self.with_logprobs(experience, cursor, num_wanted)
 
     def sampled_again(self, cursor: Cursor) -> Experience:
         """Returns the rollout of a cursor, sampled by the present policy."""
-        return self.scored(self._sampled(cursor), cursor, 1)
+        return self.with_logprobs(self._sampled(cursor), cursor, 1)
 
     def shifts(self, experience: Experience, left_out: Collection[int]) -> list[float]:
         """Returns by how much each completion's advantage changes if some had never been.
@@ -67,7 +68,7 @@ class ReplayCollector(Collector):
         ]
         if self.args.turn_credit == "returns" or self.args.use_kl_in_reward:
             return [0.0] * next(places) + [0.0] * rest
-        before, after = (self._advantages(each).values for each in (groups, without))
+        before, after = (self.advantages(each).values for each in (groups, without))
         return [*np.nan_to_num(after - before).tolist(), *[0.0] * rest]
 
     def samples(self, number: int) -> bool:
@@ -93,7 +94,7 @@ class ReplayCollector(Collector):
         policy = self.policies.pop(number, None)
         version = self.policy_version(number) if self.args.max_staleness else cursor.step
         self.engine.params = self._weights(policy)
-        experience = self.sample(self.engine, cursor, version if policy is None else policy.version)
+        experience = self.rollout(self.engine, cursor, version if policy is None else policy.version)
         self.engine.params = self.learner.policy
         self.engine.release()
         return experience
@@ -101,14 +102,14 @@ class ReplayCollector(Collector):
     def _asked(self, number: int) -> bool:
         """Returns whether tools or environments answered in a rollout; True if that is not known."""
         table = next((table for step in self._steps(number) if (table := self.run.table(step)) is not None), None)
-        return table is None or self.rules.has_environments or '"calls": [{' in "".join(table.get("turns", ()))
+        return table is None or self.episodes.rules.has_environments or '"calls": [{' in "".join(table.get("turns", ()))
 
     def _weights(self, policy: Policy | None) -> Params:
         return self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
 
-    def _record(self, number: int, is_closed: bool = False) -> Record:
+    def record(self, number: int, is_closed: bool = False) -> Record:
         """Returns the record of a rollout's calls, to which none is added unless it may be made."""
-        return super()._record(number, is_closed or not self.makes_calls)
+        return super().record(number, is_closed or not self.makes_calls)
 
     def _copy_calls(self, number: int) -> None:
         """Copies what tools answered into the folder of the replay, where it is looked up.
@@ -116,7 +117,7 @@ class ReplayCollector(Collector):
         Raises:
             ValueError: The answers were not kept, and no call may be made.
         """
-        folder, files = self.records(), self.run.calls(number)
+        folder, files = self.episodes.records(), self.run.calls(number)
         if folder is not None and not files and not self.makes_calls and self._asked(number):
             raise ValueError(
                 f"what tools and environments answered in rollout {number} is not in {self.run.folder}/calls any more, "
@@ -137,22 +138,18 @@ class ReplayCollector(Collector):
         images = self.prompts.images_of(self.visited(cursor.num_prompts, len(groups)))
         return [[replace(row, images=images[row.prompt_index]) for row in group] for group in groups]
 
-    def _experience(self, groups: list[Group], cursor: Cursor) -> Experience:
+    def _replayed(self, groups: list[Group], cursor: Cursor) -> Experience:
         """Returns recorded groups as a rollout, with rewards and advantages again where this is asked for."""
         errors: Mapping[str, str] = {}
         num_trained, stage = self.schedule.prompts_per_rollout, self.stage
         is_target = cursor.num_rollouts in self.targets
         if is_target and stage == "reward":
-            self.runner.state = self.trainer_state(cursor)
-            scored = score_groups([[replace(row, rewards={}) for row in group] for group in groups], self.runner)
+            self.scoring.runner.state = self.trainer_state(cursor)
+            scored = score_groups(
+                [[replace(row, rewards={}) for row in group] for group in groups], self.scoring.runner
+            )
             groups, errors = scored.groups, scored.errors
         if is_target and stage in ("reward", "advantage"):
             trained = groups[:num_trained]
-            groups = with_advantages(trained, self._advantages(trained)) + groups[num_trained:]
-        rows = [row for group in groups for row in group]
-        num_tokens = sum(row.num_sampled_tokens for row in rows)
-        num_tokens += sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))
-        times = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
-        metrics = self._rollout_metrics(groups) | times
-        metrics["epoch"] = (cursor.num_prompts + len(groups)) / len(self.prompts)
-        return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)
+            groups = with_advantages(trained, self.advantages(trained)) + groups[num_trained:]
+        return self.experience(groups, cursor, {"time/rollout_s": 0.0, "time/reward_s": 0.0}, errors)

@@ -57,7 +57,7 @@ def collect_bundle(
         target = Target(run, start, "update", saves=True)
     with prepared(target, make, settings) as (ready, args):
         trainer = make(ready, args)
-        identity = trainer.description
+        identity = trainer.own_identity()
         num_bytes = 3 * sum(leaf.nbytes for leaf in arrays.named_leaves(trainer.learner.state.params).values())
         includes: list[str] = [*(("state",) * (num_bytes <= SMALL_STATE_BYTES) if include is None else include)]
         if trainer.model_name is None:  # there is nothing that one could refer to
@@ -67,7 +67,7 @@ def collect_bundle(
             _write_model(trainer, folder / "model")
         if start and "state" in includes:
             trainer.train()
-            identity = trainer.identity  # that the state has
+            identity = trainer.run.identity  # that the state has
             _check_state(trainer, run, start)
             _write_state(trainer.run_folder.path / "checkpoints" / OWN.name_of(start), folder / "state")
             first = start

@@ -10,7 +10,6 @@ from typing import Any
 from groupax.config import GRPOConfig
 from groupax.events import Message, StepStarted
 from groupax.models.saving import save_model
-from groupax.parallel.preemption import PreemptionHandler
 from groupax.replay.collector import ReplayCollector
 from groupax.replay.moments import Moment, moment_of
 from groupax.replay.recorded import RecordedRun
@@ -19,12 +18,12 @@ from groupax.rollouts.state import Cursor
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
 from groupax.runs.checkpoints.record import read_policies
-from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
+from groupax.runs.run import Description, Run, RunHooks
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.steps import QUIET
-from groupax.trainer import GRPOTrainer
+from groupax.trainer import GRPOTrainer, TrainResult
 from groupax.training.adapters import AdapterLearners
 
 SettingsAt = Callable[[int], GRPOConfig]  # the settings of a run at a step
@@ -117,7 +116,7 @@ def trained(target: Target, make: "Make", args: GRPOConfig) -> Identity:
     """Repeats the steps up to a target, and returns the identity of that run."""
     trainer = make(target, args)
     trainer.train()
-    return trainer.identity
+    return trainer.run.identity
 
 
 def link_checkpoint(saved: Saved, run: Path) -> Path:
@@ -150,39 +149,37 @@ class ReplayTrainer(GRPOTrainer):
         target.check()
         self.target, self.first_step = target, 0
         super().__init__(*arguments, **named)
-
-    def _build_parts(self) -> None:
-        super()._build_parts()
         self.pipeline = None  # rollouts of earlier policies are sampled when they are needed
+        self.run.hooks = _ReplayHooks(self)
+
+    def make_collector(self) -> ReplayCollector:
+        """Returns a collector of recorded rollouts."""
         numbers = [(step - 1) // self.schedule.updates_per_rollout for step in self.target.steps]
-        targets = range(numbers[0], numbers[-1] + 1)
-        given = self.target.run, targets, self.target.stage, self.target.is_changed
-        collector = ReplayCollector(self.collector, *given)
-        collector.emit = self.emit
-        self.collector = collector
+        targets, target = range(numbers[0], numbers[-1] + 1), self.target
+        collector = replace(super().make_collector(), emit=self.emit)
+        return ReplayCollector(collector, target.run, targets, target.stage, makes_calls=target.is_changed)
 
     @property
     def model_name(self) -> str | None:
         """Folder or hub id of the model that the run started from; None for one made in memory."""
-        return self._model.adapter.base_name if self._model.adapter else self._model.name
+        return self.start_model.adapter.base_name if self.start_model.adapter else self.start_model.name
 
     @property
     def model_source(self) -> Path | None:
         """Folder with its files; None for one made in memory."""
-        return self._model.source
+        return self.start_model.source
 
     def save_start(self, folder: Path) -> None:
         """Writes the model that the run starts from into a folder, before it has trained."""
-        save_model(self._model, folder, self.tokenizer)
+        save_model(self.start_model, folder, self.tokenizer)
 
-    @property
-    def description(self) -> Identity:
-        """The identity of a run with these arguments, which is known until the trainer has trained."""
-        return super()._describe()
+    def own_identity(self) -> Identity:
+        """Returns the identity of a run with these arguments, which is known until the trainer has trained."""
+        return super().identity()
 
-    def _describe(self) -> Identity:
+    def identity(self) -> Identity:
         """Returns the identity that was saved, if only the data differ; says so then."""
-        own = self.description
+        own = self.own_identity()
         if self.target.identity is not None:
             return self.target.identity
         saved = self.target.run.checkpoint(self.target.step)
@@ -194,42 +191,36 @@ class ReplayTrainer(GRPOTrainer):
             self.emit(Message(f"the dataset is not that of the run:\n{describe(data)}", warning=True))
         return {**own, "train_dataset": saved.state["identity"]["train_dataset"]}
 
-    def _restore(self, saved: Saved, log: RunLog) -> None:
+    def restore(self, saved: Saved, log: RunLog) -> None:
+        """Continues from a checkpoint, with the policies that sample the rollouts after it."""
         policies = read_policies(saved.folder, saved.state.get("policies", []), self.learner)
-        super()._restore(saved, log)
+        super().restore(saved, log)
         self.collector.policies = policies
         self.first_step = self.cursor.step
 
-    def _begin(self, log: RunLog) -> RunSaver:
-        saver, start = super()._begin(log), self.target.starts_at
-        if start:
-            before = self.target.run.records[start]
-            self.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
-            self.first_step = start
-            for learner in self.learner.each.values() if isinstance(self.learner, AdapterLearners) else [self.learner]:
-                learner.num_updates = start
-        return saver
+    def train(self) -> TrainResult:
+        """Takes the steps up to the target."""
+        run = self.run
+        with run.training() as stop:
+            while self.cursor.step < self.target.step:
+                stop.check()
+                self._step()
+            self._keep_policies()
+            if self.target.saves:
+                run.saver.save_and_wait(self.cursor, self.experience)
+            if self.finish is not None:
+                self.finish()
+        return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, self.last_metrics)
 
-    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
-        while self.cursor.step < self.target.step:
-            stop.check()
-            self._step(log, stop)
-        self._keep_policies()
-        if self.target.saves:
-            saver.save_and_wait(self.cursor, self.experience)
-        if self.finish is not None:
-            self.finish()
-
-    def _step(self, log: RunLog, stop: PreemptionHandler) -> None:
+    def _step(self) -> None:
         self._keep_policies()
         self.emit(StepStarted(self.cursor.step))
         before = self.cursor
-        rows = self._next_rows(log, stop)
+        rows = self.next_rows()
         if self.observe is not None and self.cursor.step + 1 in self.target.steps:
             assert self.experience is not None, "there is a rollout"
             self.observe(self.cursor.step + 1, moment_of(self.learner, self.experience, before))
-        update, scores = self._update(rows)
-        self._log(log, rows, update, scores)
+        self.update(rows)
 
     def _keep_policies(self) -> None:
         """Keeps the present policy if it samples a later rollout, or one after the state that is saved."""
@@ -243,31 +234,43 @@ class ReplayTrainer(GRPOTrainer):
             if is_due and (number > last or self.collector.needs_policy(number)):
                 self.collector.policies[number] = Policy(step, self.learner.snapshot())
 
-    def _policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        """Returns the earlier policies that sample coming rollouts."""
         kept = self.collector.policies.items()
         return {number: policy for number, policy in kept if number >= cursor.num_rollouts}
 
-    @property
-    def identity(self) -> Identity:
-        """The identity of the run."""
-        assert self._identity is not None, "it has trained"
-        return self._identity
-
-    @property
-    def _diagnose(self) -> Diagnose:
-        """Finds nothing: the run has reported what is wrong."""
+    def diagnose(self) -> Diagnose:
+        """Returns what finds nothing: the run has reported what is wrong."""
         return lambda _: {}
 
-    def _report_setup(self, log: RunLog) -> None:
-        """Does nothing, for the same reason."""
+    def describe(self) -> Description:
+        """Returns what is to be known of the run, without what it has warned of."""
+        return replace(super().describe(), warnings=(), findings={})
 
-    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+    def stop_if_nothing_is_scored(self) -> None:
         """Does nothing: the run has continued."""
 
-    def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
-        del saver, stop  # nothing is saved
-        log.close_sinks()
-        self.run_folder.settle()
+
+class _ReplayHooks(RunHooks):
+    """Starts after any step, and saves nothing at the end."""
+
+    def __init__(self, trainer: ReplayTrainer) -> None:
+        self.trainer = trainer
+
+    def started(self, run: Run) -> None:
+        del run
+        trainer, start = self.trainer, self.trainer.target.starts_at
+        if start:
+            before = trainer.target.run.records[start]
+            trainer.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
+            trainer.first_step = start
+            learner = trainer.learner
+            for each in learner.each.values() if isinstance(learner, AdapterLearners) else [learner]:
+                each.num_updates = start
+
+    def end(self, run: Run) -> None:
+        run.log.close_sinks()
+        run.folder.settle()
 
 
 # Makes a trainer for a target, with these settings.

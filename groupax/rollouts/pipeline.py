@@ -75,20 +75,20 @@ class Pipeline:
         self._saved: dict[int, Policy] = {}
 
     def __enter__(self) -> "Pipeline":
-        self.device_lock = self.collector.learner.device_lock = self.collector.runner.device_lock = FairLock()
+        self.device_lock = self.collector.learner.device_lock = self.collector.scoring.runner.device_lock = FairLock()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.device_lock.close()
         for thread in self._threads:
             while thread.is_alive():
-                self.collector.runner.cancel()
+                self.collector.scoring.runner.cancel()
                 if isinstance(self.collector.engine, Cancellable):
                     self.collector.engine.cancel()
                 thread.join(0.05)
         self._jobs.clear()
         self._threads.clear()
-        self.collector.learner.device_lock, self.collector.runner.device_lock = None, nullcontext()
+        self.collector.learner.device_lock, self.collector.scoring.runner.device_lock = None, nullcontext()
 
     def begin(self, cursor: Cursor) -> None:
         """Starts all rollouts that the current policy samples, and those that restored policies sample.
@@ -121,16 +121,16 @@ class Pipeline:
         """
         begun_s = time.perf_counter()
         job = self._jobs[0]
-        self.collector.runner.serve([job.result])
-        self.collector.runner.state = self.collector.trainer_state(job.cursor)
+        self.collector.scoring.runner.serve([job.result])
+        self.collector.scoring.runner.state = self.collector.trainer_state(job.cursor)
         metrics = {"time/wait_s": time.perf_counter() - begun_s}
-        experience = self.collector.scored(job.result.result(), cursor, num_wanted)
+        experience = self.collector.with_logprobs(job.result.result(), cursor, num_wanted)
         self._jobs.popleft()
         return replace(experience, metrics=experience.metrics | metrics)
 
     def settle(self) -> None:
         """Waits until no rollout is in progress."""
-        self.collector.runner.serve([job.result for job in self._jobs])
+        self.collector.scoring.runner.serve([job.result for job in self._jobs])
 
     def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
         """Returns the policies older than the learner's that sample coming rollouts, by the number of the rollout."""
@@ -163,7 +163,7 @@ class Pipeline:
         sampler = _LockedSampler(collector.engine, self.device_lock)
         if not collector.args.filter_zero_variance:  # which may sample again
             sampler.ended = job.sampled
-        return collector.sample(sampler, cursor, job.policy.version)
+        return collector.rollout(sampler, cursor, job.policy.version)
 
 
 class _LockedSampler:

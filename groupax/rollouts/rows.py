@@ -1,12 +1,91 @@
-"""Turns completions into rows to train on. Imports no jax."""
+"""Turns scored completions into rows to train on: their advantages, their masks, their minibatches. Imports no jax."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from groupax.settings.objective import MaskSettings
+from groupax.objective.advantages import (
+    Advantages,
+    clipped_sum,
+    find_advantage_estimator,
+    group_advantages,
+    with_penalty,
+)
+from groupax.objective.returns import return_advantages
+from groupax.rewards.contract import reward_matrix, turn_reward_matrices
+from groupax.rollouts.state import Group
+from groupax.settings.objective import AdvantageSettings, MaskSettings
 from groupax.types import TRUNCATIONS, Branch, FinishReason, Rollout, Row
+
+
+def advantages_of(
+    rollouts: Sequence[Rollout],
+    names: Sequence[str],
+    weights: np.ndarray,
+    num_generations: int,
+    settings: AdvantageSettings | Any,
+    penalty: np.ndarray | None = None,
+) -> Advantages:
+    """Returns the advantages of completions by their rewards.
+
+    Args:
+        rollouts: Completions of whole groups, with their rewards.
+        names: Names of the rewards.
+        weights: Weight of each reward.
+        num_generations: Number of completions of a group.
+        settings: How advantages are computed; a config has them too.
+        penalty: Subtracted from the sum of each completion's rewards after it was clipped; None for nothing.
+    """
+    if settings.turn_credit == "returns":
+        matrices = turn_reward_matrices(names, rollouts)
+        return return_advantages(matrices, weights, num_generations, settings.scale_rewards, settings.turn_discount)
+    rewards = reward_matrix(names, rollouts)
+    totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * weights, axis=1))
+    if settings.reward_clip_range is not None:
+        rewards, weights = clipped_sum(rewards, weights, *settings.reward_clip_range), np.ones(1)
+    if penalty is not None:
+        rewards, weights = with_penalty(rewards, penalty), np.append(weights, 1.0)
+    scale, aggregation = settings.scale_rewards, settings.multi_objective_aggregation
+    estimator = find_advantage_estimator(settings.advantage_estimator)
+    advantages = group_advantages(rewards, weights, num_generations, scale, aggregation, estimator)
+    return replace(advantages, rewards=totals)
+
+
+def with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+    """Returns groups whose completions have these advantages, in their order."""
+    values, turns = iter(advantages.values.tolist()), iter(advantages.turns or ())
+
+    def with_its_own(row: Rollout) -> Rollout:
+        own = None if advantages.turns is None else tuple(next(turns).tolist())
+        return replace(row, advantage=next(values), turn_advantages=own)
+
+    return [[with_its_own(row) for row in group] for group in groups]
+
+
+def minibatches_of(
+    groups: Sequence[Group], size: int, settings: MaskSettings | Any, with_sampler_logps: bool
+) -> list[list[Row]]:
+    """Cuts scored groups into minibatches of rows; those of one prompt share a number and its computation.
+
+    Args:
+        groups: The groups.
+        size: Number of completions of a minibatch.
+        settings: Which completions count; a config has them too.
+        with_sampler_logps: Whether rows need the log-probs of the distribution that was drawn from.
+    """
+    ends, numbers = masked_ends(settings), dict[tuple[int, bytes], int]()
+    episodes: list[list[Row]] = []
+    for index, group in enumerate(groups):
+        for rollout in group:
+            prompts = [each.prompt_ids.tobytes() for each in (rollout, *rollout.branches)]
+            number, *others = [numbers.setdefault((index, prompt), len(numbers)) for prompt in prompts]
+            row = row_of(rollout, number, ends, with_sampler_logps)
+            further = zip(rollout.branches, others, strict=True)
+            episodes.append([row, *(row_of_branch(*each, row, rollout.advantage) for each in further)])
+    minibatches = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+    return [[row for rows in minibatch for row in rows] for minibatch in minibatches]
 
 
 def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:

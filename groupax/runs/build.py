@@ -10,18 +10,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig
-from groupax.data.examples import Examples
+from groupax.data.examples import Examples, load_examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
+from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
 from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sampler import PolicySampler
 from groupax.episodes.custom import RolloutFunction
-from groupax.episodes.rules import Rules, make_rules
-from groupax.models.checkpoint import Model, load_model, reshard
+from groupax.episodes.rewards import environment_rewards
+from groupax.episodes.rules import SINGLE_TURNS, Rules, make_rules
+from groupax.evaluation.sets import named_sets
+from groupax.models.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
-from groupax.models.vision.features import FeatureCache
 from groupax.models.vision.prompts import prompt_encoder
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
@@ -29,6 +31,8 @@ from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
+from groupax.rewards.contract import ENVIRONMENTS, Reward
+from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
@@ -37,6 +41,7 @@ from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
+from groupax.training.adapters import PolicyLearner
 from groupax.training.learner import LearnerSettings
 
 # Fraction of the memory that is free before the first step, for the KV cache during updates, which take half of it.
@@ -65,16 +70,85 @@ def check_objective(args: GRPOConfig) -> None:
     find_advantage_estimator(args.advantage_estimator)
 
 
-def model_for(args: RunConfig, model: str | Path | Model) -> Model:
-    """Returns the model on the requested mesh, loaded if it is a name.
+def train_examples(dataset: Any) -> Examples:
+    """Returns the rows of prompts to train on.
 
     Raises:
-        ValueError: there is no such model, or a dim is not divisible by the mesh.
+        ValueError: there is no dataset, or it has none.
     """
-    mesh = mesh_of(args)
+    if dataset is None:
+        raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
+    return load_examples(dataset, may_have_images=True)
+
+
+def eval_sets(args: GRPOConfig, dataset: Any) -> dict[str, Examples]:
+    """Returns the rows of evaluation sets by name.
+
+    Raises:
+        ValueError: the settings ask for evaluations, and there is no dataset; or it has no prompts.
+    """
+    if dataset is None:
+        if args.eval_steps:
+            raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
+        return {}
+    return {
+        name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS, may_have_images=True)
+        for name, each in named_sets(dataset).items()
+    }
+
+
+def rewards_for(
+    args: GRPOConfig,
+    functions: Any,
+    tokenizers: Any,
+    examples: Examples,
+    environments: Any,
+    rollout_func: RolloutFunction | None,
+) -> list[Reward]:
+    """Returns the rewards of the run, those of its environments last.
+
+    Args:
+        args: Settings of the run.
+        functions: Reward functions and models.
+        tokenizers: Tokenizers of reward models.
+        examples: Rows of prompts, whose columns functions may take.
+        environments: Classes of environments, which may have rewards of their own.
+        rollout_func: A function that samples, whose columns functions may take too.
+
+    Raises:
+        ValueError: a function takes a column that there is not, or two rewards have the same name.
+    """
+    own = environment_rewards(environments)
+    columns = [name for name in examples[0] if name != "prompt"]
+    is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
+    if environments is not None and is_one_process:
+        columns.append(ENVIRONMENTS)
+    columns += () if rollout_func is None else rollout_func.columns
+    given = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+    clashes = {reward.name for reward in given} & {reward.name for reward in own}
+    if clashes:
+        raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
+    return [*given, *own]
+
+
+def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None) -> Model:
+    """Returns the model to train on the requested mesh, loaded if it is a name, with a new adapter if one is given.
+
+    Raises:
+        ValueError: there is no such model, it cannot be trained as the settings ask, or a dim is not divisible by the
+            mesh.
+    """
+    mesh, was_loaded = mesh_of(args), not isinstance(model, Model)
     if not isinstance(model, Model):
-        return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
-    return model if mesh is None else reshard(model, mesh, args.mesh_replicate)
+        model = load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
+    elif mesh is not None:
+        model = reshard(model, mesh, args.mesh_replicate)
+    if lora is not None:
+        model = add_adapter(model, lora, args.seed)
+    _check_adapter(args, model, was_loaded)
+    if model.config.num_labels:
+        raise ValueError(f"{model.source or 'the model'} classifies sequences; a policy needs a causal model")
+    return model
 
 
 def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
@@ -116,7 +190,7 @@ def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
     )
 
 
-def check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
+def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     """Checks that settings of an adapter's base fit the model.
 
     Args:
@@ -309,33 +383,43 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
 def engine_for(
     args: GRPOConfig,
     model: Model,
-    params: Params,
+    learner: PolicyLearner,
     eos_ids: tuple[int, ...],
     tokenizer: Any = None,
     expected: Demand | None = None,
-    has_turns: bool = False,
-    may_stop: bool = False,
-    features: FeatureCache | None = None,
+    rules: Rules = SINGLE_TURNS,
 ) -> Engine:
-    """Returns the engine of this process with the weights `params`.
+    """Returns the engine of this process with the learner's policy.
 
-    It receives the tokenizer if there are stop strings, which it searches in the decoded text, or if there may be some
-    (`may_stop`), since programs have their own, and what the largest
-    rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
-    turns, chunks are short, since tools are called only after a chunk.
+    It receives the tokenizer if there may be stop strings, which it searches in the decoded text. Where episodes have
+    several turns, chunks are short, since tools are called only after a chunk.
+
+    Args:
+        args: Settings of the run.
+        model: The model.
+        learner: Learner of its weights.
+        eos_ids: Tokens that end a completion.
+        tokenizer: Its tokenizer.
+        expected: What the largest rollout needs, so that all rollouts are decoded by the same programs; None if that
+            is unknown.
+        rules: Tools and environments.
+
+    Raises:
+        ValueError: a constraint of completions is damaged, or meets episodes of several turns.
     """
-    constraint = sampling_params(args).constraint
+    constraint, has_turns = sampling_params(args).constraint, rules.has_turns
     if constraint is not None and has_turns:
         raise ValueError(
             f"{constraint[0]} constrains completions of one turn, and these episodes have several; leave it out, or "
             "train without tools and environments"
         )
+    decodes = args.stop or args.eval_stop or constraint or rules.templates is not None  # programs have their own stops
     engine = Engine(
         model.config,
-        params,
+        learner.policy,
         model.mesh,
         eos_ids,
-        tokenizer=tokenizer if args.stop or args.eval_stop or constraint or may_stop else None,
+        tokenizer=tokenizer if decodes else None,
         max_slots=args.max_concurrent_rows,
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
@@ -345,7 +429,7 @@ def engine_for(
         chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
         prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
         adapters=args.adapters,
-        features=features,
+        features=learner.features,
         record_experts=args.routing_replay,
     )
     if constraint is not None:  # an error is found before the first rollout

@@ -10,7 +10,7 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.trl.layout import Flow, checkpoint_to_resume, flow_of, run_folder
+from groupax.compat.trl.layout import Flow, TRLFolders, checkpoint_to_resume, flow_of, run_folder
 from groupax.compat.trl.overrides import check_assigned
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
 from groupax.compat.trl.reports import TRAINER_STATE, Reports
@@ -68,11 +68,12 @@ class BaseTrainer(Reports):
             policy = replace(policy, peft_config=None)
         return settings, policy
 
-    def _finish(self, policy: Policy) -> None:
+    def _finish(self, policy: Policy, has_eval_sets: bool) -> None:
         """Connects the native trainer with the model object and the folders."""
         trainer = self.native
         check_disjoint(Path(self._output_dir), () if self._flow is None else source_folders(trainer.model))
-        trainer.flow = self._flow
+        if self._flow is not None:
+            trainer.run.hooks = TRLFolders(self._flow, has_eval_sets)
         self._trained = TrainedModel(policy.owner, trainer)
         self.args.warn_about_mesh(trainer.model)
         self.state.max_steps = trainer.num_steps

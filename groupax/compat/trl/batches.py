@@ -5,14 +5,13 @@ The core trains on whole minibatches of one rollout. TRL counts micro-batches: a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import groupax.trainer as native
 from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
 from groupax.compat.trl.hooks import NO_HOOKS, Hooks, RevisedRewards
-from groupax.compat.trl.layout import TRLFolders
 from groupax.compat.trl.own_generate import ModelSampler
 from groupax.engine.sampler import Sampler
 from groupax.evaluation.evaluate import Evaluation
@@ -23,9 +22,8 @@ from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
-from groupax.runs.checkpoints.saver import RunSaver
-from groupax.runs.log import RunLog
 from groupax.settings.sampling import SamplingParams
+from groupax.trainer import GRPOTrainer
 from groupax.training.learner import Update
 from groupax.training.packing import Shape
 from groupax.types import Row
@@ -94,7 +92,7 @@ def trl_schedule(rows: int, accumulated: int, generated: int, num_generations: i
     )
 
 
-class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
+class TRLBatchTrainer(GRPOTrainer):
     """A trainer whose optimizer steps may take rows of several rollouts.
 
     Args:
@@ -131,18 +129,22 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
         self.collector.engine = self._own_sampler
 
     @property
-    def _eval_sampler(self) -> Sampler:
-        return self._own_sampler or super()._eval_sampler
+    def eval_sampler(self) -> Sampler:
+        """The sampler of evaluations, which is the model's own `generate` if it has one."""
+        return self._own_sampler or super().eval_sampler
 
     def make_reward_runner(self) -> RewardRunner:
         """Returns a runner whose scores a subclass may change."""
         calculate = self._hooks.calculate_rewards
         return super().make_reward_runner() if calculate is None else RevisedRewards(self.rewards, self.args, calculate)
 
-    def _begin(self, log: RunLog) -> RunSaver:
+    @contextmanager
+    def working(self, stop: PreemptionHandler) -> Iterator[None]:
+        """Starts what only runs during training; lines of the log are revised from then on."""
         if self._hooks.revise is not None:
-            log.revise = self._hooks.revise
-        return super()._begin(log)
+            self.run.log.revise = self._hooks.revise
+        with super().working(stop):
+            yield
 
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""
@@ -153,22 +155,19 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
         finally:
             self.reward_runner.groups_per_call = None
 
-    def _log(self, log: RunLog, rows: Sequence[Row], update: Update, scores: dict[int, TokenScores]) -> None:
-        super()._log(log, rows, replace(update, metrics=with_trl_names(update.metrics)), scores)
+    def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
+        """Logs an optimizer step, with the names that TRL has for metrics too."""
+        super().log(rows, replace(update, metrics=with_trl_names(update.metrics)), scores)
 
-    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+    def stop_if_nothing_is_scored(self) -> None:
         """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
 
-    def _has_eval_sets(self) -> bool:
-        return bool(self.eval_prompts)
+    def identity(self) -> Identity:
+        """Returns what a resumed run must have in common with this one, as the schedule."""
+        return {**super().identity(), "schedule": asdict(self.schedule)}
 
-    def _policy_was_replaced(self) -> None:
-        self.engine.params = self.learner.policy
-
-    def _describe(self) -> Identity:
-        return {**super()._describe(), "schedule": asdict(self.schedule)}
-
-    def _next_rows(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
+    def next_rows(self) -> list[Row]:
+        """Returns the rows of the next update, of as many rollouts as it takes."""
         rows: list[Row] = []
         while self._num_left < (missing := self._missing(rows)):
             if self.experience is not None:
@@ -180,12 +179,13 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
             else:
                 if rows or self.schedule.minibatches * self.schedule.num_passes < missing:
                     self._begin_step()
-                self._collect(log, stop, missing)
+                self.collect(missing)
         self._num_earlier = len(rows)
         assert self.experience is not None, "there is a rollout"
         return rows + _after_groups(rows, self.experience.next_rows(min(self._num_left, missing)))
 
-    def _use(self, update: Update) -> dict[int, TokenScores]:
+    def count_as_used(self, update: Update) -> dict[int, TokenScores]:
+        """Counts the rows of an update as used, of which only those of the last rollout have scores."""
         assert self.experience is not None, "there is a rollout"
         first = self._num_earlier
         num = (len(update.logps) - first) // self.schedule.rows
@@ -197,12 +197,12 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
         self._step_start = None
         return by_index
 
-    def _settled(self, log: RunLog) -> tuple[Cursor, Experience | None]:
-        if self._step_start is not None:  # the step will be repeated from its start
+    def settle(self) -> None:
+        """Returns to the start of a step that has taken rows of several rollouts, which will be repeated."""
+        if self._step_start is not None:
             self.cursor, self.experience, self.learner.shapes = self._step_start
             self._step_start = None
-            log.forget_rollouts()
-        return self.cursor, self.experience
+            self.run.log.forget_rollouts()
 
     def _begin_step(self) -> None:
         self._step_start = self._step_start or (self.cursor, self.experience, self.learner.shapes)

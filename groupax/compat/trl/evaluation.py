@@ -7,8 +7,7 @@ from typing import Any
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.rewards.contract import reward_matrix
-from groupax.rollouts.advantages import advantages_of
-from groupax.rollouts.rows import masked_ends, row_of
+from groupax.rollouts.rows import advantages_of, masked_ends, row_of
 from groupax.training.step import ROUTER_LOSS
 from groupax.types import Metrics, Rollout, Row
 

@@ -48,7 +48,7 @@ class RevisedRewards(RewardRunner):
 
     def finish(self) -> list[list[Scores]]:
         """Returns the revised scores of each group since this thread's last `finish`, by reward."""
-        groups = list(self._own.groups)
+        groups = self.groups
         scores = super().finish()
         return self._calculate(groups, scores) if groups else scores
 

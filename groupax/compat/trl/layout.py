@@ -15,17 +15,14 @@ from groupax.compat.callbacks import Control, State
 from groupax.compat.trl.reports import TRAINER_STATE
 from groupax.events import Message
 from groupax.parallel import processes
-from groupax.parallel.preemption import PreemptionHandler
-from groupax.parallel.transfer import to_host_on_primary
 from groupax.runs.checkpoints.record import restore_params
-from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.files import free_name
-from groupax.runs.log import RunLog
-from groupax.runs.run import Run
+from groupax.runs.run import Run, RunHooks
 from groupax.storage.buckets import is_remote
 from groupax.storage.folders import list_names
 from groupax.storage.replacing import foreign_model_files
+from groupax.trainer import GRPOTrainer
 
 
 @dataclass
@@ -75,105 +72,94 @@ class Flow:
             self.store.delete(step)
 
 
-class TRLFolders(Run[Any]):
-    """A native trainer that evaluates and saves as TRL's if `flow` says how.
+class TRLFolders(RunHooks):
+    """Evaluates and saves when TRL's trainers do, in their layout of folders.
 
-    Attributes:
-        flow: When it evaluates and saves; None leaves that to the native settings.
+    Args:
+        flow: When that is.
+        has_eval_sets: Whether there are evaluation sets.
     """
 
-    flow: Flow | None = None
-    _is_at_end = False
-
-    def _has_eval_sets(self) -> bool:
-        """Returns whether there are evaluation sets."""
-        return True
-
-    def _policy_was_replaced(self) -> None:
-        """Is called after the learner's weights have become those of a checkpoint."""
+    def __init__(self, flow: Flow, has_eval_sets: bool) -> None:
+        self.flow, self.has_eval_sets, self.is_at_end = flow, has_eval_sets, False
 
     def checkpoints_in(self, folder: Path) -> LocalStore:
         """Returns the checkpoints of the run, which do not depend on its folder."""
-        return super().checkpoints_in(folder) if self.flow is None else self.flow.store
+        del folder
+        return self.flow.store
 
-    def checkpoint_files(self) -> Callable[[Path], None] | None:
+    def checkpoint_files(self, run: Run) -> Callable[[Path], None]:
         """Returns what writes the model and `trainer_state.json` of a checkpoint."""
-        flow = self.flow
-        if flow is None:
-            return None
-        params = self.learner.state.params
-        params = to_host_on_primary(params) if processes.num_processes() > 1 else params
+        flow, trainer = self.flow, run.trainer
+        params = trainer.host_params()
 
         def write(folder: Path) -> None:
-            model = self._write_model(params, folder.parent / ".model")
+            model = trainer.write_model(params, folder.parent / ".model")
             for entry in model.iterdir():
                 entry.rename(folder.parent / entry.name)
             model.rmdir()
-            flow.note_best(self.cursor.step)
+            flow.note_best(trainer.cursor.step)
             flow.state.save_to_json(folder.parent / TRAINER_STATE)
 
         return write
 
-    def _begin(self, log: RunLog) -> RunSaver:
-        saver = super()._begin(log)
-        if self.flow is not None and (self.run_folder.moved_aside or not self.cursor.step):
-            processes.run_on_primary(self._move_checkpoints_aside)
-        return saver
+    def started(self, run: Run) -> None:
+        """Moves the checkpoints of an earlier run to its records if this one starts afresh."""
+        if run.folder.moved_aside or not run.trainer.cursor.step:
+            processes.run_on_primary(lambda: self._move_checkpoints_aside(run))
 
-    def _move_checkpoints_aside(self) -> None:
-        """Moves the checkpoints of an earlier run to its records."""
-        assert self.flow is not None, "the run has TRL's layout"
+    def _move_checkpoints_aside(self, run: Run) -> None:
         store = self.flow.store
         if not store.steps():
             return
-        place = Path(self.run_folder.moved_aside or free_name(self.run_folder.path))
+        place = Path(run.folder.moved_aside or free_name(run.folder.path))
         place.mkdir(exist_ok=True)
         for step in store.steps():
             Path(store.where(step)).rename(place / HF.name_of(step))
-        self.emit(Message(f"the earlier checkpoints in {self.flow.output_dir} are now in {place}"))
+        run.emit(Message(f"the earlier checkpoints in {self.flow.output_dir} are now in {place}"))
 
-    def _save_if_due(self, saver: RunSaver) -> None:
-        flow, step = self.flow, self.cursor.step
-        if flow is None:
-            saver.save_if_due(self.cursor, self.experience)
-            return
-        is_best = self.cursor.evaluated_step == step == flow.state.best_global_step
-        saver.writer.look()
+    def save_if_due(self, run: Run) -> None:
+        """Saves at intervals, at callbacks' request, or at the best evaluation so far."""
+        flow, cursor, writer = self.flow, run.trainer.cursor, run.saver.writer
+        step = cursor.step
+        is_best = cursor.evaluated_step == step == flow.state.best_global_step
+        writer.look()
         due = (
-            saver.writer.due(step)
+            writer.due(step)
             or flow.control.take("should_save")
-            or (flow.only_best and is_best and saver.writer.last_step != step)
+            or (flow.only_best and is_best and writer.last_step != step)
         )
-        saver.save_if(due, self.cursor, self.experience)
-        saver.writer.wait()  # callbacks see the checkpoint and the policy of the same step
+        run.saver.save_if(due, cursor, run.trainer.experience)
+        writer.wait()  # callbacks see the checkpoint and the policy of the same step
         processes.run_on_primary(lambda: flow.rotate(flow.limit))
 
-    @property
-    def _evaluation_is_due(self) -> bool:
-        flow, step, every = self.flow, self.cursor.step, self.args.eval_steps
-        if flow is None or self.cursor.evaluated_step >= step or not self._has_eval_sets():
-            return flow is None and super()._evaluation_is_due
-        is_timely = every > 0 and (step % every == 0 or step == self.num_steps)  # the last epoch may be short
+    def evaluation_is_due(self, run: Run) -> bool:
+        """Returns whether an interval ends, or a callback has asked."""
+        flow, step, every = self.flow, run.trainer.cursor.step, run.trainer.args.eval_steps
+        if run.trainer.cursor.evaluated_step >= step or not self.has_eval_sets:
+            return False
+        is_timely = every > 0 and (step % every == 0 or step == run.trainer.num_steps)  # the last epoch may be short
         is_timely &= flow.eval_delay <= (flow.state.epoch if flow.by_epoch else step)
         return flow.control.take("should_evaluate") or is_timely
 
-    def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
-        self._is_at_end = True
-        super()._end(log, saver, stop)
+    def end(self, run: Run) -> None:
+        """Saves what remains of the run, and deletes checkpoints beyond the limit."""
+        self.is_at_end = True
+        run.save_end()
         flow = self.flow
-        if flow is not None:
-            one = 1 if flow.limit == 1 and flow.state.best_model_checkpoint else None
-            processes.run_on_primary(lambda: flow.rotate(one or flow.limit))
+        one = 1 if flow.limit == 1 and flow.state.best_model_checkpoint else None
+        processes.run_on_primary(lambda: flow.rotate(one or flow.limit))
 
-    def _save_result(self) -> None:
-        flow = self.flow
-        if flow is not None and flow.loads_best and self._is_at_end and flow.state.best_model_checkpoint:
+    def before_result(self, run: Run) -> None:
+        """Makes the policy that of the best checkpoint, if the settings ask for it."""
+        flow, trainer = self.flow, run.trainer
+        if flow.loads_best and self.is_at_end and flow.state.best_model_checkpoint:
             step = flow.state.best_global_step
             assert step is not None, "the best checkpoint has one"
-            restore_params(self.learner, flow.store.local(step))
-            self._policy_was_replaced()
-            self.emit(Message(f"the policy is now that of the best checkpoint, {flow.store.where(step)}"))
-        super()._save_result()
+            restore_params(trainer.learner, flow.store.local(step))
+            if isinstance(trainer, GRPOTrainer):
+                trainer.engine.params = trainer.learner.policy
+            run.emit(Message(f"the policy is now that of the best checkpoint, {flow.store.where(step)}"))
 
 
 def run_folder(output_dir: str) -> str:

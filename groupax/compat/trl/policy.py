@@ -17,7 +17,7 @@ from groupax.models.adapted import LowRank
 from groupax.models.checkpoint import Model
 from groupax.models.lora import Adapter, as_lora_config
 from groupax.parallel import processes
-from groupax.runs.run import Run
+from groupax.runs.results import PolicyResults
 
 MUCH = 0.05  # of the time of training, which is reported
 
@@ -130,7 +130,7 @@ class TrainedModel:
         seconds: Time that the copies took.
     """
 
-    def __init__(self, owner: Any, trainer: Run[Any]) -> None:
+    def __init__(self, owner: Any, trainer: PolicyResults) -> None:
         self._trainer, self.seconds = trainer, 0.0
         started = _master_model(trainer)
         self._torch = hf.TorchWeights(owner, started) if hf.is_torch_model(owner) else None
@@ -165,7 +165,7 @@ class TrainedModel:
             )
 
 
-def _master_model(trainer: Run[Any]) -> Model:
+def _master_model(trainer: PolicyResults) -> Model:
     """Returns the present policy with the weights that updates change, in float32, not with those that sample."""
     model = trainer.model
     learner = trainer.learner

@@ -12,7 +12,7 @@ import numpy as np
 from groupax.compat.callbacks import CallbackListener
 from groupax.compat.trl.arguments import torch_optimizer_settings
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
-from groupax.compat.trl.layout import TRLFolders, check_output_dir
+from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.sft_config import SFTConfig
@@ -38,7 +38,7 @@ REFUSED = {
 NEVER_CALLED = ("_prepare_dataset", "log")
 
 
-class TRLExamples(TRLFolders, NativeTrainer):
+class TRLExamples(NativeTrainer):
     """A native trainer with TRL's order and losses of held-out examples.
 
     Args:
@@ -51,12 +51,13 @@ class TRLExamples(TRLFolders, NativeTrainer):
         self._config, self._num_devices = config, num_devices
         super().__init__(*arguments, **named)
 
-    def _encode(self, examples: Examples, name: str) -> TrainingSet:
+    def encode(self, examples: Examples, name: str) -> TrainingSet:
+        """Returns examples as tokens, in TRL's order."""
         own = self.tokenizer
         if self._config.assistant_only_loss:
             self.tokenizer = _with_marks(own)
         try:
-            encoded = super()._encode(examples, name)
+            encoded = super().encode(examples, name)
         finally:
             self.tokenizer = own
         if not self._config.shuffle_dataset:
@@ -64,16 +65,13 @@ class TRLExamples(TRLFolders, NativeTrainer):
         order = np.random.default_rng(self._config.seed).permutation(len(encoded))  # as `datasets` shuffles
         return replace(encoded, sequences=[encoded.sequences[index] for index in order])
 
-    def _has_eval_sets(self) -> bool:
-        return bool(self.eval_examples)
-
-    def _losses(self, name: str, examples: TrainingSet) -> Metrics:
+    def losses(self, name: str, examples: TrainingSet) -> Metrics:
         """Returns means over examples of the means over the tokens of their batches, as transformers computes them."""
         size, means = self._config.per_device_eval_batch_size * self._num_devices, []
         for start in range(0, len(examples), size):
             sequences = examples.sequences[start : start + size]
             batch = replace(examples, sequences=sequences)
-            means.append((len(sequences), super()._losses(name, batch)))
+            means.append((len(sequences), super().losses(name, batch)))
         weights = [count for count, _ in means]
         return {key: float(np.average([each[key] for _, each in means], weights=weights)) for key in means[0][1]}
 
@@ -150,7 +148,7 @@ class SFTTrainer(BaseTrainer):
         )
         every = args.to_native(num_devices, self.native.steps_per_epoch)
         self.native.args = replace(self.native.args, save_steps=every.save_steps, eval_steps=every.eval_steps)
-        self._finish(policy)
+        self._finish(policy, has_eval_sets=bool(self.native.eval_examples))
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Trains the policy.

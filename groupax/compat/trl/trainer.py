@@ -124,7 +124,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         )
         self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
-        self._finish(policy)
+        self._finish(policy, has_eval_sets=bool(self.native.eval_prompts))
         if self.train_dataset is None:
             self.train_dataset = train_dataset
 
