@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from groupax.compat.trl.absent import refusal
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
 from groupax.compat.trl.config import RLOOConfig as RLOOConfig
-from groupax.compat.trl.rloo_trainer import RLOOTrainer as RLOOTrainer
 from groupax.compat.trl.rollout_func import generate_rollout_completions as generate_rollout_completions
 from groupax.compat.trl.scripts import DatasetMixtureConfig as DatasetMixtureConfig
 from groupax.compat.trl.scripts import ModelConfig as ModelConfig
@@ -22,6 +21,7 @@ from groupax.compat.trl.scripts import get_quantization_config as get_quantizati
 from groupax.compat.trl.sft_config import SFTConfig as SFTConfig
 from groupax.compat.trl.sft_trainer import SFTTrainer as SFTTrainer
 from groupax.compat.trl.trainer import GRPOTrainer as GRPOTrainer
+from groupax.compat.trl.trainer import RLOOTrainer as RLOOTrainer
 
 if TYPE_CHECKING:
     from groupax.compat.trl.parser import TrlParser as TrlParser

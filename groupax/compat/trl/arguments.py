@@ -351,7 +351,7 @@ class TrainingArguments(Arguments):
         return interval_steps(self.eval_strategy, every, steps_per_epoch, "eval_strategy")
 
     def saving_settings(self, steps_per_epoch: int) -> dict[str, Any]:
-        """Returns the settings for checkpoints; see `layout.Flow` for what they do not say."""
+        """Returns the settings for checkpoints; see `layout.TRLFolders` for what they do not say."""
         self._check_best()
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
         ends = strategy == "steps" and self.save_steps == 0  # only at the end

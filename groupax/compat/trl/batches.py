@@ -160,7 +160,7 @@ class TRLBatchTrainer(GRPOTrainer):
         super().log(rows, replace(update, metrics=with_trl_names(update.metrics)), scores)
 
     def stop_if_nothing_is_scored(self) -> None:
-        """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
+        """Does nothing: TRL trains on, and `trainer.warn_about_rewards` warns as it does."""
 
     def identity(self) -> Identity:
         """Returns what a resumed run must have in common with this one, as the schedule."""

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from groupax.compat.callbacks import CallbackListener
 from groupax.compat.trl.arguments import torch_optimizer_settings
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.layout import check_output_dir
+from groupax.compat.trl.overrides import REFUSED as REFUSED_OVERRIDES
 from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.sft_config import SFTConfig
@@ -33,9 +34,6 @@ REFUSED = {
     "preprocess_logits_for_metrics": "evaluations compute no logits for the host",
     "optimizer_cls_and_kwargs": "set optim, learning_rate and the other fields of SFTConfig",
 }
-
-# Methods of TRL's trainer that groupax never calls, besides those of `overrides.REFUSED`.
-NEVER_CALLED = ("_prepare_dataset", "log")
 
 
 class TRLExamples(NativeTrainer):
@@ -101,6 +99,10 @@ class SFTTrainer(BaseTrainer):
         ValueError: An argument or a setting is not supported by groupax.
     """
 
+    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED_OVERRIDES | dict.fromkeys(
+        ("_prepare_dataset", "log"), "change the dataset before training, and log in a callback's on_log"
+    )
+
     def __init__(
         self,
         model: Any,
@@ -125,7 +127,6 @@ class SFTTrainer(BaseTrainer):
                 raise ValueError(f"{name} is not supported: {why}")
         self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
         check_overrides(self, SFTTrainer)
-        _check_own_overrides(type(self))
         check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
@@ -266,18 +267,3 @@ def _with_marks(tokenizer: Any) -> Any:
     own = copy.copy(tokenizer)
     own.chat_template = marked
     return own
-
-
-def _check_own_overrides(cls: type) -> None:
-    """Checks that a subclass overrides no method that groupax would not call.
-
-    Raises:
-        ValueError: It does.
-    """
-    for base in cls.__mro__[: cls.__mro__.index(SFTTrainer)]:
-        unheard = [name for name in vars(base) if name in NEVER_CALLED]
-        if unheard:
-            raise ValueError(
-                f"{base.__name__} overrides {', '.join(unheard)}, which groupax would never call: change the dataset "
-                "before training, and log in a callback's on_log"
-            )
