@@ -20,8 +20,8 @@ from groupax.cli.main import main
 from groupax.replay import recorded
 from groupax.replay.bundle import pack, unpack
 from groupax.replay.bundled import open_bundle
-from groupax.replay.changed import changed_target, replay_changed
 from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.session import changed_target, replay_changed
 
 from .stopped_run import letters
 from .test_config_and_data import a_tokenizer

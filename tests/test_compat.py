@@ -16,7 +16,7 @@ from groupax import GRPOConfig as NativeConfig
 from groupax.compat import hf, trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.models import config_settings
-from groupax.compat.easydel.trainer import with_sampling
+from groupax.compat.easydel.trainers import with_sampling
 from groupax.compat.fields import CompatWarning
 from groupax.events import Evaluated, StepEnded
 from groupax.models.checkpoint import reshard

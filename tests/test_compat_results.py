@@ -11,7 +11,7 @@ from groupax.compat import trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.base import Accelerator, BaseTrainer
-from groupax.compat.trl.own_generate import own_generate
+from groupax.compat.trl.policy import own_generate
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
 

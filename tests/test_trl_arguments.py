@@ -11,7 +11,7 @@ import pytest
 
 from groupax.compat import hf, trl
 from groupax.compat.fields import CompatWarning
-from groupax.compat.trl.model_kwargs import resolve_model
+from groupax.compat.trl.policy import resolve_model
 
 YAML = """
 env: {A_VARIABLE_OF_THE_SCRIPT: 3}

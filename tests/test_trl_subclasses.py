@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from groupax.compat import trl
-from groupax.compat.trl.overrides import REFUSED
+from groupax.compat.trl.overridden import REFUSED
 
 from .test_compat import folder  # noqa: F401 - a fixture
 from .test_trainer import PROMPTS

@@ -3,17 +3,17 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from groupax.replay.causes import Cause, Condition, NoCauseError, Search
-from groupax.replay.moments import Moment
-from groupax.replay.outcome import Outcome, comparison
-from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import replay_steps, replay_target, target_of
-from groupax.replay.shares import SHOWN_ROWS, shown_number
-from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target
+from groupax.config import GRPOConfig
+from groupax.replay.causes import Cause, Condition, NoCauseError, Search, parsed_condition
+from groupax.replay.outcome import SHOWN_ROWS, Outcome, comparison, shown_number
+from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.session import arguments_by_name, maker_of, replay_steps, replay_target, settings_of, target_of
+from groupax.replay.trainer import Make, Moment, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
@@ -261,3 +261,30 @@ def _replayed(
 
     outcomes = replay_steps(target, make, settings, use)
     return outcomes, next(iter(causes), None), next(iter(faults), "")
+
+
+def bisect_run(
+    run: str | Path, until: str, *arguments: Any, args: GRPOConfig | None = None, window: int = 8, **named: Any
+) -> Bisection:
+    """Finds the first step of a run whose metrics fulfil a condition, and the update and the rows that made it so.
+
+    Args:
+        run: The run folder, which is not changed.
+        until: The condition, such as "kl > 1" or "grad_norm > 10 or loss is nan".
+        arguments: Model and reward functions, as the run's `GRPOTrainer` had them.
+        args: Settings of the run; None takes those in its folder, and shows no progress.
+        window: Number of steps to compute again, of which the last one is the first that fulfils the condition.
+        named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
+
+    Returns:
+        What was found, which prints as text.
+
+    Raises:
+        ValueError: No step fulfils the condition, or the run is another one.
+
+    Example:
+        >>> print(bisect_run("runs/one", "kl > 1", model, reward, train_dataset=prompts))  # doctest: +SKIP
+    """
+    recorded = recorded_run(run)
+    make = maker_of(arguments_by_name(arguments, named))
+    return bisected(recorded, parsed_condition(until), make, settings_of(recorded, args), window)

@@ -5,6 +5,7 @@ states that the bundle only refers to, until the user says where these are.
 """
 
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,10 @@ from groupax.events import Message
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.runtime import configure_jax
 from groupax.replay.bundle import TREES, Manifest, check_state, plain_json, read_manifest, unpack
-from groupax.replay.collector import ReplayCollector
+from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.session import target_of
-from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.replay.session import replay_target, target_of
+from groupax.replay.trainer import ReplayCollector, ReplayTrainer, Target
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE, seal
 from groupax.runs.checkpoints.fingerprint import Identity
@@ -378,3 +379,29 @@ def _lora(content: Mapping[str, Any]) -> LoRAConfig:
         return LoRAConfig(**content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the adapter that bundle.json describes is none: {error_line(error)}") from error
+
+
+def replay_bundle(
+    path: str | Path,
+    base: str | None = None,
+    state: str | None = None,
+    stage: Stage | None = None,
+    allow_code: bool = False,
+) -> Outcome:
+    """Replays a bundle, whose rewards and tools' answers are those of the record, and compares it with that.
+
+    Args:
+        path: The file.
+        base: Folder or hub id of the model that the run started from; None for the one in the bundle.
+        state: Run folder or checkpoint that has the weights before the step; None for those in the bundle.
+        stage: First stage to compute again; None for the first that needs no code of the run.
+        allow_code: Whether to import the functions that its settings name, such as an own loss. Do so only with
+            functions that you know.
+
+    Raises:
+        ValueError: It is no bundle, is damaged, or lacks what is not given.
+    """
+    with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as scratch:
+        bundle = open_bundle(Path(path), Path(scratch) / "bundle", base, state, allow_code)
+        target = Target(bundle.run, bundle.manifest.step, stage or bundle.stage)
+        return replay_target(target, bundle.make, bundle.settings, weights_text=bundle.weights_text)

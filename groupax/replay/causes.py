@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from groupax.metrics.completions import json_numbers
-from groupax.replay.moments import Moment, moment_of, return_to
-from groupax.replay.shares import Shares, shares_of
-from groupax.replay.trainer import ReplayTrainer
+from groupax.replay.outcome import Shares, shares_of
+from groupax.replay.trainer import Moment, ReplayTrainer, moment_of, return_to
 from groupax.types import Row
 
 MOST, MUCH = 0.5, 0.25  # parts of a rise: that a cause has, and that an update has whose rows are looked for

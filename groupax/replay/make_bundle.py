@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from groupax.config import GRPOConfig
 from groupax.data.images import as_urls, has_images, with_images
 from groupax.replay.bundle import FORMAT, TREES, Manifest, RecordedTool, pack
 from groupax.replay.bundled import bundle_in
 from groupax.replay.outcome import Outcome
-from groupax.replay.recorded import RecordedRun
-from groupax.replay.session import replay_target
+from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.session import arguments_by_name, maker_of, replay_target, settings_of
 from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, first_of_rollout, prepared
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.files import STATE
@@ -299,3 +300,34 @@ def make_bundle(
         if not outcome.stages[-1].is_equal:  # these weights are not the run's
             (folder / "after.safetensors").unlink(missing_ok=True)
         return Made(path, pack(folder, path), manifest, outcome)
+
+
+def bundle_step(
+    run: str | Path,
+    step: int,
+    path: str | Path,
+    *arguments: Any,
+    args: GRPOConfig | None = None,
+    include: Sequence[Part] | None = None,
+    **named: Any,
+) -> Made:
+    """Writes a bundle of a step of a run.
+
+    Args:
+        run: The run folder, which is not changed.
+        step: The optimizer step.
+        path: The file to write, such as "bug.tar.zst".
+        arguments: Model and reward functions, as the run's `GRPOTrainer` had them.
+        args: Settings of the run; None takes those in its folder, and shows no progress.
+        include: "state", "model" or both; None for the state if it is small.
+        named: Further arguments of the run's `GRPOTrainer`, such as `train_dataset`.
+
+    Raises:
+        ValueError: The step was not recorded, or cannot be bundled.
+
+    Example:
+        >>> bundle_step("runs/one", 812, "bug.tar.zst", model, reward, train_dataset=prompts)  # doctest: +SKIP
+    """
+    recorded = recorded_run(run)
+    make = maker_of(arguments_by_name(arguments, named))
+    return make_bundle(recorded, step, make, settings_of(recorded, args), Path(path), include)

@@ -5,7 +5,6 @@ from groupax.compat.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer,
 
 from typing import TYPE_CHECKING, Any
 
-from groupax.compat.trl.absent import refusal
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
 from groupax.compat.trl.config import RLOOConfig as RLOOConfig
 from groupax.compat.trl.rollout_func import generate_rollout_completions as generate_rollout_completions
@@ -18,8 +17,9 @@ from groupax.compat.trl.scripts import get_dataset as get_dataset
 from groupax.compat.trl.scripts import get_kbit_device_map as get_kbit_device_map
 from groupax.compat.trl.scripts import get_peft_config as get_peft_config
 from groupax.compat.trl.scripts import get_quantization_config as get_quantization_config
-from groupax.compat.trl.sft_config import SFTConfig as SFTConfig
-from groupax.compat.trl.sft_trainer import SFTTrainer as SFTTrainer
+from groupax.compat.trl.scripts import refusal
+from groupax.compat.trl.sft import SFTConfig as SFTConfig
+from groupax.compat.trl.sft import SFTTrainer as SFTTrainer
 from groupax.compat.trl.trainer import GRPOTrainer as GRPOTrainer
 from groupax.compat.trl.trainer import RLOOTrainer as RLOOTrainer
 

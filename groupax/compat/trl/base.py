@@ -15,7 +15,7 @@ import jax
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
-from groupax.compat.trl.overrides import REFUSED
+from groupax.compat.trl.overridden import REFUSED
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
 from groupax.metrics.completions import json_numbers
 from groupax.models.lora import count_params

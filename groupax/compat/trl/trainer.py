@@ -17,11 +17,9 @@ from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
-from groupax.compat.trl.hooks import Overridable, hooks_of
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.overrides import check_overrides
-from groupax.compat.trl.own_generate import own_generate
-from groupax.compat.trl.policy import check_dropout, policy_of
+from groupax.compat.trl.overridden import Overridable, check_overrides, hooks_of
+from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
