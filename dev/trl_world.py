@@ -5,9 +5,8 @@ Hub ids are relative paths, so a script that is started in a folder with these n
 
 import itertools
 import json
-import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -198,7 +197,7 @@ def write_datasets(folder: Path) -> None:
     math = [{"prompt": [{"role": "user", "content": text}], "solution": f"${answer}$"} for text, answer in sums[:8]]
     gsm8k = [{"question": text, "answer": f"Add them.\n#### {answer}"} for text, answer in sums[:8]]
     genes = [{"question": f"Does the gene A{n} interact?", "answer": "Yes" if n % 2 else "No"} for n in range(8)]
-    tables: dict[str, dict[str, list[dict[str, object]]]] = {
+    tables: dict[str, dict[str, Sequence[Mapping[str, object]]]] = {
         "AI-MO/NuminaMath-TIR": {"train": numina * 8, "test": numina[:50] * 2},
         "trl-lib/DeepMath-103K": {"train": math, "test": math[:2]},
         "trl-lib/tldr": {"train": [{"prompt": text, "completion": "4"} for text, _ in sums[:8]]},
@@ -240,4 +239,4 @@ def link(folder: Path, model: Path, names: Sequence[str]) -> None:
     """Puts a model under the names of several."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(model, folder / name)
+        (folder / name).symlink_to(model)

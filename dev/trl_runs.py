@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import trl_images, trl_world
+from dev import trl_world
+from tests import trl_images
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "qwen"
@@ -137,7 +138,7 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
     model = folder / "tiny"
     if turns == "images":
         folder.mkdir(parents=True)
-        os.symlink(SHAPES, model)
+        model.symlink_to(SHAPES)
         trl_world.write_images(folder)
         trl_world.link(folder, SHAPES, VISION_MODELS)
         return model
@@ -153,7 +154,7 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
     trl_world.write_datasets(folder)
     trl_world.link(folder, model, MODELS)
     trl_world.make_reward_model(folder / "reward_model", TOKENIZER)
-    os.symlink(".", folder / "sergiopaniego")
+    (folder / "sergiopaniego").symlink_to(".")
     return model
 
 
