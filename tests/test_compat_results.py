@@ -140,12 +140,6 @@ def test_losses_that_do_not_fit_to_their_ratios_are_reported(loss_type, level, t
     assert (text in caplog.text) if text else not caplog.text
 
 
-def test_cispo_has_trls_bound_by_default():
-    config = trl.GRPOConfig(loss_type="cispo", epsilon=0.3)
-    with pytest.warns(CompatWarning, match="caps ratios at epsilon = 0.3, as TRL does"):
-        assert config.to_native().epsilon_high == 0.3
-
-
 # -- streams
 
 

@@ -21,31 +21,6 @@ def reward(completions, **columns):
     return [0.0 for _ in completions]
 
 
-REFUSED_SETTINGS = [
-    ({"auto_find_batch_size": True}, "micro-batches are sized for the memory"),
-    ({"ignore_data_skip": True}, "continues with the prompts after those of its checkpoint"),
-    ({"neftune_noise_alpha": 5.0}, "adds no noise to embeddings; leave it out"),
-    ({"optim_args": "rank=4"}, "set learning_rate, weight_decay"),
-    ({"optim_target_modules": "all-linear"}, "choose another optim"),
-    ({"restore_callback_states_from_checkpoint": True}, "save it in on_save"),
-    ({"trackio_space_id": "me/space"}, "set TRACKIO_SPACE_ID"),
-    ({"trackio_bucket_id": "me/bucket"}, "set TRACKIO_BUCKET_ID"),
-    ({"trackio_static_space_id": "me/space"}, "do so after the run"),
-    ({"log_completions_hub_repo": "me/logs"}, "upload that folder after the run"),
-    ({"optim": "galore_adamw"}, "choose from adamw"),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "choose from linear"),
-    ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "choose from min_lr"),
-    ({"generation_kwargs": {"num_beams": 2}}, "choose from temperature"),
-    ({"generation_kwargs": {"do_sample": False}}, "nothing is learned; leave it out"),
-    ({"generation_batch_size": 12}, "must be a multiple of the completions"),
-    ({"eval_strategy": "steps", "eval_steps": 0.5}, "give a number of steps"),
-    ({"logging_steps": 0.1}, "must be a number of steps"),
-    ({"loss_type": "ipo"}, "loss_type"),
-    ({"num_generations": 1}, "at least 2 completions"),
-    ({"model_init_kwargs": {"subfolder": "x"}}, "name the subfolder as the model"),
-    ({"model_init_kwargs": {"variant": "fp16"}}, "convert the model into a folder"),
-    ({"model_init_kwargs": {"rope_scaling": {}}}, "load the model with transformers and pass the object"),
-]
 REFUSED_ARGUMENTS = [
     ({"optimizers": (None, SimpleNamespace())}, "set lr_scheduler_type"),
     ({"optimizers": (SimpleNamespace(), None)}, "set optim"),
@@ -55,12 +30,6 @@ REFUSED_ARGUMENTS = [
     ({"peft_config": {"r": 4, "use_dora": True}}, "use_dora"),
     ({"peft_config": {"r": 4, "lora_dropout": 0.1}, "args": {"disable_dropout": True}}, "set one of them to 0"),
 ]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED_SETTINGS, ids=str)
-def test_a_setting_that_cannot_be_honoured_is_refused_with_the_remedy(folder, tmp_path, settings, message):  # noqa: F811
-    with pytest.raises(ValueError, match=message):
-        trl.GRPOTrainer(str(folder), reward, trl.GRPOConfig(str(tmp_path), **settings), PROMPTS)
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_ARGUMENTS, ids=str)

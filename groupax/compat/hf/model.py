@@ -2,10 +2,11 @@
 
 import functools
 import tempfile
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -13,15 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.compat.fields import warn
-from groupax.compat.hf.settings import (
-    GENERATION,
-    append_completions,
-    generation_settings,
-    max_completion_tokens,
-    sampling_params,
-    unpadded_prompts,
-    warn_inert,
-)
+from groupax.compat.hf.settings import DEFAULT_NEW_TOKENS, GENERATION, generation_settings, warn_inert
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
@@ -32,21 +25,11 @@ from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
 from groupax.parallel import processes
 from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 
 _CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer of a model.
-
-    Attributes:
-        weight: Its weight, as a PyTorch parameter.
-    """
-
-    weight: Any
 
 
 def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
@@ -230,28 +213,20 @@ class CausalLM:
         """The architecture of the model."""
         return Architecture(self.model)
 
-    def train(self, mode: bool = True) -> "CausalLM":
-        """Does nothing: models have no modes, and only a trainer's updates apply dropout."""
-        del mode
+    def train(self, *_: Any, **__: Any) -> "CausalLM":
+        """Does nothing: models have no modes, weights are on all devices, and only updates apply dropout."""
         return self
 
-    def eval(self) -> "CausalLM":
-        """Does nothing, like `train`."""
-        return self
-
-    def to(self, *_: Any, **__: Any) -> "CausalLM":
-        """Does nothing: weights are on all devices."""
-        return self
+    eval = to = train
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Warns that gradient checkpointing is a setting of the trainer."""
         warn("gradient_checkpointing_enable() changes nothing in groupax: set gradient_checkpointing in GRPOConfig")
 
-    def gradient_checkpointing_disable(self) -> None:
-        """Does nothing: gradient checkpointing is off by default."""
-
     def enable_input_require_grads(self) -> None:
         """Does nothing: every trained weight receives gradients."""
+
+    gradient_checkpointing_disable = enable_input_require_grads  # it is off by default
 
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
         """Yields the name of each weight and a copy of it as a PyTorch parameter, which refuses to be changed.
@@ -297,17 +272,17 @@ class CausalLM:
         return count_params(self.model.config, adapter and adapter.config)[0 if only_trainable else 1]
 
     @property
-    def lm_head(self) -> Layer:
+    def lm_head(self) -> SimpleNamespace:
         """The output layer, whose `weight` is a copy (see `named_parameters`)."""
-        return Layer(self.get_parameter(self._prefix + HEAD))
+        return SimpleNamespace(weight=self.get_parameter(self._prefix + HEAD))
 
-    def get_output_embeddings(self) -> Layer:
+    def get_output_embeddings(self) -> SimpleNamespace:
         """Returns `lm_head`."""
         return self.lm_head
 
-    def get_input_embeddings(self) -> Layer:
+    def get_input_embeddings(self) -> SimpleNamespace:
         """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
-        return Layer(self.get_parameter(self._prefix + embedding_name(self.model.config)))
+        return SimpleNamespace(weight=self.get_parameter(self._prefix + embedding_name(self.model.config)))
 
     @property
     def _prefix(self) -> str:
@@ -350,15 +325,44 @@ class CausalLM:
                 raise TypeError(f"generate has no argument {name!r}{nearest(name, GENERATION)}")
         ids = np.asarray(input_ids, np.int32)
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
-        prompts = unpadded_prompts(ids, mask)
+        if (np.diff(mask, axis=1) < 0).any():
+            raise ValueError("the prompts are padded on the right; set tokenizer.padding_side to 'left'")
         settings = generation_settings(self.model, settings)
-        max_tokens = max_completion_tokens(settings, ids.shape[1], self.model.config.max_positions)
         stops = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
-        groups = self._engine.generate(prompts, sampling_params(settings, max_tokens, seed, stops))
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if settings["do_sample"]:
+            drawn = {name: settings[name] or 0 for name in ("temperature", "top_k", "top_p", "min_p")}
+        params = SamplingParams(
+            n=settings["num_return_sequences"],
+            max_tokens=self._max_new_tokens(settings, ids.shape[1]),
+            repetition_penalty=settings["repetition_penalty"],
+            seed=seed,
+            stop_token_ids=stops,
+            ignore_eos=bool(stops),
+            **drawn,
+        )
+        groups = self._engine.generate([row[kept > 0] for row, kept in zip(ids, mask, strict=True)], params)
         pad_id = settings["pad_token_id"]
         pad_id = (stops or self._engine.eos_ids or (0,))[0] if pad_id is None else pad_id
-        out = append_completions(ids, [completion.tokens for group in groups for completion in group], pad_id)
+        completions = [completion.tokens for group in groups for completion in group]
+        new = np.full((len(completions), max(map(len, completions))), pad_id, ids.dtype)
+        for row, completion in zip(new, completions, strict=True):
+            row[: len(completion)] = completion
+        out = np.concatenate([np.repeat(ids, params.n, axis=0), new], axis=1)
         return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
+
+    def _max_new_tokens(self, settings: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        max_new_tokens, max_length = settings["max_new_tokens"], settings["max_length"]
+        if max_new_tokens is not None:
+            return max_new_tokens
+        if max_length is None:
+            return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_positions - num_prompt_tokens))
+        if max_length <= num_prompt_tokens:
+            raise ValueError(
+                f"the prompts have {num_prompt_tokens} tokens, so max_length={max_length} leaves no room for a "
+                "completion; raise it, or set max_new_tokens"
+            )
+        return max_length - num_prompt_tokens
 
     def merge_and_unload(self) -> "CausalLM":
         """Returns the model with its adapter merged into the base weights."""

@@ -1,16 +1,13 @@
 """Arguments of transformers and PEFT as groupax's settings: loading, quantization, adapters, `generate`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from groupax.compat.fields import warn
 from groupax.models.checkpoint import Model
 from groupax.models.lora import as_lora_config
 from groupax.settings.adapter import BaseWeights
 from groupax.settings.fields import nearest
-from groupax.settings.sampling import SamplingParams
 
 # Arguments of `from_pretrained` without effect in groupax, each with the reason.
 INERT = {
@@ -125,68 +122,3 @@ def generation_settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any
         used = f"max_new_tokens={settings['max_new_tokens']} is used"
         warn(f"generate's max_length={given['max_length']} changes nothing: {used}")
     return settings
-
-
-def sampling_params(
-    settings: Mapping[str, Any], max_tokens: int, seed: int, stop_token_ids: Sequence[int]
-) -> SamplingParams:
-    """Returns the sampling parameters for the settings of `generate`.
-
-    Args:
-        settings: Values of `GENERATION`.
-        max_tokens: Number of tokens of the longest completion.
-        seed: Seed of the sampling.
-        stop_token_ids: Tokens that end a completion instead of the model's own; empty to keep the latter.
-    """
-    if settings["do_sample"]:
-        drawing: dict[str, Any] = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
-        drawing["min_p"] = settings["min_p"] or 0.0
-    else:
-        drawing = {"temperature": 0.0}
-    return SamplingParams(
-        n=settings["num_return_sequences"],
-        max_tokens=max_tokens,
-        repetition_penalty=settings["repetition_penalty"],
-        seed=seed,
-        stop_token_ids=tuple(stop_token_ids),
-        ignore_eos=bool(stop_token_ids),
-        **drawing,
-    )
-
-
-def max_completion_tokens(settings: Mapping[str, Any], num_prompt_tokens: int, max_positions: int) -> int:
-    """Returns the number of tokens of the longest completion.
-
-    Raises:
-        ValueError: `max_length` is not longer than the prompts.
-    """
-    max_new_tokens, max_length = settings["max_new_tokens"], settings["max_length"]
-    if max_new_tokens is not None:
-        return max_new_tokens
-    if max_length is None:
-        return max(1, min(DEFAULT_NEW_TOKENS, max_positions - num_prompt_tokens))
-    if max_length <= num_prompt_tokens:
-        raise ValueError(
-            f"the prompts have {num_prompt_tokens} tokens, so max_length={max_length} leaves no room for a completion; "
-            "raise it, or set max_new_tokens"
-        )
-    return max_length - num_prompt_tokens
-
-
-def unpadded_prompts(ids: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
-    """Returns the tokens of each row without its left padding.
-
-    Raises:
-        ValueError: The prompts are padded on the right.
-    """
-    if (np.diff(mask, axis=1) < 0).any():
-        raise ValueError("the prompts are padded on the right; set tokenizer.padding_side to 'left'")
-    return [row[kept > 0] for row, kept in zip(ids, mask, strict=True)]
-
-
-def append_completions(ids: np.ndarray, completions: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
-    """Returns prompts [B, S] repeated for their completions, which are appended and padded: [B * n, S + T]."""
-    new = np.full((len(completions), max(map(len, completions))), pad_id, ids.dtype)
-    for row, completion in zip(new, completions, strict=True):
-        row[: len(completion)] = completion
-    return np.concatenate([np.repeat(ids, len(completions) // len(ids), axis=0), new], axis=1)
