@@ -1,5 +1,6 @@
 """A step that was computed again: its comparison with the record, the shares of its rows, and the texts about them."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,21 +155,19 @@ def compare_step(
     results = []
     for stage in STAGES:
         a, b = getattr(then, stage), getattr(now, stage)
-        numbers = _NUMBERS.get(stage, _nothing)(then, now)
+        numbers = _numbers(stage, then, now)
         if a == b and (stage == "update" or not numbers):  # the learning rate shows in the weights, if they have moved
             results.append(StageResult(stage, is_equal=True))
             continue
-        places = _differing(a, b) if isinstance(a, tuple) else ()
-        both = None if columns_then is None or columns_now is None else (columns_then, columns_now)
-        found = [*numbers, *([] if both is None else _DETAILS[stage](*both))]
+        places: tuple[int, ...] = ()
+        if isinstance(a, tuple):
+            places = tuple(i for i, pair in enumerate(itertools.zip_longest(a, b)) if pair[0] != pair[1])
         named = [f"{'rows' if stage == 'loss' else 'groups'} {_listed(places)}"] if places else []
-        results.append(StageResult(stage, False, "; ".join([*named, *found]) or "other bits", places))
+        found: list[str] = []
+        if columns_then is not None and columns_now is not None:
+            found = _details(stage, columns_then, columns_now)
+        results.append(StageResult(stage, False, "; ".join([*named, *numbers, *found]) or "other bits", places))
     return results
-
-
-def _differing(a: Sequence[str], b: Sequence[str]) -> tuple[int, ...]:
-    longest = max(len(a), len(b))
-    return tuple(i for i in range(longest) if i >= len(a) or i >= len(b) or a[i] != b[i])
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -176,63 +175,37 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
 
 
-def _nothing(*_: Any) -> list[str]:
-    return []
+def _numbers(stage: Stage, then: StepRecord, now: StepRecord) -> list[str]:
+    """Returns the numbers of a step's record that differ, as texts."""
+    if stage == "loss":
+        pairs = {"loss": (then.loss_value, now.loss_value), "grad_norm": (then.grad_norm, now.grad_norm)}
+    elif stage == "update":
+        pairs = {"learning_rate": (then.learning_rate, now.learning_rate)}
+    else:
+        return []
+    differing = [f"{name} {_number(a)} in the run, {_number(b)} now" for name, (a, b) in pairs.items() if a != b]
+    return differing or (["other weights"] if stage == "update" else [])
 
 
-def _loss_numbers(then: StepRecord, now: StepRecord) -> list[str]:
-    pairs = {"loss": (then.loss_value, now.loss_value), "grad_norm": (then.grad_norm, now.grad_norm)}
-    return [f"{name} {_number(a)} in the run, {_number(b)} now" for name, (a, b) in pairs.items() if a != b]
-
-
-def _update_numbers(then: StepRecord, now: StepRecord) -> list[str]:
-    if then.learning_rate == now.learning_rate:
-        return ["other weights"]
-    return [f"learning_rate {_number(then.learning_rate)} in the run, {_number(now.learning_rate)} now"]
-
-
-_NUMBERS: dict[Stage, Callable[[StepRecord, StepRecord], list[str]]] = {
-    "loss": _loss_numbers,
-    "update": _update_numbers,
-}
-
-
-def _data(then: Columns, now: Columns) -> list[str]:
-    found = _first_value(then, now, "prompt")
-    return found or ["a column of the dataset other than the prompt"]
-
-
-def _rollouts(then: Columns, now: Columns) -> list[str]:
-    tokens = _tokens(then, now, "completion_ids", "token", exact=True)
-    ends = _first_value(then, now, "finish_reason")
-    if tokens or ends:
-        return [*tokens, *ends]
-    return _tokens(then, now, "policy_logps", "the sampler's log-probs") or _tokens(
-        then, now, "sampler_logps", "the log-probs of the truncated distribution"
-    )
-
-
-def _rewards(then: Columns, now: Columns) -> list[str]:
-    names = dict.fromkeys(name for columns in (then, now) for name in columns if name.startswith("rewards/"))
-    return [text for name in names for text in _first_value(then, now, name)]
-
-
-def _advantages(then: Columns, now: Columns) -> list[str]:
-    return _first_value(then, now, "advantage")
-
-
-def _losses(then: Columns, now: Columns) -> list[str]:
-    return _tokens(then, now, "trainer_logps", "the trainer's log-probs")
-
-
-_DETAILS: dict[Stage, Callable[[Columns, Columns], list[str]]] = {
-    "data": _data,
-    "rollout": _rollouts,
-    "reward": _rewards,
-    "advantage": _advantages,
-    "loss": _losses,
-    "update": _nothing,
-}
+def _details(stage: Stage, then: Columns, now: Columns) -> list[str]:
+    """Returns the first completion of a stage that differs, as texts."""
+    match stage:
+        case "data":
+            return _first_value(then, now, "prompt") or ["a column of the dataset other than the prompt"]
+        case "rollout":
+            tokens = _tokens(then, now, "completion_ids", "token", exact=True)
+            found = [*tokens, *_first_value(then, now, "finish_reason")]
+            found = found or _tokens(then, now, "policy_logps", "the sampler's log-probs")
+            return found or _tokens(then, now, "sampler_logps", "the log-probs of the truncated distribution")
+        case "reward":
+            names = dict.fromkeys(name for columns in (then, now) for name in columns if name.startswith("rewards/"))
+            return [text for name in names for text in _first_value(then, now, name)]
+        case "advantage":
+            return _first_value(then, now, "advantage")
+        case "loss":
+            return _tokens(then, now, "trainer_logps", "the trainer's log-probs")
+        case _:
+            return []
 
 
 def _first_value(then: Columns, now: Columns, name: str) -> list[str]:

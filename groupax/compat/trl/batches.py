@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from groupax.compat.trl.overridden import NO_HOOKS, Hooks, RevisedRewards
+from groupax.compat.trl.overridden import Calculate, RevisedRewards
 from groupax.compat.trl.policy import ModelSampler
 from groupax.engine.sampler import Sampler
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
@@ -151,14 +151,22 @@ class TRLBatchTrainer(GRPOTrainer):
     Args:
         schedule: How rollouts become optimizer steps.
         arguments: Those of `groupax.GRPOTrainer`, as `named` are.
-        hooks: Changes by a subclass of TRL's trainer.
+        calculate_rewards: Revises the scores of a rollout, for a subclass of TRL's trainer; None if it does not.
+        revise_line: Likewise revises a line of the log.
     """
 
     schedule: TRLSchedule
     eval_batch_size: int | None = None  # completions of a reward function's call in evaluations; None for all
 
-    def __init__(self, schedule: TRLSchedule, *arguments: Any, hooks: Hooks = NO_HOOKS, **named: Any) -> None:
-        self._schedule, self._hooks = schedule, hooks
+    def __init__(
+        self,
+        schedule: TRLSchedule,
+        *arguments: Any,
+        calculate_rewards: Calculate | None = None,
+        revise_line: Callable[[int, Metrics], Metrics] | None = None,
+        **named: Any,
+    ) -> None:
+        self._schedule, self._calculate_rewards, self._revise_line = schedule, calculate_rewards, revise_line
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
@@ -188,14 +196,14 @@ class TRLBatchTrainer(GRPOTrainer):
 
     def make_reward_runner(self) -> RewardRunner:
         """Returns a runner whose scores a subclass may change."""
-        calculate = self._hooks.calculate_rewards
+        calculate = self._calculate_rewards
         return super().make_reward_runner() if calculate is None else RevisedRewards(self.rewards, self.args, calculate)
 
     @contextmanager
     def working(self, stop: PreemptionHandler) -> Iterator[None]:
         """Starts what only runs during training; lines of the log are revised from then on."""
-        if self._hooks.revise is not None:
-            self.run.log.revise = self._hooks.revise
+        if self._revise_line is not None:
+            self.run.log.revise = self._revise_line
         with super().working(stop):
             yield
 

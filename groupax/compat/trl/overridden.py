@@ -85,22 +85,6 @@ def check_overrides(trainer: Any, base: type) -> None:
 Calculate = Callable[[Sequence[Sequence[Rollout]], list[list[Scores]]], list[list[Scores]]]
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """The changes by a subclass; None where there are none.
-
-    Attributes:
-        calculate_rewards: Returns the scores to use instead of those of the reward functions.
-        revise: Returns the metrics to log instead of these, at a step.
-    """
-
-    calculate_rewards: Calculate | None = None
-    revise: Callable[[int, Metrics], Metrics] | None = None
-
-
-NO_HOOKS = Hooks()
-
-
 class RevisedRewards(RewardRunner):
     """A runner whose scores are revised, all groups of a rollout together.
 
@@ -141,6 +125,15 @@ class Overridable:
     _scored: _Batch | None = None  # while `_calculate_rewards` runs
     _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
     _revised: list[list[Mapping[str, Any]]]  # lines that the listener has not recorded yet
+
+    def _changes(self, base: type) -> dict[str, Any]:
+        """Returns what a subclass of a class of groupax changes in a run, as arguments of `TRLBatchTrainer`."""
+        self._revised = []
+        own = {name: getattr(type(self), name) is not getattr(base, name) for name in ("log", "_calculate_rewards")}
+        return {
+            "calculate_rewards": self._revise_rewards if own["_calculate_rewards"] else None,
+            "revise_line": self._revise if own["log"] else None,
+        }
 
     def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
         """Adds a line to `state.log_history` and calls the callbacks.
@@ -235,21 +228,6 @@ class Overridable:
             revised[index] = [_with_values(score, own[:, k]) for k, score in enumerate(scores[index])]
             first += len(groups[index])
         return revised
-
-
-def hooks_of(trainer: Overridable, base: type) -> Hooks:
-    """Returns what a trainer's class changes in a run.
-
-    Args:
-        trainer: Trainer.
-        base: The class of groupax, which changes nothing.
-    """
-    trainer._revised = []
-    changes = {name: getattr(type(trainer), name) is not getattr(base, name) for name in ("log", "_calculate_rewards")}
-    return Hooks(
-        trainer._revise_rewards if changes["_calculate_rewards"] else None,
-        trainer._revise if changes["log"] else None,
-    )
 
 
 def _as_matrix(found: Any, shape: tuple[int, ...], name: str) -> np.ndarray:

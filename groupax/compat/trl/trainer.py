@@ -18,7 +18,7 @@ from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.overridden import Overridable, check_overrides, hooks_of
+from groupax.compat.trl.overridden import Overridable, check_overrides
 from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
@@ -127,7 +127,7 @@ class GRPOTrainer(Overridable, BaseTrainer):
             tools=agents.tools,
             environments=agents.environments(has_prompts),
             rollout_func=self._rollout_function(rewards, examples),
-            hooks=hooks_of(self, GRPOTrainer),
+            **self._changes(GRPOTrainer),
         )
         self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
