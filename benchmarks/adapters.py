@@ -22,8 +22,8 @@ from models import QWEN_7M
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
 from groupax.engine.session import Session
-from groupax.models.adapter_stack import changes_of, stack_adapters
-from groupax.models.checkpoint import Model
+from groupax.models.adapted import changes_of, stack_adapters
+from groupax.models.weights.checkpoint import Model
 
 PROMPT = [np.arange(1, 17, dtype=np.int32)]
 SETTINGS: dict[str, Any] = {"kv_bytes": 1 << 28, "chunk_steps": 32}
@@ -48,7 +48,9 @@ def engine_of(base: Model, adapters: list[Model]) -> Engine:
     """Returns an engine for the base with adapters, named by their numbers."""
     if not adapters:
         return Engine(base.config, base.params, base.mesh, (), **SETTINGS)
-    changes = [changes_of(each.adapter, jnp.float32) for each in adapters if each.adapter]
+    changes = [
+        changes_of(each.adapter.trained, each.adapter.config.scale, jnp.float32) for each in adapters if each.adapter
+    ]
     params = stack_adapters(base.params, changes)
     names = tuple(map(str, range(len(adapters))))
     return Engine(base.config, params, base.mesh, (), adapters=names, **SETTINGS)

@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, show
 
 from groupax import Engine, SamplingParams, init_model
-from groupax.engine.pace import Pace
-from groupax.engine.plan import CacheShape
-from groupax.engine.programs import Programs
+from groupax.engine.programs import Pace, Programs
+from groupax.engine.scheduler import CacheShape
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 

@@ -24,7 +24,7 @@ from models import QWEN_7M, parser, show
 
 from groupax import init_model
 from groupax.models import decoder
-from groupax.models.lookup import lookup
+from groupax.models.layers import lookup
 
 WORDS, TOKENS, DIM, FREQUENT = 8192, 16_384, 256, 7
 

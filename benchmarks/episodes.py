@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import Engine, SamplingParams, init_model
-from groupax.engine.plan import TURN_STEPS
+from groupax.engine.scheduler import TURN_STEPS
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.settings.episodes import EpisodeSettings

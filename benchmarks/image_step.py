@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import parser, show
 
 from groupax import GRPOConfig, GRPOTrainer
-from groupax.models.vision.batch import batch_images
-from groupax.models.vision.tower import encode_images
+from groupax.models.vision.tower import batch_images, encode_images
 from groupax.planning.counting import count_program
 from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import generate

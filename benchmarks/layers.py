@@ -29,8 +29,8 @@ from step import DTYPES, GROUP, LONGEST_TOKENS, MEAN_TOKENS, NEW_TOKENS, PROMPT_
 from groupax import GRPOConfig, init_model
 from groupax.models.flops import forward_flops
 from groupax.objective.aggregation import Denominators
+from groupax.parallel.memory import peak_flops
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.peak import peak_flops
 from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner
@@ -74,7 +74,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 def median_seconds(learner: Learner, rows: list[Row], replaced: dict[str, Any]) -> float:
-    """Of all micro-batches' forward and backward passes, with functions of `models.grouped` replaced."""
+    """Of all micro-batches' forward and backward passes, with functions of `models.logprobs` replaced."""
     settings, mesh = learner.settings, learner.mesh
     parts = pack(rows, num_data_shards(mesh), learner.micro_batch_tokens, longest=learner.longest)[0]
     batches = [shard_batch(part.batch, mesh) for part in parts]
@@ -83,7 +83,7 @@ def median_seconds(learner: Learner, rows: list[Row], replaced: dict[str, Any]) 
     seconds = []
     with ExitStack() as patches:
         for name, function in replaced.items():
-            patches.enter_context(patch(f"groupax.models.grouped.{name}", function))
+            patches.enter_context(patch(f"groupax.models.logprobs.{name}", function))
         jax.clear_caches()  # programs of other parts
         for _ in range(1 + ROUNDS):  # the first one compiles
             totals = jax.block_until_ready(zero_grads(learner.policy, **static))

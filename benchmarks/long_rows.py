@@ -22,8 +22,8 @@ from models import QWEN_7M, parser, show
 from groupax import GRPOConfig, init_model
 from groupax.models.execution import execution_for
 from groupax.objective.aggregation import Denominators
+from groupax.parallel.memory import peak_memory_bytes
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.peak import peak_memory_bytes
 from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner

@@ -23,7 +23,7 @@ from groupax import GRPOTrainer
 from groupax.cli.options import recorded
 from groupax.cli.replay import maker
 from groupax.cli.train import Train, inputs_of, train_defaults
-from groupax.parallel.compilation import compilation
+from groupax.parallel.runtime import compilation
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import replay_target, settings_of
 from groupax.replay.trainer import Target

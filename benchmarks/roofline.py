@@ -31,12 +31,12 @@ from models import QWEN_05B, QWEN_7M, parser, show
 from groupax import Engine, Model, SamplingParams, init_model
 from groupax.engine.batch import Batch
 from groupax.engine.cache import REPLICATED, ROWS, Cache
-from groupax.models.decode_attention import LayerCache, Past, attend_cached
+from groupax.models.attention import LayerCache, Past, attend_cached
 from groupax.models.decoder import forward, head_weights
 from groupax.models.flops import forward_flops
 from groupax.models.layers import vocabulary_logits
+from groupax.parallel.memory import peak_flops
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.peak import peak_flops
 
 PROMPT_TOKENS, GROUP, NEW_TOKENS, STEPS = 192, 8, 96, 32
 CASES = {"32": (QWEN_7M, 32), "128": (QWEN_7M, 128), "0.5B": (QWEN_05B, 16)}

@@ -22,8 +22,8 @@ from models import KEY, QWEN_05B, parser, served, show
 
 from groupax import Model, init_model
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import add_adapter
 from groupax.models.lora import LoRAConfig
+from groupax.models.weights.checkpoint import add_adapter
 from groupax.serve.client import RemoteSampler
 
 

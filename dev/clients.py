@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from groupax.parallel.sockets import listen
+from groupax.parallel.processes import listen
 from groupax.recipes import load_recipe
 from groupax.recipes.agents.calculator import calculator
 

@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax.data.bridge import Bridge
 from groupax.data.chat import render
-from groupax.models.checkpoint import init_model
 from groupax.models.specs import num_params
+from groupax.models.weights.checkpoint import init_model
 from groupax.recipes.agents import arithmetic, calculator, guess_number, sql
 from groupax.tools.formats.hermes import read
 from groupax.tools.tool import tools_from, tools_of

@@ -25,10 +25,10 @@ from pretraining import Corpus, attend, save, train
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from groupax.models.checkpoint import Model, init_model, load_model
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.specs import Params, num_params
+from groupax.models.weights.checkpoint import Model, init_model, load_model
 from groupax.parallel.mesh import DATA
 from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_solution, worked_steps
 from groupax.rewards.builtin import think_answer_correct, think_answer_format

@@ -25,14 +25,13 @@ from pretraining import attend, fit, save
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from groupax.models.checkpoint import Model, init_model
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import ImageInputs, forward, head_weights
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params, num_params
-from groupax.models.vision.batch import batch_images, cells_of
 from groupax.models.vision.placement import make_image
-from groupax.models.vision.tower import encode_images
+from groupax.models.vision.tower import batch_images, cells_of, encode_images
+from groupax.models.weights.checkpoint import Model, init_model
 from groupax.recipes.shapes.scenes import COLORS, IMAGE_PIXELS, KINDS, Scene, draw, scenes
 
 FOLDER = Path(__file__).parents[1] / "groupax" / "recipes" / "shapes" / "model"

@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.attention import attend_masked
-from groupax.models.checkpoint import Model
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.logprobs import token_logprobs
-from groupax.models.saving import save_model
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_model
 from groupax.parallel.mesh import DATA
 from groupax.runs.model_card import read_card
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from groupax.episodes.traces import recorded_rollouts as recorded_rollouts
     from groupax.episodes.traces import trace_reward as trace_reward
     from groupax.errors import InfrastructureError as InfrastructureError
-    from groupax.models.checkpoint import Model as Model
-    from groupax.models.checkpoint import add_adapter as add_adapter
-    from groupax.models.checkpoint import init_model as init_model
-    from groupax.models.checkpoint import load_model as load_model
     from groupax.models.lora import LoRAConfig as LoRAConfig
-    from groupax.models.saving import save_adapter as save_adapter
-    from groupax.models.saving import save_model as save_model
+    from groupax.models.weights.checkpoint import Model as Model
+    from groupax.models.weights.checkpoint import add_adapter as add_adapter
+    from groupax.models.weights.checkpoint import init_model as init_model
+    from groupax.models.weights.checkpoint import load_model as load_model
+    from groupax.models.weights.saving import save_adapter as save_adapter
+    from groupax.models.weights.saving import save_model as save_model
     from groupax.replay.bisect import bisect_run as bisect_run
     from groupax.replay.bundled import replay_bundle as replay_bundle
     from groupax.replay.make_bundle import bundle_step as bundle_step
@@ -50,7 +50,7 @@ _HOME = {
     "GRPOTrainer": "groupax.trainer",
     "InfrastructureError": "groupax.errors",
     "LoRAConfig": "groupax.models.lora",
-    "Model": "groupax.models.checkpoint",
+    "Model": "groupax.models.weights.checkpoint",
     "RolloutFunction": "groupax.episodes.custom",
     "RolloutRequest": "groupax.episodes.custom",
     "SFTConfig": "groupax.config",
@@ -61,11 +61,11 @@ _HOME = {
     "Trajectory": "groupax.episodes.custom",
     "TraceFile": "groupax.episodes.traces",
     "TrainResult": "groupax.trainer",
-    "add_adapter": "groupax.models.checkpoint",
+    "add_adapter": "groupax.models.weights.checkpoint",
     "bisect_run": "groupax.replay.bisect",
     "bundle_step": "groupax.replay.make_bundle",
-    "init_model": "groupax.models.checkpoint",
-    "load_model": "groupax.models.checkpoint",
+    "init_model": "groupax.models.weights.checkpoint",
+    "load_model": "groupax.models.weights.checkpoint",
     "mcp": "groupax.environments.mcp_tools",
     "openenv": "groupax.environments.openenv",
     "program": "groupax.environments.program",
@@ -74,8 +74,8 @@ _HOME = {
     "recorded_rollouts": "groupax.episodes.traces",
     "replay_bundle": "groupax.replay.bundled",
     "replay_step": "groupax.replay.session",
-    "save_adapter": "groupax.models.saving",
-    "save_model": "groupax.models.saving",
+    "save_adapter": "groupax.models.weights.saving",
+    "save_model": "groupax.models.weights.saving",
     "tool": "groupax.tools.tool",
     "trace_reward": "groupax.episodes.traces",
     "verifiers": "groupax.environments.verifiers_v0",

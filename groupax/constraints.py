@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from groupax.data.token_bytes import token_bytes
+from groupax.data.tokenizer import token_bytes
 from groupax.errors import require
 
 MAX_CHARACTERS = 1 << 16  # of a constraint

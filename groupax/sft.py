@@ -7,16 +7,14 @@ log, save   events to every sink, checkpoints                                   
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from groupax.config import SFTConfig
-from groupax.data.examples import Examples, describe_source, load_examples
-from groupax.data.order import visit_order
-from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS
+from groupax.data.examples import Examples, describe_source, load_examples, visit_order
+from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS
 from groupax.data.supervised import (
     TokenExample,
     TrainingSet,
@@ -27,10 +25,9 @@ from groupax.data.supervised import (
 )
 from groupax.evaluation.sets import ONLY_SET, named_sets
 from groupax.events import Listener, PhaseAdvanced, PhaseStarted, StepStarted
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
+from groupax.objective.losses import find_supervised_loss
 from groupax.objective.objective import zero_metrics
-from groupax.objective.supervised import find_supervised_loss
-from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import lora_for, model_for, tokenizer_for
 from groupax.runs.checkpoints.choose import Saved
@@ -43,8 +40,8 @@ from groupax.runs.model_card import SFT, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.report.card import run_sections
-from groupax.runs.results import PolicyResults
-from groupax.runs.run import Description, Run, with_absolute_paths
+from groupax.runs.run import Run, with_absolute_paths
+from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sft import ExampleSettings
@@ -100,7 +97,7 @@ class HeldOut:
         return f"<HeldOut: {', '.join(f'{name} {short_number(value)}' for name, value in self.metrics.items())}>"
 
 
-class SFTTrainer(PolicyResults):
+class SFTTrainer(Trainer):
     """Trains a language model on given examples.
 
     Args:
@@ -123,6 +120,8 @@ class SFTTrainer(PolicyResults):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    args: SFTConfig
+
     def __init__(
         self,
         model: str | Path | Model,
@@ -137,8 +136,7 @@ class SFTTrainer(PolicyResults):
         self.args = args = with_absolute_paths(args or SFTConfig())
         self.run = Run(self, args, progress)
         self.listeners, self.progress, self.emit = listeners, self.run.progress, self.run.emit
-        self.cursor, self.experience = Cursor(), None
-        self.last_metrics: Metrics = {}
+        self.run_folder = self.run.folder
 
         self.emit(PhaseStarted("loading the data"))
         settings = learner_settings(args)
@@ -148,7 +146,6 @@ class SFTTrainer(PolicyResults):
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         if args.eval_steps and eval_dataset is None:
             raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
-        self.run_folder = self.run.open_folder(args)
         self.emit(PhaseStarted("loading the model"))
         self.start_model = model_for(args, model, lora)
         self.tokenizer = tokenizer_for(args, self.start_model, processing_class)
@@ -161,7 +158,7 @@ class SFTTrainer(PolicyResults):
         self.num_steps = self._num_steps()
         rows = rows_of(self.examples.sequences)
         longest = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
-        self.learner = self.run.make_learner(settings, longest)
+        self.learner = make_learner(self, settings, longest)
         self.dataset_name = data_name(train_dataset, len(examples))
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -307,22 +304,9 @@ class SFTTrainer(PolicyResults):
         log.resume(saved.state["log"], [], {})
         remove_download(saved)
 
-    def settle(self) -> None:
-        """Does nothing: between two steps the state is whole."""
-
     def diagnose(self) -> Diagnose:
         """Returns what finds faults of the run in its metrics."""
         return supervised_diagnostics
-
-    def working(self, stop: PreemptionHandler) -> AbstractContextManager[None]:
-        """Starts nothing: there are no rollouts."""
-        del stop
-        return nullcontext()
-
-    def policies(self, cursor: Cursor) -> dict[int, Any]:
-        """Returns no policies: there are no rollouts of earlier ones."""
-        del cursor
-        return {}
 
     def describe(self) -> Description:
         """Returns what a user should know of the run before its first step."""

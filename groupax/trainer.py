@@ -16,24 +16,23 @@ from groupax.config import GRPOConfig
 from groupax.data.examples import Examples, describe_source
 from groupax.data.prompts import PromptSet
 from groupax.data.tokenizer import eos_token_ids, is_conversational
-from groupax.engine.plan import Demand
-from groupax.engine.sampler import Sampler
+from groupax.engine.scheduler import Demand
+from groupax.engine.sequence import Sampler
 from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.errors import RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.events import Listener, PhaseStarted, StepStarted, TokenScores, ignore
 from groupax.metrics.estimates import Estimate
-from groupax.models.checkpoint import Model
-from groupax.models.quantize import require_quantizer
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import require_quantizer
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.resolve import check_columns, resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector, Episodes, Scoring
 from groupax.rollouts.pipeline import Pipeline, Policy
-from groupax.rollouts.schedule import UpdateSchedule, update_schedule
-from groupax.rollouts.state import Cursor, Experience
+from groupax.rollouts.state import Cursor, Experience, UpdateSchedule, update_schedule
 from groupax.runs.build import (
     check_adapters,
     check_objective,
@@ -70,9 +69,9 @@ from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, short_number
 from groupax.runs.progress.notebook import result_html
 from groupax.runs.report.card import run_sections
-from groupax.runs.results import PolicyResults
-from groupax.runs.run import Description, Run, with_absolute_paths
+from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
+from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.buckets import is_remote
 from groupax.training.learner import Update
@@ -109,7 +108,7 @@ class TrainResult:
         return result_html(self.num_steps, self.train_seconds, self.metrics, more)
 
 
-class GRPOTrainer(PolicyResults):
+class GRPOTrainer(Trainer):
     """Trains a language model with Group Relative Policy Optimization.
 
     Args:
@@ -141,6 +140,8 @@ class GRPOTrainer(PolicyResults):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    args: GRPOConfig
+
     def __init__(
         self,
         model: str | Path | Model,
@@ -161,9 +162,7 @@ class GRPOTrainer(PolicyResults):
         self.run = Run(self, args, progress)
         self.listeners, self.progress, self.emit = listeners, self.run.progress, self.run.emit
         self.progress.shows_samples = args.log_completions
-        self.cursor = Cursor()
-        self.experience: Experience | None = None
-        self.last_metrics: Metrics = {}
+        self.run_folder = self.run.folder
 
         self.emit(PhaseStarted("loading the data"))
         check_processes(args)
@@ -178,8 +177,6 @@ class GRPOTrainer(PolicyResults):
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
         self._shared_records = Path(args.output_dir).expanduser().absolute() / RECORDS
-        log_gb = args.rollout_log_gb
-        self.run_folder = self.run.open_folder(args, None if log_gb is None else int(log_gb * 1e9))
 
         self.emit(PhaseStarted("loading the model"))
         require_quantizer(args.decoding_weights)
@@ -197,7 +194,7 @@ class GRPOTrainer(PolicyResults):
         self.schedule = self.make_schedule()
         self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
-        self.learner = self.run.make_learner(learner_settings(args), longest, args.adapters)
+        self.learner = make_learner(self, learner_settings(args), longest)
         groups = (args.num_generations,) * self.schedule.prompts_per_rollout
         expected = Demand(groups, longest[0] - 1, longest[1])
         if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
@@ -395,10 +392,9 @@ class GRPOTrainer(PolicyResults):
             check_columns(self.rewards, columns, each[0], f"eval_dataset {name!r}")
 
     def _encode(self, sets: Mapping[str, Examples]) -> dict[str, PromptSet]:
-        length = self.args.eval_max_completion_length
-        given = self.args, self.start_model, self.tokenizer
+        args, model, length = self.args, self.start_model, self.args.eval_max_completion_length
         return {
-            name: prompts_for(*given, examples, self.rules, length, f"eval_dataset {name!r}")
+            name: prompts_for(args, model, self.tokenizer, examples, self.rules, length, f"eval_dataset {name!r}")
             for name, examples in sets.items()
         }
 
@@ -453,9 +449,6 @@ class GRPOTrainer(PolicyResults):
     def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
         """Returns the earlier policies that sample coming rollouts, which a checkpoint has to keep."""
         return self.pipeline.policies(cursor) if self.pipeline else {}
-
-    def settle(self) -> None:
-        """Does nothing: between two steps the state is whole."""
 
     def diagnose(self) -> Diagnose:
         """Returns what finds faults of the run in its metrics."""

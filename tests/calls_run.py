@@ -8,7 +8,7 @@ import time
 from groupax.episodes.calls import Calls
 from groupax.episodes.record import Question, Record
 from groupax.parallel import processes
-from groupax.parallel.rendezvous import connect_to_primary
+from groupax.parallel.processes import connect_to_primary
 from groupax.tools.runner import ToolRunner
 
 

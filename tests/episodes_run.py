@@ -147,7 +147,7 @@ def make_trainer(model, folder, runs_program=False, **settings):
 
 def main(folder, num_devices, settings):
     from groupax.parallel import processes
-    from groupax.parallel.transfer import to_host_on_primary
+    from groupax.parallel.collectives import to_host_on_primary
 
     jax.config.update("jax_num_cpu_devices", num_devices)
     trainer = make_trainer(folder.parent / "model", folder / "run", **settings)

@@ -9,10 +9,10 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax.models.checkpoint import Model
 from groupax.models.families import read_config
-from groupax.models.saving import save_model
-from groupax.models.specs import init_params
+from groupax.models.params import init_params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_model
 from groupax.parallel.mesh import make_mesh
 
 from .vision_models import DELTA, MIXTURE, SIGLIP

@@ -61,7 +61,7 @@ def raising(event):
 def main(folder, num_devices, settings):
     from groupax import GRPOConfig, GRPOTrainer
     from groupax.parallel import processes
-    from groupax.parallel.transfer import to_host_on_primary
+    from groupax.parallel.collectives import to_host_on_primary
 
     jax.config.update("jax_num_cpu_devices", num_devices)
     prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]

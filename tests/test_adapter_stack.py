@@ -9,10 +9,8 @@ import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
 from groupax.engine.prompt_logps import score
-from groupax.models.adapted import apply_adapter
-from groupax.models.adapter_stack import changes_of, stack_adapters
-from groupax.models.lora import adapter_specs
-from groupax.models.peft_format import adapter_config_dict
+from groupax.models.adapted import apply_adapter, changes_of, stack_adapters
+from groupax.models.lora import adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
@@ -41,7 +39,7 @@ def an_engine(model, adapters=None, **settings):
     given = {"kv_bytes": 1 << 24, "chunk_steps": 4, **settings}
     if not adapters:
         return Engine(model.config, model.params, model.mesh, (0,), **given)
-    changes = [changes_of(each.adapter, jnp.float32) for each in adapters.values()]
+    changes = [changes_of(each.adapter.trained, each.adapter.config.scale, jnp.float32) for each in adapters.values()]
     params = stack_adapters(model.params, changes)
     return Engine(model.config, params, model.mesh, (0,), adapters=tuple(adapters), **given)
 
@@ -137,27 +135,6 @@ def test_prompts_have_the_log_probs_of_their_adapter():
         alone = score(an_engine(model), PROMPTS[:2], 1.0, 2)
         for one, other in zip(found, alone, strict=True):
             np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
-
-
-@pytest.mark.heavy
-def test_the_arrays_of_an_engine_without_adapters_have_no_trace_of_them():
-    engine = an_engine(a_base())
-    session = engine.session()
-    session.submit(engine.sequences(PROMPTS, PARAMS))
-    list(session.step())
-    assert session._batch.slots.adapter is None
-    with pytest.raises(ValueError, match="no adapter 'one'; the engine has none"):
-        engine.sequences(PROMPTS, PARAMS, adapter="one")
-
-
-@pytest.mark.heavy
-def test_what_a_batch_cannot_share_is_refused():
-    base = a_base(attention_bias=True)
-    full = add_adapter(base, LoRAConfig(r=2, bias="all"))
-    with pytest.raises(ValueError, match="low-rank changes alone"):
-        Engine.of(base, object(), {"full": full})
-    with pytest.raises(ValueError, match="another is not an adapter of the same model"):
-        Engine.of(base, object(), {"another": add_adapter(a_base(seed=1), LoRAConfig(r=2))})
 
 
 @pytest.mark.long

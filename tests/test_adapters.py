@@ -176,18 +176,3 @@ def test_roles_of_a_program_train_adapters_of_their_own(tmp_path):
     again, _ = trained(tmp_path / "again", environments=program(roles), adapters=NAMES, lora_r=4, learning_rate=1e-2)
     for one, other in zip(leaves(again.learner.state), leaves(trainer.learner.state), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.long
-def test_a_program_that_names_no_adapter_of_the_run_learns_which_there_are(tmp_path):
-    def wrong(base_url, prompt):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            ask(base_url, "judge", prompt)
-        assert refused.value.code == 404
-        assert "planner, solver and base" in json.loads(refused.value.read())["error"]["message"]
-        with urllib.request.urlopen(f"{base_url}/models") as response:
-            assert [each["id"] for each in json.loads(response.read())["data"]] == [*NAMES, "base"]
-        return float(len(ask(base_url, "planner", prompt)["content"]))
-
-    trainer, _ = trained(tmp_path, environments=program(wrong), adapters=NAMES, lora_r=4)
-    assert trainer.cursor.step == 2

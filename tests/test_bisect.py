@@ -11,10 +11,10 @@ import pytest
 from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
 from groupax.replay.causes import halved, parsed_condition, ratio, to_blame
+from groupax.replay.influence import influence_of
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of
 from groupax.replay.trainer import ReplayTrainer
-from groupax.training.influence import influence_of
 from groupax.training.optimizer import make_optimizer
 
 from .stopped_run import letters

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from groupax.engine.cache import ROWS, pspec_of
-from groupax.engine.cache_ops import move
+from groupax.engine.cache import ROWS, move, pspec_of
 from groupax.parallel.mesh import make_mesh
 
 

@@ -15,13 +15,12 @@ import pytest
 
 from groupax import init_model, load_model, save_model
 from groupax.cli.main import main
-from groupax.errors import DivergedError, PreemptedError, RunError
+from groupax.errors import DivergedError, PreemptedError, RewardError, RunError
 from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.sets import ONLY_SET
 from groupax.models.lora import LoRAConfig
-from groupax.parallel.digest import weights_digest
+from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
-from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, writer
 from groupax.runs.checkpoints.files import damage, seal
 from groupax.runs.checkpoints.fingerprint import tokenizer_fingerprint

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from groupax.rewards import code_tests
+from groupax.rewards.code import code_tests
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

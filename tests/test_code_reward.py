@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from groupax.rewards import code_tests
-from groupax.rewards.code import program
+from groupax.rewards.code import code_tests, program
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.sandbox import Limits, passes

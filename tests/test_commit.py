@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from groupax.runs import commit as commits
-from groupax.runs.commit import commit_of, program_folder
+from groupax.runs import process as commits
+from groupax.runs.process import commit_of, program_folder
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 

@@ -20,9 +20,9 @@ from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainers import with_sampling
 from groupax.compat.fields import CompatWarning
 from groupax.events import Evaluated, StepEnded
-from groupax.models.checkpoint import reshard
 from groupax.models.lora import as_lora_config
-from groupax.models.quantize import dense
+from groupax.models.weights.checkpoint import reshard
+from groupax.models.weights.quantize import dense
 from groupax.parallel.mesh import RULES, make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params

@@ -10,7 +10,7 @@ import pytest
 from groupax import init_model
 from groupax.compat import hf, trl
 from groupax.compat.fields import CompatWarning
-from groupax.data.order import visit_order
+from groupax.data.examples import visit_order
 
 from .conftest import SHARED, TINY
 from .test_config_and_data import a_tokenizer

@@ -5,7 +5,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from groupax.parallel.compilation import COMPILED, REQUESTED, Compilation, compilation
+from groupax.parallel.runtime import COMPILED, REQUESTED, Compilation, compilation
 
 
 def test_nested_functions_are_counted_once_and_compiled_ones_not_again():

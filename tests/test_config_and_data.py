@@ -16,11 +16,10 @@ from groupax import GRPOConfig, SFTConfig, init_model, save_model
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.config import NAMES_ELSEWHERE
 from groupax.data.chat import render
-from groupax.data.examples import load_examples
-from groupax.data.order import visit_order
+from groupax.data.examples import load_examples, visit_order
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
-from groupax.rollouts.schedule import UpdateSchedule, update_schedule
+from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.fields import Range
 
 from .conftest import SHARED, TINY

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from groupax.constraints import MAX_CHARACTERS, ConstraintCompiler, fault_of
-from groupax.data.token_bytes import token_bytes
+from groupax.data.tokenizer import token_bytes
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 

@@ -15,11 +15,12 @@ import pytest
 from groupax import Engine, SamplingParams, init_model
 from groupax.engine import decode
 from groupax.engine.cache import cache_dtype
-from groupax.models import decode_attention, tpu_attention, triton_attention
+from groupax.models import attention as decode_attention
+from groupax.models.attention import LayerCache, Past, to_cache
 from groupax.models.config import AttentionConfig, Chunks
-from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.decoder import logits
-from groupax.models.fused_decode_attention import select_attend_past
+from groupax.models.kernels import tpu_attention, triton_attention
+from groupax.models.kernels.fused_attention import select_attend_past
 
 from .conftest import TINY, one_device_mesh, rest_heavy
 
@@ -227,9 +228,9 @@ from groupax.planning.devices import find_target, prepare
 prepare(sys.argv[1], cuda=Path(sys.argv[2]))
 import jax
 import jax.numpy as jnp
-from groupax.models import triton_attention
+from groupax.models.kernels import triton_attention
 from groupax.models.config import AttentionConfig
-from groupax.models.decode_attention import LayerCache, Past
+from groupax.models.attention import LayerCache, Past
 
 device = find_target(sys.argv[1]).devices[0]
 shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))

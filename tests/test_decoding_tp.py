@@ -19,12 +19,10 @@ from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import add_adapter, reshard
-from groupax.models.lora import LoRAConfig, adapter_specs
-from groupax.models.named_tensors import host_tensors, param_leaves
-from groupax.models.peft_format import adapter_config_dict
-from groupax.models.saving import save_adapter
+from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
+from groupax.models.weights.checkpoint import add_adapter, reshard
+from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.serve.loop import EngineLoop

@@ -24,10 +24,10 @@ from groupax.engine.sampling import (
     sample,
     uniforms,
 )
-from groupax.engine.stop_strings import find_stop, text_before_stop
+from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.episodes.play import play_episodes
 from groupax.models.decoder import logits
-from groupax.models.quantize import decoding_params
+from groupax.models.weights.quantize import decoding_params
 from groupax.parallel.mesh import AXES
 from groupax.settings.sampling import SAMPLER, sampling_kind
 
@@ -489,7 +489,7 @@ def test_an_option_is_a_field_and_a_rule(monkeypatch):
         ("floor=min_p", "floor=jnp.maximum(min_p, top_a * jnp.exp(-of.log_sum))"),
     ]
     sampling = loaded_with(monkeypatch, "groupax.engine.sampling", rule)
-    slots = loaded_with(monkeypatch, "groupax.engine.slots")
+    slots = loaded_with(monkeypatch, "groupax.engine.cache")
     [sequence] = new_sequences([PROMPTS[2]], SamplingParams(), (), 0)
     sequence.params = settings.SamplingParams(top_a=0.4)
     table = slots.slot_table(B := 200, 1, 1)
@@ -793,14 +793,14 @@ def test_columns_become_fewer_when_long_completions_have_ended(tiny_model, monke
 
 
 def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
-    from groupax.engine import plan, prefill
+    from groupax.engine import prefill, scheduler
 
     prompts = [RNG.integers(2, 96, length) for length in (120, 61, 3)]
     params = SamplingParams(n=2, max_tokens=5, temperature=0.0)
     whole = engine_for(tiny_model, 1).generate(prompts, params)
-    monkeypatch.setattr(plan, "CPU_PIECE_TOKENS", 16)
-    monkeypatch.setattr(plan, "PIECE_COLUMNS", 16)
-    assert plan.piece_size(4, 128, 4, "cpu") == (1, 16)
+    monkeypatch.setattr(scheduler, "CPU_PIECE_TOKENS", 16)
+    monkeypatch.setattr(scheduler, "PIECE_COLUMNS", 16)
+    assert scheduler.piece_size(4, 128, 4, "cpu") == (1, 16)
     prefill.admit.clear_cache()
     pieces = engine_for(tiny_model, 1).generate(prompts, params)
     prefill.admit.clear_cache()
@@ -811,10 +811,10 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
 
 @pytest.mark.heavy
 def test_many_prompts_enter_in_several_admissions(tiny_model, expected, monkeypatch):
-    from groupax.engine import plan
+    from groupax.engine import scheduler
 
-    monkeypatch.setattr(plan, "PREFILL_TOKENS", 64)
-    assert plan.admission_prompts(plan.CacheShape(8, 1, 32, 128), has_prefixes=False) == 2
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 64)
+    assert scheduler.admission_prompts(scheduler.CacheShape(8, 1, 32, 128), has_prefixes=False) == 2
     assert tokens_of(engine_for(tiny_model, 1).generate(PROMPTS, PARAMS)) == expected
 
 

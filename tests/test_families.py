@@ -16,16 +16,14 @@ from groupax.models.config import ClampedSwiglu, DynamicRope, Experts, LongRope,
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
-from groupax.models.families import FAMILIES, NEAREST, VISION_FAMILIES, read_config
-from groupax.models.families.text_part import TEXT_PARTS, text_config
+from groupax.models.families import FAMILIES, NEAREST, TEXT_PARTS, VISION_FAMILIES, read_config, text_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs
-from groupax.models.own_tensors import own_tensors
-from groupax.models.quantize import decoding_params
 from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
-from groupax.models.tensor_files import TensorFile
+from groupax.models.weights.quantize import decoding_params
+from groupax.models.weights.tensor_files import TensorFile, own_tensors
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings

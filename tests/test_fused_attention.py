@@ -14,12 +14,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
-from groupax.models import attention, cudnn, fused_attention, splash
-from groupax.models.checkpoint import reshard
+from groupax.models import attention
 from groupax.models.config import AttentionConfig
 from groupax.models.execution import FusedAttention, execution_for
 from groupax.models.families import read_config
-from groupax.models.fused_attention import select_fused_attention
+from groupax.models.kernels import fused_attention, splash
+from groupax.models.kernels.fused_attention import select_fused_attention
+from groupax.models.weights.checkpoint import reshard
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
@@ -32,7 +33,7 @@ from .conftest import TINY, one_device_mesh, rest_heavy
 
 KERNELS = {
     "splash": lambda name: lambda *args: getattr(splash, name)(*args, interpret=True),
-    "cudnn": lambda name: lambda *args: getattr(cudnn, name)(*args, implementation="xla"),
+    "cudnn": lambda name: lambda *args: getattr(fused_attention, f"cudnn_{name}")(*args, implementation="xla"),
 }
 
 
@@ -229,7 +230,7 @@ def test_narrow_tiles_stay_plain(monkeypatch):
 
     for name in ("attend", "attend_with_prompt"):
         monkeypatch.setattr(splash, name, unexpected)
-        monkeypatch.setattr(cudnn, name, unexpected)
+        monkeypatch.setattr(fused_attention, f"cudnn_{name}", unexpected)
     q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
     short, splash_kernel = AttentionConfig(0.1), FusedAttention("splash")
     fused_attention.attend(q, k, k, starts, short, splash_kernel)

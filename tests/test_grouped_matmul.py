@@ -9,7 +9,7 @@ from groupax import init_model
 from groupax.models import experts
 from groupax.models.decoder import logits
 from groupax.models.experts import loop_over_experts, ragged_experts
-from groupax.models.grouped_matmul import grouped_matmul, row_block, row_tiles
+from groupax.models.kernels.grouped_matmul import grouped_matmul, row_block, row_tiles
 
 from .conftest import TINY, rest_heavy
 

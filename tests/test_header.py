@@ -8,10 +8,8 @@ from groupax.cli.main import main
 from groupax.events import RunDescribed, RunStarted
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
-from groupax.parallel.accelerators import CHIPS, chip_of
-from groupax.runs.header import data_name
-from groupax.runs.progress.display import fact_lines
-from groupax.runs.step_time import seconds_at_peak
+from groupax.parallel.accelerators import CHIPS
+from groupax.runs.header import data_name, seconds_at_peak
 from groupax.view.overview import overview
 from groupax.view.runs import Run
 
@@ -44,7 +42,7 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
 def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_first):
     def described(**settings):
         trainer, told = a_trainer(tmp_path, count_a, eval_dataset=PROMPTS[:1], **settings), []
-        trainer.events.sinks.append(told.append)
+        trainer.run.events.sinks.append(told.append)
         if is_evaluated_first:
             trainer.evaluate()
         trainer.train()
@@ -69,30 +67,12 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_said_to_be_complete(tmp_p
     damaged = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes() + b"x")
     trainer, told = a_trainer(tmp_path, count_a, max_steps=2, save_steps=1), []
-    trainer.events.sinks.append(told.append)
+    trainer.run.events.sinks.append(told.append)
     trainer.train()
     assert not [each for each in told if "is complete, with" in getattr(each, "text", "")]
     [facts] = [each.facts for each in told if isinstance(each, RunDescribed)]
     assert "planned memory" in facts
     assert [each.step for each in told if isinstance(each, RunStarted)] == [1]
-
-
-def test_facts_continue_on_indented_lines_and_commands_stay_whole():
-    facts = {"memory": "one two three four five six", "watch": "groupax view runs/a-name-that-is-long"}
-    assert fact_lines(facts, 28).splitlines() == [
-        "memory  one two three four",
-        "        five six",
-        "watch   groupax view runs/a-name-that-is-long",
-    ]
-    assert len(fact_lines(facts).splitlines()) == len(fact_lines(facts, 20).splitlines()) == 2
-
-
-def test_devices_are_known_by_their_longest_prefix():
-    assert chip_of("NVIDIA A100-SXM4-40GB") is CHIPS["a100-40g"]
-    assert chip_of("NVIDIA A100-SXM4-80GB") is CHIPS["a100"]
-    assert chip_of("TPU v5 lite") is CHIPS["v5e"]
-    assert chip_of("TPU v5") is CHIPS["v5p"]
-    assert chip_of("cpu") is None
 
 
 def test_the_time_of_a_step_at_the_peaks_of_devices():

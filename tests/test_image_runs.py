@@ -14,6 +14,7 @@ import pytest
 from groupax import bundle_step, replay_bundle, replay_step
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
+from groupax.data.files import read_rows
 from groupax.data.images import (
     as_urls,
     has_only_urls,
@@ -24,15 +25,14 @@ from groupax.data.images import (
     without_images,
 )
 from groupax.data.prompts import encode_examples
-from groupax.data.sources import read_rows
 from groupax.engine.engine import Engine, new_sequences
-from groupax.engine.images import check_images, lookup_tokens
+from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.specs import init_params
+from groupax.models.params import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
+from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
@@ -47,7 +47,7 @@ from .vision_models import IMAGE, config_of, random_prompts
 Image = pytest.importorskip("PIL.Image")
 ExifTags = pytest.importorskip("PIL.ExifTags")
 
-from .image_runs import PLACE, QWENS, an_image, model_folder
+from .image_runs import QWENS, an_image, model_folder
 
 FAMILIES = ["smolvlm", "gemma3", *QWENS]
 TARGETS = {
@@ -88,16 +88,6 @@ def test_images_of_a_column_take_the_places_of_the_messages():
     prompt = user({"type": "image"}, text("a"), {"type": "image", "image": images[1]}, text("b"))
     read = with_images({"prompt": prompt, "image": images[0]}, "row 0")
     assert images_of(read) == images
-
-
-def test_images_of_a_column_that_the_messages_have_themselves_are_shown_once():
-    images = [an_image(0), an_image(1)]
-    prompt = user(*({"type": "image", "image": png(image)} for image in images), text("a"))
-    read = with_images({"prompt": prompt, "images": images}, "row 0")
-    assert len(images_of(read)) == 2
-    assert read["images"] == images
-    with pytest.raises(ValueError, match="row 0 has 2 images in its column and 0 parts"):
-        with_images({"prompt": prompt, "images": images[::-1]}, "row 0")
 
 
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
@@ -191,13 +181,6 @@ def test_bad_images_are_refused_by_their_row(value, fault):
 def test_rows_whose_images_have_no_place_are_refused(row, fault):
     with pytest.raises(ValueError, match=f"prompt 3.*{fault}"):
         with_images(row, "prompt 3")
-
-
-def test_images_have_names_by_their_pixels():
-    row = {"image": an_image(0), "prompt": user({"type": "image", "image": an_image(1)})}
-    plain = named(row)
-    assert plain["image"].startswith("images/")
-    assert plain["image"] == named(an_image(0)) != plain["prompt"][0]["content"][0]["image"]
 
 
 def test_a_model_of_text_refuses_images():
@@ -379,14 +362,6 @@ def test_a_row_of_plain_data_has_the_same_images(row):
     assert named(with_images(again, "row")) == named(row)
 
 
-@pytest.mark.parametrize("image", ["/etc/hostname", {"path": "secret.png"}, {"bytes": "x"}, ["data:,", "/a.png"]])
-def test_rows_that_name_files_are_told_from_rows_that_have_their_images(image):
-    assert not has_only_urls({"prompt": "What?", "images": image})
-    assert not has_only_urls({"prompt": user({"type": "image", "image": image})})
-    assert not has_only_urls({"prompt": user({"type": "image_url", "image_url": image})})
-    assert not has_only_urls({"prompt": user({"type": "image", "image_url": {"url": image}})})
-
-
 # -- runs
 
 
@@ -441,14 +416,3 @@ def test_prompts_with_images_are_dropped_whole_or_refused_where_they_are_too_lon
     assert (len(run.prompts), run.prompts.num_dropped) == (1, 3)
     with pytest.raises(ValueError, match="rollout_servers receive prompts as text"):
         a_run(tmp_path / "c", model, 1, rollout_servers=("http://localhost:1",))
-
-
-@pytest.mark.heavy
-def test_text_that_stands_for_an_image_is_refused_without_one(tmp_path):
-    model = model_folder("gemma3", tmp_path / "model")
-    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, progress_bar="none", max_completion_length=8)
-    rows = [{"prompt": [{"role": "user", "content": f"Is {PLACE['gemma3']} one?"}], "image": an_image(0)}]
-    with pytest.raises(ValueError, match="prompt 0: the prompt has 2 placeholders"):
-        GRPOTrainer(model, reward, args, rows)
-    with pytest.raises(ValueError, match="prompt 0: it has no images, and its text has 1 tokens that stand for images"):
-        GRPOTrainer(model, reward, args, [{"prompt": "Is <image_soft_token> one?"}])

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from groupax.models.families import read_config
 from groupax.models.specs import num_params, spec_leaves
-from groupax.parallel import peak
+from groupax.parallel import memory as peak
 from groupax.parallel.mesh import make_mesh
 
 GB = 10**9
@@ -87,16 +87,6 @@ def test_limits_of_control_groups_and_of_those_around_them(tmp_path):
     assert peak.container_free_bytes(cgroups, tmp_path) == 250
     write_group(tmp_path, max="900\n", current="950\n")
     assert peak.container_free_bytes(cgroups, tmp_path) == 0, "shown as its own root to a container"
-
-
-def test_limits_of_the_first_version_of_control_groups(tmp_path):
-    cgroups = "9:name=systemd:/\n4:cpu,memory:/docker/1f\n0::/\n"
-    unlimited = {"limit_in_bytes": "9223372036854771712\n", "usage_in_bytes": "10\n"}
-    write_group(tmp_path / "memory", **unlimited)
-    assert peak.container_free_bytes(cgroups, tmp_path) > 1e18
-    stat = "inactive_file 1\ntotal_inactive_file 30\n"
-    write_group(tmp_path / "memory", limit_in_bytes="500\n", usage_in_bytes="400\n", stat=stat)
-    assert peak.container_free_bytes(cgroups, tmp_path) == 130
 
 
 def test_free_memory_is_within_the_limit_of_the_container(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from groupax import GRPOConfig, init_model, save_model
 from groupax.cli.main import main
-from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig
+from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
 from groupax.planning.counting import count_program
 from groupax.planning.run import trace_run

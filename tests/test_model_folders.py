@@ -24,8 +24,8 @@ from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
 from groupax.data.tokenizer import load_tokenizer
 from groupax.models.families import read_config
-from groupax.models.saving import source_folders
-from groupax.models.summary import find_config
+from groupax.models.flops import find_config
+from groupax.models.weights.saving import source_folders
 from groupax.rewards.model import RewardModel
 from groupax.runs.model_card import SFT, derived_card, license_of, run_card
 from groupax.storage.manifest import MANIFEST

@@ -19,10 +19,10 @@ from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import AttentionConfig, Llama3Rope
 from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
+from groupax.models.flops import find_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.models.specs import num_params
-from groupax.models.summary import find_config
 from groupax.parallel.mesh import make_mesh
 from groupax.storage.folders import resolve_folder
 
@@ -47,7 +47,7 @@ def test_saved_model_loads_with_the_same_weights(tmp_path, tiny_model, dtype):
 
 
 def test_sharded_checkpoint_loads(tmp_path, tiny_model, monkeypatch):
-    monkeypatch.setattr("groupax.models.saving.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("groupax.models.weights.saving.SHARD_BYTES", 20_000)
     save_model(tiny_model, tmp_path / "model")
     assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
     loaded = load_model(tmp_path / "model")
@@ -100,7 +100,7 @@ def test_a_tied_head_may_have_the_heads_name(tmp_path, tiny_model, sizes):
 
 @pytest.mark.parametrize("rows", [7, 4096])
 def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, tiny_model, rows, monkeypatch, caplog):
-    monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
+    monkeypatch.setattr("groupax.models.weights.checkpoint.COMPARED_ROWS", rows)
     folder = save_model(tiny_model, tmp_path / "model", dtype=jnp.bfloat16)
     rewritten(folder, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING].copy()})
     loaded = load_model(folder)
@@ -113,7 +113,7 @@ def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, t
 @pytest.mark.parametrize("rows", [7, 4096])
 def test_a_tied_head_that_differs_is_loaded_as_a_separate_weight(tmp_path, family, rows, monkeypatch, caplog):
     """Behaves as transformers does; Gemma's embeddings are tied although its config.json does not say so."""
-    monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
+    monkeypatch.setattr("groupax.models.weights.checkpoint.COMPARED_ROWS", rows)
     model = init_model({**TINY, "model_type": family})
     folder = save_model(model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -423,7 +423,7 @@ def test_broken_config_json(saved):
 
 
 def test_missing_shard_is_named(tmp_path, tiny_model, monkeypatch):
-    monkeypatch.setattr("groupax.models.saving.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("groupax.models.weights.saving.SHARD_BYTES", 20_000)
     folder = save_model(tiny_model, tmp_path / "model")
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.unlink()

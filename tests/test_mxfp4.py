@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from groupax import init_model, load_model, save_model
-from groupax.models.mxfp4_format import dequantize
+from groupax.models.weights.mxfp4 import dequantize
 
 from .conftest import one_device_mesh
 

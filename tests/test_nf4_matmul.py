@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models.nf4 import dequantize_nf4, quantize_nf4
-from groupax.models.nf4_matmul import MAX_ROWS, can_multiply, nf4_matmul_nt
+from groupax.models.kernels.nf4_matmul import MAX_ROWS, can_multiply, nf4_matmul_nt
+from groupax.models.weights.nf4 import dequantize_nf4, quantize_nf4
 
 from .conftest import rest_heavy
 
@@ -58,7 +58,7 @@ prepare(sys.argv[1], cuda=Path(sys.argv[2]))
 import jax
 import jax.numpy as jnp
 from groupax.models.layers import linear
-from groupax.models.quantize import quantizer
+from groupax.models.weights.quantize import quantizer
 
 mesh = jax.sharding.Mesh(find_target(sys.argv[1]).devices[:1], "x")
 replicated = jax.sharding.PartitionSpec()

@@ -20,7 +20,7 @@ import pytest
 
 from groupax.config import GRPOConfig
 from groupax.objective.aggregation import Denominators
-from groupax.objective.masks import top_entropy_threshold
+from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
 from groupax.settings.objective import ObjectiveSettings
 

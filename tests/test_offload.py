@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model
-from groupax.parallel.memory import DEVICE, HOST, on_devices, on_host
+from groupax.parallel.collectives import DEVICE, HOST, on_devices, on_host
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule

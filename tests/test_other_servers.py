@@ -17,9 +17,8 @@ from starlette.routing import Route
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, load_model, program
 from groupax.engine.engine import new_sequences
 from groupax.episodes.play import play_episodes
-from groupax.errors import RunError
+from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
-from groupax.rewards import RewardError
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
 from groupax.serve.remote import RemoteServer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from groupax.engine.pace import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
-from groupax.engine.plan import CacheShape
+from groupax.engine.programs import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
+from groupax.engine.scheduler import CacheShape
 
 SHAPE = CacheShape(8, 1, 256, 128)
 

@@ -79,7 +79,6 @@ WITHOUT_JAX = [
     "groupax.serve.requests",
     "groupax.serve.text",
     "groupax.serve.protocol",
-    "groupax.training.buckets",
     "groupax.training.packing",
     "groupax.parallel.preemption",
     "groupax.runs.progress.named",
@@ -87,7 +86,6 @@ WITHOUT_JAX = [
     "groupax.storage.buckets",
     "groupax.storage.lock",
     "groupax.rollouts.state",
-    "groupax.rollouts.schedule",
     "groupax.runs.folder",
     "groupax.runs.trackers.background",
     "groupax.runs.rollout_log",
@@ -173,7 +171,7 @@ def test_no_room_names_a_private_attribute_of_another():
         foreign = (names & everywhere) - defined[room_of(module)]
         assert not foreign, f"{module} names {', '.join(sorted(foreign))}, which another room keeps to itself"
     for name, found in classes.items():
-        for (room, bases, private), base in ((each, base) for each in found for base in each[1]):
+        for room, base, private in ((each[0], base, each[2]) for each in found for base in each[1]):
             for other, _, theirs in classes.get(base, []):
                 shared = private & theirs
                 assert other == room or not shared, f"{name} overrides {', '.join(shared)} of {base} in another room"

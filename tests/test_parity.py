@@ -74,7 +74,7 @@ def test_a_reward_model_scores_as_in_transformers(tmp_path, model_type):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForSequenceClassification
 
-    from groupax.rewards import RewardModel
+    from groupax.rewards.model import RewardModel
 
     architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
     config = {**TINY, "model_type": model_type, "head_dim": 8, "vocab_size": 13, "pad_token_id": 0}

@@ -10,7 +10,7 @@ import pytest
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.models.decoder import logits
 from groupax.models.lora import as_lora_config, count_params, trainable_params_line
-from groupax.models.nf4 import dequantize_nf4, quantize_nf4, scale_code
+from groupax.models.weights.nf4 import dequantize_nf4, quantize_nf4, scale_code
 
 from .conftest import TINY
 from .test_lora import trained_randomly

@@ -23,14 +23,15 @@ import groupax.engine.core
 import groupax.training.learner
 from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.cli.main import main
-from groupax.models import attention, splash
-from groupax.models.bitsandbytes_format import quantization_config
+from groupax.models import attention
 from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
-from groupax.models.grouped_matmul import grouped_matmul
+from groupax.models.kernels import splash
+from groupax.models.kernels.grouped_matmul import grouped_matmul
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
+from groupax.models.weights.nf4 import quantization_config
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting

@@ -12,7 +12,7 @@ from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import AXES
-from groupax.parallel.platform import traced_platform
+from groupax.parallel.runtime import traced_platform
 
 from .conftest import TINY
 

@@ -19,9 +19,15 @@ from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.errors import RunError
 from groupax.launch.environment import free_port
-from groupax.parallel.processes import _bind_address, _distributed_arguments, _refuse_torchrun
-from groupax.parallel.rendezvous import accept_peers, connect_to_primary, listen_for_peers
-from groupax.parallel.sockets import own_address
+from groupax.parallel.processes import (
+    _bind_address,
+    _distributed_arguments,
+    _refuse_torchrun,
+    accept_peers,
+    connect_to_primary,
+    listen_for_peers,
+    own_address,
+)
 
 from .calls_run import outcomes
 from .conftest import TINY
@@ -177,7 +183,7 @@ def test_copies_of_pytorchs_launchers_are_refused():
 
 PEER = """
 import pickle, sys
-from groupax.parallel.rendezvous import connect_to_primary
+from groupax.parallel.processes import connect_to_primary
 peers = connect_to_primary(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
 assert peers.all_gather_object({"number": peers.process_index})[0] == "first"
 big = peers.all_gather_object(bytes(3_000_000))
@@ -222,7 +228,7 @@ def test_processes_exchange_objects_and_leave_together():
     ],
 )
 def test_all_are_told_what_ended_one(monkeypatch, end, told):
-    monkeypatch.setattr("groupax.parallel.peers.GRACE_S", 1e6)  # of the process of the tests
+    monkeypatch.setattr("groupax.parallel.processes.GRACE_S", 1e6)  # of the process of the tests
     peers, others = peers_of_three(end)
     if end == "kill":
         others[1].kill()
@@ -271,7 +277,7 @@ def test_silent_and_foreign_connections_hold_up_no_start():
 
 
 def test_processes_that_do_not_connect_are_named(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.rendezvous.GATHER_S", 0.2)
+    monkeypatch.setattr("groupax.parallel.processes.GATHER_S", 0.2)
     listener, (_, _, secret) = listen_for_peers("127.0.0.1")
     with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 on port \d+ within 0 s"):
         accept_peers(listener, secret, 3)
@@ -292,7 +298,7 @@ def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
 
 
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.rendezvous.CONNECT_S", 0.1)
+    monkeypatch.setattr("groupax.parallel.processes.CONNECT_S", 0.1)
     with pytest.raises(RunError, match=r"process 1 cannot reach process 0 on port \d+ .*127.0.0.1"):
         connect_to_primary(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupax.parallel import processor
+from groupax.parallel import accelerators as processor
 
 XEON = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Processor

@@ -19,9 +19,8 @@ from groupax.cli.train import train_defaults
 from groupax.compat import trl
 from groupax.compat.fields import CompatWarning
 from groupax.data import chat as chats
-from groupax.data.chat import render, render_all
+from groupax.data.chat import TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
-from groupax.data.template_process import TemplateProcess
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import play_episodes
 from groupax.runs.build import eval_params

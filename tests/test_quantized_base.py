@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
-from groupax.models.bitsandbytes_format import quantization_config
-from groupax.models.checkpoint import reshard
 from groupax.models.layers import linear
-from groupax.models.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantize_nf4
-from groupax.models.quantize import decoding_params, dense, is_quantized, quantizer
+from groupax.models.weights.checkpoint import reshard
+from groupax.models.weights.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantization_config, quantize_nf4
+from groupax.models.weights.quantize import decoding_params, dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
 
 from .conftest import rest_heavy

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, load_model, save_adapter, save_model
-from groupax.models.checkpoint import load_adapter
+from groupax.models.weights.checkpoint import load_adapter
 
 from .conftest import one_device_mesh
 from .test_families import FULL, LENGTHS, LLAMA3, RANDOM, SLIDING, check_logits, our_logits, torch_logits, torch_model

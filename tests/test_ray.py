@@ -225,7 +225,7 @@ def test_training_goes_on_after_a_lost_node_to_the_same_weights(cluster, tmp_pat
 
         from groupax import GRPOConfig, GRPOTrainer
         from groupax.parallel import processes
-        from groupax.parallel.transfer import to_host
+        from groupax.parallel.collectives import to_host
 
         nodes = Path(output_dir).with_suffix(".nodes")
         nodes.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
-from groupax.data.sources import MissingSplitError, read_rows
+from groupax.data.files import MissingSplitError, read_rows
 from groupax.episodes.references import load_environments, load_tools
 from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.items import read_items

@@ -1,6 +1,5 @@
 """The record of tools' answers: a rollout that is played again makes none of its recorded calls again."""
 
-import json
 import random
 import threading
 import time
@@ -178,19 +177,6 @@ def test_environments_of_episodes_that_had_ended_are_not_created_again(tmp_path)
     assert not Counter.log
 
 
-@pytest.mark.parametrize("num_turns", [2, 9, 17])
-def test_environments_of_unfinished_episodes_begin_again(tmp_path, num_turns):
-    Counter.log = []
-    expected = rows_of(play(adds, Record(), environments=Counter))
-    with pytest.raises(Killed):
-        play(killed_after(num_turns, adds), Record(tmp_path, "r"), environments=Counter)
-    record = Record(tmp_path, "r")
-    num_ended = len(record._ended)
-    Counter.log = []
-    assert rows_of(play(adds, record, environments=Counter)) == expected
-    assert Counter.log.count("reset") == Counter.log.count("score") == 6 - num_ended
-
-
 def test_an_episode_that_leaves_its_record_begins_again_with_a_new_environment(tmp_path):
     play(adds, Record(tmp_path, "r"), environments=Counter)
 
@@ -269,14 +255,6 @@ def test_an_answer_is_for_the_same_call_after_the_same_tokens_only(tmp_path):
     assert again.answer(question(name="f", arguments={"x": 1})) == ToolResult("one", 0.5)
 
 
-def test_an_episode_with_an_answer_that_is_no_json_is_played_again(tmp_path):
-    record = Record(tmp_path, "r")
-    record.add(question(what="act", has_state=True), Outcome(object()))
-    record.end((1, 2))
-    record.close()
-    assert Record(tmp_path, "r").answer(question(what="act", has_state=True)) is None
-
-
 def test_records_that_cannot_be_written_do_not_stop_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     record = Record(tmp_path / "file", "r")
@@ -313,12 +291,3 @@ def test_a_run_that_was_killed_in_its_first_step_keeps_its_records(tmp_path, ide
     again = RunFolder(tmp_path / "run")
     again.start({}, identity, afresh=afresh)
     assert again.records.exists() == remain
-
-
-def test_every_line_of_a_record_can_be_read_by_people(tmp_path):
-    play(three_calls, Record(tmp_path, "r"), [counting([])], num_prompts=1)
-    lines = [json.loads(line) for line in (tmp_path / "r.0.jsonl").read_text().split("\n") if line]
-    asked = [line for line in lines if line["what"] == "call"]
-    assert len(asked) == 18
-    assert asked[0]["name"] == "look"
-    assert asked[0]["arguments"]["number"] in range(3)

@@ -10,12 +10,17 @@ import pytest
 
 from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.engine.cache import plan_for, state_bytes, token_bytes
-from groupax.engine.plan import CacheShape
-from groupax.models.delta_rule import delta_rule, delta_rule_step, unit_triangular_inverse
+from groupax.engine.scheduler import CacheShape
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig, adapter_specs
-from groupax.models.recurrence import causal_convolution, empty_state
+from groupax.models.recurrent import (
+    causal_convolution,
+    delta_rule,
+    delta_rule_step,
+    empty_state,
+    unit_triangular_inverse,
+)
 from groupax.models.specs import layer_specs
 
 from .conftest import TINY, one_device_mesh, rest_heavy

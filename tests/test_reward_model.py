@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from groupax import init_model, load_model, save_model
-from groupax.rewards import RewardModel
+from groupax.rewards.model import RewardModel
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.settings.rewards import RewardSettings

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax.errors import PreemptedError
-from groupax.rewards import RewardError
+from groupax.errors import PreemptedError, RewardError
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.settings.rewards import RewardSettings

@@ -9,8 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from groupax.rewards import with_columns
-from groupax.rewards.resolve import find_reward, resolve_rewards
+from groupax.rewards.resolve import find_reward, resolve_rewards, with_columns
 from groupax.rewards.runner import RewardRunner
 from groupax.settings.rewards import RewardSettings
 from groupax.types import Rollout

@@ -11,7 +11,7 @@ import pytest
 from groupax import Engine, GRPOConfig, SamplingParams, init_model, replay_step
 from groupax.models.config import Experts
 from groupax.models.experts import route
-from groupax.models.grouped import grouped_logprobs
+from groupax.models.logprobs import grouped_logprobs
 from groupax.replay.recorded import recorded_run
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout

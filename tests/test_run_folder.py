@@ -14,9 +14,8 @@ import pytest
 
 from groupax import load_model
 from groupax.cli.main import exit_status, main
-from groupax.errors import PREEMPTED, PreemptedError
+from groupax.errors import PREEMPTED, PreemptedError, RewardError
 from groupax.parallel.preemption import stoppable
-from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, states
 from groupax.runs.checkpoints.files import damage
 from groupax.runs.metrics_file import MetricsFile

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from groupax import init_model
-from groupax.models.checkpoint import add_adapter
 from groupax.models.decoder import forward
-from groupax.models.execution import DIRECT, execution_for
+from groupax.models.execution import DIRECT, LayerPattern, execution_for, find_repeating_pattern
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.scan_layers import LayerPattern, find_repeating_pattern
+from groupax.models.weights.checkpoint import add_adapter
 
 from .conftest import TINY, one_device_mesh
 from .test_mesh import after_updates

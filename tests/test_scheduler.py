@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from groupax.engine.plan import CacheShape, Demand, Plan, bucket, halvings, piece_size, power_of_two
-from groupax.engine.scheduler import Scheduler
+from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler, bucket, halvings, piece_size, power_of_two
 from groupax.engine.sequence import Sequence
 from groupax.settings.sampling import SamplingParams
 

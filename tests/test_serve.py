@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from groupax import SamplingParams, save_model
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.data.tokenizer import context_tokens, decode, decode_after
-from groupax.engine.stop_strings import text_before_stop
-from groupax.parallel import peak
+from groupax.engine.sequence import text_before_stop
+from groupax.parallel import memory as peak
 from groupax.serve.app import EventStream, Limits, Server
 from groupax.serve.errors import ApiError
 from groupax.serve.exchange import Completion, Exchange, TokenTexts

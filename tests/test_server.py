@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, load_model
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.checkpoint import add_adapter
 from groupax.models.lora import LoRAConfig
+from groupax.models.weights.checkpoint import add_adapter
 from groupax.parallel.mesh import AXES
 from groupax.recipes import load_recipe
 from groupax.serve.app import Limits, create_app

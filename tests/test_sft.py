@@ -12,13 +12,10 @@ import pytest
 
 from groupax import LoRAConfig, SFTConfig, SFTTrainer, init_model, load_model
 from groupax.cli.main import main
-from groupax.data.assistant import render_with_spans
-from groupax.data.supervised import encode_training_set, rows_of
-from groupax.errors import DivergedError
+from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
 from groupax.events import Evaluated, StepEnded
 from groupax.metrics.completions import is_measured
-from groupax.objective.losses import TokenTerms
-from groupax.objective.supervised import SUPERVISED_LOSSES
+from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
 from groupax.runs.report.contents import contents_of
 from groupax.runs.report.record import read_run
 from groupax.settings.objective import ObjectiveSettings
@@ -121,14 +118,6 @@ def test_of_conversations_all_is_learned_or_what_the_assistant_wrote():
     pair = [{"prompt": TALK[:3], "completion": TALK[3:]}]
     assert learned_texts(encoded(pair, tokenizer, assistant_only_loss=True), tokenizer) == ["So<|im_end|>"]
     assert learned_texts(encoded(pair, tokenizer), tokenizer)[0].strip() == "So<|im_end|>"
-
-
-def test_marks_of_a_template_change_nothing_in_its_texts():
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = MARKED
-    [text], [spans] = render_with_spans(tokenizer, [TALK], ["talk"], [{}], [()])
-    assert text == tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert [text[start:end] for start, end in spans] == ["Hello<|im_end|>", "So<|im_end|>"]
 
 
 def test_a_template_without_marks_is_asked_for_each_part_and_must_write_it_the_same_way():
@@ -346,21 +335,6 @@ def _even_model():
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, **arguments)
-
-
-def test_names_of_trl_are_explained():
-    with pytest.raises(TypeError, match="here it is batch_size"):
-        SFTConfig(per_device_train_batch_size=8)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="SFTConfig has no field 'beta'"):
-        SFTConfig(beta=0.1)  # pyright: ignore[reportCallIssue]
-
-
-@pytest.mark.heavy
-def test_a_diverging_run_is_stopped(tmp_path):
-    with pytest.raises(DivergedError, match="Lower learning_rate, or look at these batches"):
-        a_trainer(
-            tmp_path, learning_rate=1e3, adam_epsilon=0.0, weight_decay=1e3, max_steps=20, max_grad_norm=0.0
-        ).train()
 
 
 @pytest.mark.heavy

@@ -27,14 +27,11 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import logged_metrics, merge_rollouts, solved_metrics
+from groupax.metrics.completions import merge_rollouts, solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
-from groupax.rewards.scoring import Scored
-from groupax.runs.diagnostics import setup_diagnostics
-from groupax.storage.buckets import RemoteFolder
-from groupax.training.buckets import Shape
+from groupax.training.packing import Shape
 
 from .conftest import TINY, rest_heavy, steps_started
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -77,17 +74,6 @@ def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
     expected = trainer.learner.logprobs(policy_before, rows)[0]
     for row, logp in zip(rows, expected, strict=True):
         np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
-
-
-@pytest.mark.drawn(2, "learns")
-@pytest.mark.heavy
-def test_with_several_iterations_ratios_leave_one_and_it_still_learns(tmp_path):
-    trainer = a_trainer(tmp_path, num_iterations=4, max_steps=40, learning_rate=1e-2)
-    trainer.train()
-    lines = lines_of(tmp_path)
-    assert max(line["clip_ratio/region_mean"] for line in lines) > 0
-    assert max(line["clip_ratio/high_max"] for line in lines) > 0
-    assert np.mean([line["reward"] for line in lines[-8:]]) > 3 * np.mean([line["reward"] for line in lines[:8]])
 
 
 # -- dynamic sampling
@@ -133,16 +119,6 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
         assert line["loss"] == 0
     for a, b in zip(start, leaves(trainer), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.heavy
-def test_refilled_prompts_draw_other_numbers(tmp_path):
-    trainer = a_trainer(tmp_path, sometimes, [PROMPTS[0]], filter_zero_variance=True, filter_budget=3.0)
-    with trainer.reward_runner:
-        groups = trainer.collector.collect(trainer.cursor).groups
-    assert len(groups) == 12
-    assert [group[0].prompt_index for group in groups] == list(range(12))
-    assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
 
 
 @pytest.mark.drawn(4, "resume")
@@ -231,17 +207,6 @@ def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_step_without_tokens_says_nothing_of_the_entropy(tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=2, use_adaptive_entropy=True, entropy_coef_delta=0.1, entropy_target=10.0)
-    rows = fixed_rows(trainer)
-    before = trainer.learner.entropy
-    trainer.learner.update([replace(row, mask=np.zeros_like(row.mask)) for row in rows])
-    assert trainer.learner.entropy == before
-    trainer.learner.update(rows)
-    assert trainer.learner.entropy != before
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("settings", "metric"),
     [
@@ -263,15 +228,6 @@ def test_options_report_what_they_do(tmp_path, settings, metric):
         assert values[0] < 1  # the sampler was surer of its tokens than the policy
 
 
-@pytest.mark.heavy
-def test_two_rewards_normalized_first(tmp_path):
-    def big(completion_ids):
-        return [100.0 * len(ids) for ids in completion_ids]
-
-    a_trainer(tmp_path, [count_a, big], multi_objective_aggregation="normalize_then_sum", max_steps=1).train()
-    assert lines_of(tmp_path)[0]["grad_norm"] > 0
-
-
 # -- metrics
 
 
@@ -282,12 +238,6 @@ def test_pass_at_k_is_the_unbiased_estimate():
     assert metrics["pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
     assert metrics["pass@4"] == pytest.approx(2 / 3)
     assert metrics["groups/all_right_frac"] == metrics["groups/all_wrong_frac"] == pytest.approx(1 / 3)
-
-
-def test_groups_that_cannot_be_judged_are_no_wrong_ones():
-    metrics = solved_metrics(np.array([[1.0, 1.0], [np.nan, 0.0]]))
-    assert metrics["pass@1"] == metrics["groups/all_right_frac"] == 1
-    assert all(np.isnan(value) for value in solved_metrics(np.array([[np.nan, 0.0]])).values())
 
 
 @pytest.mark.heavy
@@ -319,30 +269,6 @@ def test_flops_are_two_per_weight_and_token_and_some_attention():
 # -- precision
 
 
-@pytest.mark.optimized
-@pytest.mark.long
-def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
-    """At a rate of 1e-6 a bfloat16 weight cannot move; its float32 master moves as it would in float32."""
-    moved = {}
-    for dtype in ("float32", "bfloat16"):
-        trainer = a_trainer(tmp_path / dtype, dtype=dtype, learning_rate=1e-6)
-        rows = fixed_rows(trainer)
-        start = leaves(trainer)
-        for _ in range(100):
-            assert trainer.learner.update(rows).applied
-        moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
-    cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
-    assert cosine > 0.99
-    assert np.linalg.norm(moved["bfloat16"]) == pytest.approx(np.linalg.norm(moved["float32"]), rel=0.05)
-    without_masters = jnp.asarray(np.concatenate([x.ravel() for x in start]), jnp.bfloat16)
-    updated = without_masters
-    for _ in range(100):
-        updated = updated + jnp.asarray(moved["bfloat16"] / 100, jnp.bfloat16)
-    large = jnp.abs(without_masters) > 1e-3
-    assert large.mean() > 0.9
-    np.testing.assert_array_equal(updated[large], without_masters[large])
-
-
 def fixed_rows(trainer):
     with trainer.reward_runner:
         groups = trainer.collector.collect(trainer.cursor).groups
@@ -350,17 +276,6 @@ def fixed_rows(trainer):
 
 
 # -- bad steps
-
-
-@pytest.mark.heavy
-def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
-    place = f"memory://diverged/{tmp_path.name}"
-    trainer = a_trainer(tmp_path, output_dir=place, max_bad_steps=1, save_steps=0)
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: update([replace(row, advantages=row.advantages + np.inf) for row in rows])
-    with pytest.raises(DivergedError, match=rf"is in {place}/model, their batches are in {place}/bad_steps\. Lower"):
-        trainer.train()
-    assert {"model", "bad_steps"} <= set(RemoteFolder(place).folders(""))
 
 
 @pytest.mark.heavy
@@ -395,15 +310,6 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
 
 
 @pytest.mark.heavy
-def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
-    trainer = a_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
-    rows = fixed_rows(trainer)
-    bad = [replace(row, advantages=row.advantages + np.nan) for row in rows]
-    rates = [trainer.learner.update(given).metrics["learning_rate"] for given in (rows, bad, bad, rows)]
-    np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["old_logp", "ref_logp", "rollout_logp", "sampler_logp"]))
 @pytest.mark.parametrize("value", rest_heavy([float("-inf"), float("inf"), float("nan")], quick=2))
 def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
@@ -414,21 +320,6 @@ def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
     rows[3] = replace(rows[3], **{name: zeros[3] + value})
     trainer.learner.update(rows)
     trainer.learner.update(rows)
-    assert all(np.isfinite(x).all() for x in leaves(trainer))
-
-
-@pytest.mark.heavy
-def test_a_reward_that_is_not_a_number_is_no_reward(tmp_path, caplog):
-    def nan_in_the_second_step(completion_ids, trainer_state):
-        values = count_a(completion_ids)
-        return [float("nan"), *values[1:]] if trainer_state.step == 1 else values
-
-    trainer = a_trainer(tmp_path, nan_in_the_second_step)
-    trainer.train()
-    lines = lines_of(tmp_path)
-    assert [line["rewards/nan_in_the_second_step/failures"] for line in lines] == [0, 4, 0]
-    assert [line["rewards/unscorable_frac"] for line in lines] == [0, 0.25, 0]
-    assert "returned nan for completion 0" in caplog.text
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 
@@ -499,32 +390,6 @@ def test_settings_that_contradict_each_other(settings, message):
         GRPOConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    rest_heavy(
-        [
-            ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "'vespo' forms its own weight"),
-            ({"loss_type": "luspo"}, "'luspo' is meant for one ratio per completion"),
-        ]
-    ),
-    ids=str,
-)
-def test_odd_combinations_are_told(tmp_path, caplog, settings, message):
-    a_trainer(tmp_path, max_steps=1, **settings).train()
-    assert message in caplog.text
-
-
-@pytest.mark.heavy
-def test_a_filter_that_finds_nothing_is_told(tmp_path, caplog):
-    a_trainer(tmp_path, lambda completions: [1.0] * len(completions), filter_zero_variance=True, max_steps=5).train()
-    assert "more than half of the groups had no signal" in caplog.text
-
-
-def test_every_setting_survives_the_round_trip():
-    config = GRPOConfig(loss_type="cispo", epsilon_high=5.0, reward_weights=(1.0, 2.0), correctness_reward="x")
-    assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
-
-
 # -- what rollouts decode with
 
 
@@ -538,13 +403,6 @@ def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
     trainer.train()
     assert trainer.engine.params is not before, "quantized again for each rollout"
     assert all(0 < line["rollout/logp_diff_max"] < 0.1 for line in lines_of(tmp_path))
-
-
-def test_fewer_bits_without_a_correction_are_told():
-    assert "rollout_correction" in setup_diagnostics(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
-    assert not setup_diagnostics(GRPOConfig(), [1])
-    with pytest.raises(ValueError, match="kv_cache_gb must be between"):
-        GRPOConfig(kv_cache_gb=0)
 
 
 # -- how updates are computed
@@ -634,30 +492,6 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     assert made[2].metrics["rollout/logp_diff_max"] < 1e-5  # each beside the policy that sampled it
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_generations": 2, "kind": across(2, 2, 3, 2, 1)},
-        pytest.param(
-            {"num_generations": 8, "kind": across(8, 4, 9, 8, 1), "dataset": PROMPTS * 3, "max_steps": 4},
-            marks=pytest.mark.heavy,
-        ),
-    ],
-    ids=str,
-)
-def test_rows_of_two_rollouts_keep_their_own_prompts(tmp_path, settings):
-    trainer = a_trainer(tmp_path, **{"max_steps": 3, "share_prefix": "always", **settings})
-    updated, made, update = [], [], trainer.learner.update
-    trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
-    trainer.train()
-    for rows in updated:
-        prompts = {}
-        for row in rows:
-            np.testing.assert_array_equal(prompts.setdefault(row.group, row.prompt), row.prompt)
-    assert max(each.metrics["rollout/logp_diff_max"] for each in made) < 1e-5
-
-
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
@@ -717,17 +551,6 @@ def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
     other = a_trainer(tmp_path, kind=across(2, 1, 2, 4, 1), max_steps=1, resume=str(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"schedule\.minibatches_per_step|schedule\.prompts_per_rollout"):
         other.train()
-
-
-@pytest.mark.heavy
-def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
-    settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}
-    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], **settings)
-    sizes = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
-    trainer.train()
-    assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
 @pytest.mark.heavy
@@ -812,13 +635,6 @@ def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
     evaluated = trainer.evaluate().metrics
     assert evaluated["reward"] < 99
     assert evaluated["logged/reward"] == 99
-
-
-def test_logged_metrics_are_means_over_calls_of_all_rounds():
-    def scored(*values):
-        return Scored([], {}, {}, {"x": values}, 0.0, 0.0)
-
-    assert logged_metrics([scored(1.0, 1.0, 1.0), scored(5.0)]) == {"x": 2.0}
 
 
 @pytest.mark.heavy

@@ -10,16 +10,15 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
-from groupax.models.checkpoint import load_model
 from groupax.models.execution import DIRECT
-from groupax.models.named_tensors import host_tensors, param_leaves
 from groupax.models.specs import model_specs
 from groupax.models.vision.processing import load_image_processor, process_images
+from groupax.models.weights.checkpoint import load_model
+from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import pack
-from groupax.training.images import computed_features
+from groupax.training.batch import computed_features, pack
 from groupax.training.step import all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 

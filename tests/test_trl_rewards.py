@@ -61,9 +61,9 @@ def test_accuracy_is_of_the_first_message():
 
 def test_a_name_that_groupax_does_not_have_is_refused_with_the_remedy():
     with pytest.raises(ImportError, match="preferences; train with trl"):
-        from groupax.compat.trl import DPOTrainer  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
+        pass
     with pytest.raises(ImportError, match="import it from trl itself"):
-        from groupax.compat.trl import extract_prompt  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
+        pass
     with pytest.raises(ImportError, match="HarborSpec and OpenRewardSpec need no change"):
         import groupax.compat.trl.experimental  # noqa: F401
     assert not hasattr(trl, "never_heard_of")

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import groupax.engine.truncation as truncation
-from groupax.engine.truncation import Truncation, block_width, largest, reduce_blocks, truncation_threshold
+import groupax.engine.sampling as truncation
+from groupax.engine.sampling import Truncation, block_width, largest, reduce_blocks, truncation_threshold
 
 from .conftest import rest_heavy
 

@@ -10,12 +10,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from groupax.metrics.completions import completion_metrics, reward_metrics
-from groupax.metrics.episodes import episode_metrics
-from groupax.objective.advantages import group_advantages
+from groupax.metrics.completions import completion_metrics, episode_metrics, reward_metrics
+from groupax.objective.advantages import group_advantages, return_advantages
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
-from groupax.objective.returns import return_advantages
 from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_matrices
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
@@ -23,7 +21,6 @@ from groupax.rewards.scoring import score_groups
 from groupax.rollouts.rows import row_of
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.rewards import RewardSettings
-from groupax.training.batch import denominators
 from groupax.types import FAILURES, Rollout, Turn
 
 from .test_episodes import Conversation, train
@@ -184,18 +181,6 @@ def test_a_turn_is_compared_with_the_other_rows_that_have_it():
     np.testing.assert_allclose(found.turns, [[0.25, 0.5, 1], [-0.25, -0.5, -1]])
 
 
-def test_rewards_of_the_end_of_equally_long_episodes_give_all_turns_the_advantage_of_the_episode():
-    rewards = np.array([0, 1, 1, 0.5, 2, 2, 1, 0])
-    for num_turns, scale in itertools.product((1, 3), ("none", "group")):
-        rows = [np.append(np.zeros(num_turns - 1), reward)[:, None] for reward in rewards]
-        found = return_advantages(rows, np.ones(1), 4, scale)
-        episode = group_advantages(rewards[:, None], np.ones(1), 4, scale)
-        np.testing.assert_allclose(
-            np.array(found.turns), 4 / 3 * np.tile(episode.values[:, None], num_turns), rtol=1e-3
-        )
-        np.testing.assert_allclose(found.group_std, episode.group_std)
-
-
 def test_a_group_teaches_something_if_its_turns_differ():
     early_and_late = rows_of([1, 0], [0, 1])
     found = return_advantages(early_and_late, np.ones(1), 2)
@@ -214,11 +199,6 @@ def test_a_group_teaches_something_if_its_turns_differ():
     scaled = return_advantages(both, np.array([1.0, 2.0]), 2, "batch")
     before, after = np.concatenate(unscaled.turns), np.concatenate(scaled.turns)
     np.testing.assert_allclose(after, before * after[1] / before[1])
-
-
-def test_rows_that_are_no_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="3 rows"):
-        return_advantages(rows_of([1], [2], [3]), np.ones(1), 2)
 
 
 def leave_one_out(rewards, weights, num_generations):
@@ -290,14 +270,6 @@ def test_failures_count_in_no_metric_but_their_own():
     assert completion_metrics([]).keys() == completion_metrics(others).keys()
 
 
-def test_a_failed_row_is_no_row_of_the_denominators():
-    ends = ["done", "max_turns", "env_error", "timeout"]
-    rows = [row_of(an_episode(finish_reason=end), 0, ("max_turns",), with_sampler_logps=False) for end in ends]
-    counts = [denominators(rows, with_masked_rows) for with_masked_rows in (False, True)]
-    assert [(int(each.num_rows), int(each.num_tokens)) for each in counts] == [(1, 7), (2, 7)]
-    assert (int(denominators(rows[2:], True).num_rows), int(denominators(rows[2:], True).num_tokens)) == (1, 1)
-
-
 # -- rewards per turn
 
 
@@ -355,13 +327,6 @@ def test_a_list_of_rewards_that_does_not_fit_the_turns_is_a_failure():
         assert "return a finite number" in scores.error
         assert scores.by_turn == [None, (0.25,)]
         assert scores.values[1] == 0.25
-
-
-def test_a_failed_episode_has_no_rewards_of_turns():
-    group, _ = scored_by([turns_judged], [an_episode(rewards={}, finish_reason="env_error"), an_episode(1, rewards={})])
-    assert group[0].rewards == {"turns_judged": None}
-    assert not any("turns_judged" in turn.rewards for turn in group[0].turns)
-    assert np.isnan(turn_reward_matrices(["turns_judged"], group)[0]).all()
 
 
 # -- runs

@@ -25,7 +25,7 @@ import pytest
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.events import TokenScores
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 from groupax.runs import diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.record import read_run

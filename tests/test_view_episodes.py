@@ -19,7 +19,7 @@ from groupax.episodes.branches import SampledTurn
 from groupax.episodes.program_rollout import rollout_of
 from groupax.episodes.rules import make_rules
 from groupax.evaluation.items import make_items, read_items
-from groupax.metrics.episodes import episode_metrics
+from groupax.metrics.completions import episode_metrics
 from groupax.runs.folder import RunFolder
 from groupax.runs.progress.rich import sample_panel
 from groupax.settings.episodes import EpisodeSettings

@@ -11,9 +11,8 @@ from safetensors.numpy import load_file, save_file
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.models.families import VISION_FAMILIES, read_config
 from groupax.models.lora import adapter_specs
-from groupax.models.vision.batch import batch_images, bucket
 from groupax.models.vision.placement import image_blocks, make_image, place_images
-from groupax.models.vision.tower import encode_images
+from groupax.models.vision.tower import batch_images, bucket, encode_images
 
 from .test_lora import trained_randomly
 from .vision_models import (

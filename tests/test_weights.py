@@ -13,11 +13,10 @@ from groupax import Engine, SamplingParams
 from groupax.episodes.play import play_episodes
 from groupax.errors import RunError
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import add_adapter
-from groupax.models.lora import LoRAConfig, adapter_specs
-from groupax.models.named_tensors import host_tensors, param_leaves, replace_tensors, trained_params
-from groupax.models.peft_format import adapter_config_dict
+from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
+from groupax.models.weights.checkpoint import add_adapter
+from groupax.models.weights.saving import host_tensors, param_leaves, replace_tensors, trained_params
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from groupax.parallel import xla_flags
-from groupax.parallel.xla_flags import GPU_FLAGS, set_gpu_flags
+from groupax.parallel import accelerators as xla_flags
+from groupax.parallel.accelerators import GPU_FLAGS, set_gpu_flags
 
 from .test_gpu_targets import CUDA, needs_cuda
 
@@ -45,7 +45,7 @@ prepare("h100-8", cuda=Path(sys.argv[1]))
 import jax, jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from groupax.models.scan_layers import apply_layers
+from groupax.models.execution import apply_layers
 from groupax.parallel.collectives import all_gather
 mesh = Mesh(np.array(find_target("h100-8").devices), ("fsdp",))
 

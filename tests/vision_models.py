@@ -10,11 +10,10 @@ import numpy as np
 from groupax.models.attention import attend
 from groupax.models.decoder import ImageInputs, forward, head_weights
 from groupax.models.layers import vocabulary_logits
-from groupax.models.recurrence import empty_state
-from groupax.models.vision.batch import batch_images
+from groupax.models.recurrent import empty_state
 from groupax.models.vision.placement import image_blocks, make_image, place_images
 from groupax.models.vision.processing import cut_patches
-from groupax.models.vision.tower import encode_images
+from groupax.models.vision.tower import batch_images, encode_images
 
 VOCAB, IMAGE, VIDEO = 96, 95, 94
 TEXT = {

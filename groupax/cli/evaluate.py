@@ -117,8 +117,7 @@ def run_eval(command: Eval, progress: Progress) -> Results:
         command: Parsed command line.
         progress: Display of the progress, used by the primary process only.
     """
-    from groupax.parallel.compilation import compilation
-    from groupax.parallel.runtime import configure_jax
+    from groupax.parallel.runtime import compilation, configure_jax
 
     command = replace(command, output_dir=command.output_dir.absolute())  # a reward may change the working directory
     configure_jax()  # joins the other processes, so that it is known which one is the primary process
@@ -228,7 +227,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
     from groupax.engine.core import FEATURE_BYTES
     from groupax.episodes.rules import make_rules
     from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.models.vision.prompts import prompt_encoder
+    from groupax.models.vision.processing import prompt_encoder
     from groupax.rewards.runner import RewardRunner
     from groupax.settings.rewards import RewardSettings
     from groupax.storage.folders import resolve_folder
@@ -339,7 +338,7 @@ def _ways(sampling: SamplingParams, greedy: bool) -> dict[str, SamplingParams]:
 def _load_sets(command: Eval, recipe: Recipe | None) -> "dict[str, Examples]":
     """Loads the rows of each set, with prompts."""
     from groupax.data.examples import load_examples
-    from groupax.data.sources import EVAL_SPLITS
+    from groupax.data.files import EVAL_SPLITS
     from groupax.evaluation.sets import sources_by_name
 
     if command.dataset:

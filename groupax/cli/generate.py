@@ -71,7 +71,7 @@ def generate(arguments: Sequence[str]) -> None:
         from groupax.engine.engine import Engine
         from groupax.episodes.rules import make_rules
         from groupax.episodes.shown import shown_episode
-        from groupax.parallel.compilation import compilation
+        from groupax.parallel.runtime import compilation
 
         progress.is_compiling = lambda: compilation().is_under_way
         progress(PhaseStarted("loading the model"))

@@ -65,7 +65,7 @@ def init(arguments: Sequence[str]) -> None:
 
 def _check_sources(command: Init) -> None:
     """Refuses a model or a file of rows that does not exist; hub ids are not looked up."""
-    from groupax.data.sources import check_file
+    from groupax.data.files import check_file
     from groupax.evaluation.sets import sources_by_name
     from groupax.storage.folders import local_folder
 

@@ -86,8 +86,8 @@ def inspect(arguments: Sequence[str]) -> None:
     """Runs `groupax inspect`."""
     command = parsed(Inspect, "inspect", arguments)
 
+    from groupax.models.flops import find_config, summarize
     from groupax.models.lora import LoRAConfig
-    from groupax.models.summary import find_config, summarize
 
     hf_config, lora = find_config(command.model)
     if command.lora_r:
@@ -104,7 +104,7 @@ def merge(arguments: Sequence[str]) -> None:
     """Runs `groupax merge`."""
     command = parsed(Merge, "merge", arguments)
 
-    from groupax.models.checkpoint import load_model
+    from groupax.models.weights.checkpoint import load_model
 
     _check_folder(command.folder, command.adapter, command.base)
     model = load_model(command.adapter, base=command.base)
@@ -119,7 +119,7 @@ def convert(arguments: Sequence[str]) -> None:
     """Runs `groupax convert`."""
     command = parsed(Convert, "convert", arguments)
 
-    from groupax.models.checkpoint import load_model
+    from groupax.models.weights.checkpoint import load_model
 
     _check_folder(command.folder, command.model)
     model = load_model(command.model)
@@ -133,7 +133,7 @@ def quantize(arguments: Sequence[str]) -> None:
     """Runs `groupax quantize`."""
     command = parsed(Quantize, "quantize", arguments)
 
-    from groupax.models.checkpoint import load_model
+    from groupax.models.weights.checkpoint import load_model
 
     _check_folder(command.folder, command.model)
     model = load_model(command.model)
@@ -163,7 +163,7 @@ def _write(
 ) -> None:
     """Writes the model with its tokenizer and a card."""
     from groupax.data.tokenizer import load_tokenizer
-    from groupax.models.saving import save_model
+    from groupax.models.weights.saving import save_model
     from groupax.runs.model_card import derived_card, read_card
 
     try:

@@ -112,9 +112,9 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
 
 
 def _read_model(name: str, args: GRPOConfig) -> "tuple[ModelConfig, LoRAConfig | None]":
-    from groupax.models.bitsandbytes_format import without_nf4
     from groupax.models.families import read_config
-    from groupax.models.summary import find_config
+    from groupax.models.flops import find_config
+    from groupax.models.weights.nf4 import without_nf4
     from groupax.runs.build import lora_for
 
     stored, lora = find_config(name)

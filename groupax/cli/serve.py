@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from groupax.errors import require
-from groupax.parallel.sockets import is_loopback, listen
+from groupax.parallel.processes import is_loopback, listen
 from groupax.settings import environment as env
 from groupax.settings.brief_help import Topics
 from groupax.settings.command_line import parsed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from groupax.engine.engine import Engine
-    from groupax.models.checkpoint import Model
+    from groupax.models.weights.checkpoint import Model
     from groupax.serve.loop import EngineLoop
 
 
@@ -78,9 +78,10 @@ class Serve:
     chunk_steps: int = 32
     """Most tokens per decode chunk. Chunks have fewer where they take longer than about 25 ms, so that tokens and new
     requests wait less, and more where the work between two chunks takes a tenth of their time."""
-    warmup: tuple[int, ...] = (1, 8)
-    """Numbers of simultaneous clients to compile for at the start; /ready returns 200 afterwards. If empty, requests
-    wait for their compilation. Compiled programs are kept on disk for the next start."""
+    warmup: tuple[int, ...] = (1, 8, 32)
+    """Numbers of simultaneous clients to compile for at the start; with most of them requests of any kind find a
+    program. /ready returns 200 afterwards. If empty, requests wait for their compilation. Compiled programs are kept on
+    disk for the next start."""
     warmup_tokens: int = 256
     """Most tokens of prompts and of completions that the warm-up compiles for."""
     default_max_tokens: int = 1024
@@ -187,9 +188,9 @@ def models_of(command: Serve) -> "dict[str, Model]":
     Raises:
         ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
     """
-    from groupax.engine.tensor_parallel import load_sharded
-    from groupax.models.checkpoint import load_adapter
-    from groupax.models.quantize import require_quantizer
+    from groupax.engine.core import load_sharded
+    from groupax.models.weights.checkpoint import load_adapter
+    from groupax.models.weights.quantize import require_quantizer
     from groupax.parallel.mesh import make_mesh
 
     require_quantizer(command.weights)
@@ -211,9 +212,9 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
 
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
-    from groupax.engine.plan import FREE_FRAC
-    from groupax.models.adapter_stack import has_only_changes
-    from groupax.parallel.peak import free_memory_bytes
+    from groupax.engine.scheduler import FREE_FRAC
+    from groupax.models.adapted import has_only_changes
+    from groupax.parallel.memory import free_memory_bytes
 
     (base_name, base), *others = models.items()
     shared = {name: each for name, each in others if each.adapter and has_only_changes(each.adapter.trained)}

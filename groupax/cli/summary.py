@@ -13,8 +13,8 @@ from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
+from groupax.metrics.completions import first_and_last
 from groupax.metrics.estimates import Estimate
-from groupax.metrics.trend import first_and_last
 from groupax.settings.sampling import SamplingParams
 from groupax.sft import SFTResult
 from groupax.terminal.printable import one_line, printable

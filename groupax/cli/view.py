@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from groupax.errors import require
-from groupax.parallel.sockets import is_loopback, listen
+from groupax.parallel.processes import is_loopback, listen
 from groupax.settings.command_line import parsed
 from groupax.view.guard import new_token
 

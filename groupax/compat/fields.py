@@ -321,7 +321,7 @@ def parse_mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 def warn_replicated(model: Any, setting: str) -> None:
     """Warns about a model's dims that stay replicated as the mesh that a setting requests does not divide them."""
-    from groupax.models.specs import split_dims
+    from groupax.models.params import split_dims
     from groupax.parallel.mesh import indivisible
 
     for dim, size, axis in indivisible(split_dims(model.config), model.mesh):

@@ -1,17 +1,19 @@
-"""Datasets: rows by index that each have a prompt. Imports no jax."""
+"""Datasets: rows by index that each have a prompt, and the order in which a run visits them. Imports no jax."""
 
 import json
 import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from groupax.data.files import check_characters
+import numpy as np
+
+from groupax.data.files import TRAIN_SPLITS, TableRows, check_characters, read_rows, shape_of, without_nulls
 from groupax.data.images import COLUMNS as IMAGES
 from groupax.data.images import absolute_paths, has_images, images_of, is_filled, named, unnamed
-from groupax.data.sources import TRAIN_SPLITS, read_rows
-from groupax.data.table_nulls import TableRows, shape_of
+from groupax.settings.run import PromptOrder
 
 Example = Mapping[str, Any]
 MAX_ROWS = 50_000_000  # of a dataset that is read into memory, which a `datasets.Dataset` is not
@@ -228,3 +230,114 @@ def _with_all_columns(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     if all(len(row) == len(columns) for row in rows):
         return rows
     return [{**columns, **row} for row in rows]
+
+
+def visit_order(
+    num_examples: int,
+    start: int,
+    count: int,
+    seed: int,
+    order: PromptOrder = "shuffled",
+    per_epoch: int | None = None,
+) -> list[int]:
+    """Returns the examples at positions start .. start + count - 1 of a run, with a new permutation for every epoch.
+
+    A pure function, so that a resumed run needs no iterator state.
+
+    Args:
+        num_examples: Number of rows in the dataset.
+        start: First position.
+        count: Number of positions.
+        seed: Seed of the permutations.
+        order: Kind of permutation.
+        per_epoch: Number of positions in an epoch, if it leaves out the end of its permutation.
+    """
+    per_epoch = per_epoch or num_examples
+    positions = [divmod(position, per_epoch) for position in range(start, start + count)]
+    epochs = {epoch for epoch, _ in positions}
+    permutations = {epoch: _PERMUTATIONS[order](num_examples, seed, epoch) for epoch in epochs}
+    return [int(permutations[epoch][index]) for epoch, index in positions]
+
+
+@lru_cache(maxsize=2)
+def _shuffled(num: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num)
+
+
+def _identity(num: int, _seed: int, _epoch: int) -> np.ndarray:
+    return np.arange(num)
+
+
+@lru_cache(maxsize=2)
+def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns the result of call number `epoch` of `torch.randperm(num, generator)` after `manual_seed(seed)`.
+
+    PyTorch draws 32 bits of MT19937 for each index but the last, and swaps its entry with one at or after it.
+    """
+    bits = np.random.RandomState(seed)._bit_generator  # seeded as PyTorch seeds it
+    draws = bits.random_raw((epoch + 1) * (num - 1))[epoch * (num - 1) :]
+    permutation = np.arange(num)
+    for index, draw in enumerate(draws):
+        other = index + int(draw) % (num - index)
+        permutation[index], permutation[other] = permutation[other], permutation[index]
+    return permutation
+
+
+def _seeded_by_epoch(num: int, seed: int, epoch: int) -> np.ndarray:
+    return _shuffled_by_torch(num, seed + epoch, 0)
+
+
+# By `GRPOConfig.prompt_order`.
+_PERMUTATIONS: dict[PromptOrder, Callable[[int, int, int], np.ndarray]] = {
+    "shuffled": _shuffled,
+    "shuffled_by_torch": _shuffled_by_torch,
+    "seeded_by_epoch": _seeded_by_epoch,
+    "dataset": _identity,
+}
+
+
+Schemas = list[Mapping[str, Any]]
+
+
+def tools_of_rows(
+    examples: Examples, of_run: Sequence[Sequence[Mapping[str, Any]]] | None, has_environment: bool, name: str
+) -> Sequence[Sequence[Mapping[str, Any]]] | None:
+    """Returns the tools that each row's prompt describes, as schemas in OpenAI's format; None if none has any.
+
+    Without tools of the run they are those of a column `tools`, as a list or as JSON. Nothing runs them, so that an
+    episode has one turn, and reward functions judge the calls.
+
+    Args:
+        examples: Rows of the dataset.
+        of_run: Tools of the run for each row.
+        has_environment: Whether the run has an environment.
+        name: Name of a row in an error, before its index.
+
+    Raises:
+        ValueError: The run has tools or environments and the dataset a column `tools`, or its values are no schemas.
+    """
+    given = [examples[index].get("tools") for index in range(len(examples))] if "tools" in examples[0] else []
+    if not any(value is not None for value in given):
+        return of_run
+    if of_run is not None or has_environment:
+        raise ValueError(
+            "the dataset has a column tools, whose tools nothing would run, and the run has tools or environments of "
+            "its own; drop or rename the column"
+        )
+    return [_schemas(value, f"{name} {index}") for index, value in enumerate(given)]
+
+
+def _schemas(value: Any, name: str) -> Schemas:
+    if value is None:
+        return []
+    try:
+        found = json.loads(value) if isinstance(value, str) else list(value)
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    schemas = found if isinstance(found, list) else [None]
+    if not all(isinstance(each, Mapping) and isinstance(each.get("function", each), Mapping) for each in schemas):
+        raise ValueError(
+            f"{name}: the column tools must have a list of schemas in OpenAI's format, or the JSON of one, got "
+            f"{value!r:.100}; rename the column if it is for something else"
+        )
+    return [without_nulls(each) for each in schemas]

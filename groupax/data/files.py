@@ -1,15 +1,135 @@
-"""Readers of files with rows: JSON Lines, JSON, CSV, TSV and Parquet. Imports no jax."""
+"""Rows of datasets: files, folders and ids on the Hugging Face Hub. Imports no jax.
 
+Arrow and Parquet give all rows of a column the same keys, so the arguments `{"city": "Paris"}` of a tool's call become
+`{"city": "Paris", "query": None}` as soon as another row calls a tool with a query. Whether a null was meant cannot be
+seen, so it is kept if
+
+* the tool is among the row's `tools`, and its schema requires the key and allows null, or
+* no row has a value for the key, which then comes from a row with null; not if the tool's schema refuses that.
+
+Otherwise it is left out. Nulls in lists, in arguments that are JSON texts and in JSON files are kept.
+"""
+
+import contextlib
 import csv
+import glob
 import io
 import json
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from groupax.data.images import absolute_paths
-from groupax.data.table_nulls import shape_of, without_added_nulls
+from groupax.data.tool_arguments import convert_arguments
+from groupax.settings.fields import nearest
+from groupax.storage.folders import list_names
 from groupax.terminal.printable import error_line
+
+Shape = dict[str, Any]  # the keys of a table's structs, each with the shape of its value; None for a column of nulls
+
+
+class TableRows:
+    """Rows of a `datasets.Dataset` without the nulls that it has added. Anything else is as in the dataset.
+
+    Args:
+        dataset: The dataset.
+        shape: Its shape (see `shape_of`).
+    """
+
+    def __init__(self, dataset: Any, shape: Shape) -> None:
+        self._dataset, self._shape = dataset, shape
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __getitem__(self, index: Any, /) -> Any:
+        if not isinstance(index, str):
+            return without_added_nulls(self._dataset[index], self._shape)
+        if index not in self._shape:
+            return self._dataset[index]
+        tools = self._dataset["tools"] if "tools" in self._dataset.column_names else [None] * len(self)
+        rows = zip(self._dataset[index], tools, strict=True)
+        return [without_added_nulls({index: value, "tools": own}, self._shape)[index] for value, own in rows]
+
+
+def shape_of(kind: Any) -> Any:
+    """Returns the shape of a schema or a type of pyarrow."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.Schema) or pyarrow.types.is_struct(kind):
+        return {field.name: shape_of(field.type) for field in kind}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return shape_of(kind.value_type)
+    return None if pyarrow.types.is_null(kind) else {}
+
+
+def without_added_nulls(row: Mapping[str, Any], shape: Shape) -> Mapping[str, Any]:
+    """Returns a row without the nulls that the table has added to the arguments of its messages' calls."""
+    found = dict(row)
+    for column, messages in row.items():
+        keys = shape.get(column)
+        if isinstance(messages, list) and isinstance(keys, dict) and isinstance(keys.get("tool_calls"), dict):
+            found[column] = [_message(message, keys["tool_calls"], row.get("tools")) for message in messages]
+    return found
+
+
+def _message(message: Any, shape: Shape, tools: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call(call, shape, tools) for call in calls]}
+
+
+def _call(call: Any, shape: Shape, tools: Any) -> Any:
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], shape.get("function") or {}, tools)}
+    keys = shape.get("arguments")
+    if not isinstance(call, Mapping) or not isinstance(call.get("arguments"), Mapping) or not isinstance(keys, dict):
+        return call
+    tool, arguments = _tool(tools, call.get("name")), dict(call["arguments"])
+    kept = {key: _value(value, keys.get(key)) for key, value in arguments.items() if value is not None}
+    for key in [key for key in arguments if key not in kept]:
+        faults = [len(convert_arguments(tool, each)[1]) if tool else 0 for each in (kept, {**kept, key: None})]
+        if faults[1] < faults[0] or (faults[1] == faults[0] and key in keys and keys[key] is None):
+            kept[key] = None
+    return {**call, "arguments": {key: kept[key] for key in arguments if key in kept}}
+
+
+def _value(value: Any, shape: Any) -> Any:
+    """Returns a value without the nulls of keys that other rows have a value for."""
+    if isinstance(value, list):
+        return [_value(each, shape) for each in value]
+    if not isinstance(value, Mapping) or not isinstance(shape, dict):
+        return value
+    kept = {key: each for key, each in value.items() if each is not None or shape.get(key, {}) is None}
+    return {key: _value(each, shape.get(key)) for key, each in kept.items()}
+
+
+def _tool(tools: Any, name: Any) -> Mapping[str, Any] | None:
+    """Returns the schema of a tool among a row's tools, which may be JSON; None if it is not there."""
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools)
+    for each in tools if isinstance(tools, list) else ():
+        function = each.get("function", each) if isinstance(each, Mapping) else None
+        if isinstance(function, Mapping) and function.get("name") == name:
+            return {"function": without_nulls(function)}
+    return None
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a value without the nulls that a table has where other rows have more."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -193,3 +313,127 @@ def _check_row(row: Any, where: str) -> None:
             f"{type(row).__name__}: {row!r:.60}"
         )
     check_characters(row, where)
+
+
+TRAIN_SPLITS = ("train",)
+EVAL_SPLITS = ("test", "validation")
+
+
+class MissingSplitError(ValueError):
+    """A source has none of the requested splits."""
+
+
+def read_rows(
+    source: str | os.PathLike[str], name: str, splits: Sequence[str] = TRAIN_SPLITS, subset: str | None = None
+) -> Any:
+    """Returns the rows of one or several files, or of a split of a folder or hub id.
+
+    Files of a folder belong to the split that they are named after: `test.jsonl`, `data/test-00000-of-00002.parquet`.
+    Folders that `datasets` wrote with `save_to_disk` are read too.
+
+    Args:
+        source: A file of a kind in `READERS`, which may be compressed; a pattern of such files, e.g. data/*.jsonl; a
+            folder; or a hub id.
+        name: Name of the source in an error.
+        splits: Splits in order of preference; the first that exists is read.
+        subset: Configuration of a hub id; in a folder, the subfolder of that name, if there is one.
+
+    Raises:
+        MissingSplitError: None of the splits exists.
+        ValueError: The source cannot be read.
+    """
+    if not str(source).strip():
+        raise ValueError(f"{name} is an empty text; name a file, a folder or a hub id, or leave it out")
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            return _read_folder(path, name, splits, subset)
+        if path.is_file():
+            return read_file(path, name)
+        if path.exists():
+            raise ValueError(f"{name}: {path} is neither a file nor a folder")
+        if glob.has_magic(str(source)):
+            return _read_pattern(path, name)
+    except OSError as error:
+        raise ValueError(f"{name}: {path} cannot be read: {error}") from error
+    check_file(source, name)
+    return _read_hub(str(source), name, splits, subset)
+
+
+def check_file(source: str | os.PathLike[str], name: str) -> None:
+    """Refuses a source that is named like a file of rows, but does not exist.
+
+    Args:
+        source: A source as `read_rows` takes it.
+        name: Name of the source in an error.
+
+    Raises:
+        ValueError: There is no such file; names the nearest one.
+    """
+    path = Path(source).expanduser()
+    if file_kind(path) is not None and not path.exists() and not glob.has_magic(str(source)):
+        near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
+        raise ValueError(f"{name}: there is no file {path}{near}")
+
+
+def _read_pattern(pattern: Path, name: str) -> list[dict[str, Any]]:
+    files = sorted(Path(path) for path in glob.glob(str(pattern), recursive=True))  # noqa: PTH207 - patterns may be absolute
+    if not files:
+        raise ValueError(f"{name}: no file matches {pattern}")
+    return [row for path in files for row in read_file(path, name)]
+
+
+def _read_folder(folder: Path, name: str, splits: Sequence[str], subset: str | None) -> Any:
+    is_dict, is_one = (folder / "dataset_dict.json").is_file(), (folder / "dataset_info.json").is_file()
+    if is_dict or (is_one and (folder / "state.json").is_file()):
+        saved = _load_from_disk(folder, name)
+        return _pick(saved, splits, f"{name}: the folder {folder}") if is_dict else saved
+    folder = folder / subset if subset and (folder / subset).is_dir() else folder
+    files = sorted(path for path in folder.rglob("*") if file_kind(path) is not None and path.is_file())
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(re.split(r"[-.]", path.name)[0], []).append(path)
+    chosen = _pick(by_split, splits, f"{name}: the folder {folder}")
+    return [row for path in chosen for row in read_file(path, name)]
+
+
+def _load_from_disk(folder: Path, name: str) -> Any:
+    import pyarrow
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise ValueError(
+            f"{name}: the folder {folder} is not a complete dataset of save_to_disk: {error_line(error, 500)}"
+        ) from error
+
+
+def _pick(by_split: Mapping[str, Any], splits: Sequence[str], where: str) -> Any:
+    for split in splits:
+        if split in by_split:
+            return by_split[split]
+    found = list_names(by_split) or f"no {KINDS} file"
+    raise MissingSplitError(f"{where} has no split {' or '.join(splits)}, it has {found}; name the file itself")
+
+
+def _read_hub(source: str, name: str, splits: Sequence[str], subset: str | None) -> Any:
+    from datasets import get_dataset_split_names, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        names = get_dataset_split_names(source, subset) if len(splits) > 1 else splits
+        _pick(dict.fromkeys(names), splits, f"{name}: {source}")
+        return load_dataset(source, subset, split=next(split for split in splits if split in names))
+    except MissingSplitError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        DatasetsError,
+    ) as error:  # the hub's errors: network, name, split, script
+        reason = error_line(error, 500)
+        raise ValueError(
+            f"{name}: there is no file or folder {source}, and it cannot be downloaded from the hub: {reason}"
+        ) from error

@@ -9,10 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.data.chat import render
-from groupax.data.examples import Examples, image_columns
+from groupax.data.examples import Examples, image_columns, tools_of_rows
 from groupax.data.images import has_images, images_of, with_images, without_images
 from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
-from groupax.data.tools_column import tools_of_rows
 from groupax.settings.prompts import PromptOverflow
 from groupax.settings.template_kwargs import check_template_kwargs
 from groupax.types import PromptImages

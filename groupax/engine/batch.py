@@ -8,6 +8,7 @@ accordingly.
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -17,22 +18,31 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from groupax.engine.cache import ROWS, Cache, cache_maker, pspec_of
-from groupax.engine.cache_ops import move_slots, read_slots, release, resize, widen_slots
-from groupax.engine.constraint import TokenMasks, consume, next_masks
+from groupax.engine.cache import (
+    ROWS,
+    Cache,
+    cache_maker,
+    fill,
+    move_slots,
+    pspec_of,
+    read_slots,
+    release,
+    resize,
+    slot_table,
+    to_slots,
+    widen_slots,
+)
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, decode_chunk
-from groupax.engine.images import AdmittedImages, admitted_images, lookup_tokens
-from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
-from groupax.engine.prefill import Known, admit
+from groupax.engine.decode import Chunk, TokenMasks, consume, decode_chunk, next_masks
+from groupax.engine.prefill import Admitted, AdmittedImages, Known, admit, admitted_images, lookup_tokens
 from groupax.engine.prefix_cache import Place, prefix_of
-from groupax.engine.scheduler import Admission, Scheduler
+from groupax.engine.programs import Serving
+from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Scheduler, admission_prompts, power_of_two
 from groupax.engine.sequence import Sequence
-from groupax.engine.slots import fill, slot_table, to_slots
 from groupax.models.specs import Params
+from groupax.parallel.collectives import to_device, to_host
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.transfer import to_device, to_host
-from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3
@@ -46,27 +56,30 @@ class Batch:
         plan: Limits of the cache.
         sequences: Unstarted sequences.
         patience: Number of chunks for which fewer slots must be enough before the others are dropped.
+        serving: How a server chooses shapes, programs and the lengths of chunks; None outside of servers, where
+            whatever is needed is compiled while all wait.
 
     Attributes:
         scheduler: Assigns sequences to slots.
         cache, slots: The arrays on the devices.
-        short_pieces: Whether prompts are computed in short pieces (see `prefill.admit`).
 
     Raises:
         ValueError: The plan does not allow two of the longest sequences.
     """
 
-    short_pieces = False
-
-    def __init__(self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int) -> None:
-        self.core, self.plan, self.patience = core, plan, patience
+    def __init__(
+        self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int, serving: Serving | None = None
+    ) -> None:
+        self.core, self.plan, self.patience, self.serving = core, plan, patience, serving
         self.mesh, self.chunk_steps = core.mesh, core.chunk_steps
         # the generation of the weights with which each sequence started
         self._generations: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
-        shape = self._first_shape(sequences)
+        shape = plan.first_shape(self.demand, num_data_shards(self.mesh))
+        if serving is not None:
+            shape = serving.nearest(shape, sequences) or shape
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
@@ -81,31 +94,29 @@ class Batch:
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""
-        return self.core.demand(self.plan, sequences)
+        return self.serving.demand(sequences) if self.serving else self.core.demand(self.plan, sequences)
 
-    def shape_with(self, sequences: Iterable[Sequence] = ()) -> CacheShape:
-        """Returns the shape to change to if these sequences join those that wait and run, as far as memory allows.
+    def shape_with(self, sequences: Iterable[Sequence] = ()) -> CacheShape | None:
+        """Returns the shape to change to if these sequences join those that wait and run, if memory allows it.
 
         It has enough prompt columns. If there is no room for them, it has fewer slots, otherwise as many as memory
-        allows for those that wait.
+        allows for those that wait. A server returns None until the programs of such a shape are compiled.
         """
         scheduler, now, sequences = self.scheduler, self.shape, list(sequences)
-        demand = self.demand_of([*scheduler.running, *scheduler.queued, *sequences])
-        longest = self.plan.smallest_shape(demand)
+        together = [*scheduler.running, *scheduler.queued, *sequences]
+        longest = self.plan.smallest_shape(self.demand_of(together))
         shape = replace(now, num_prompt_columns=max(now.num_prompt_columns, longest.num_prompt_columns))
         if not self.plan.allows(shape):
-            return self.plan.smaller(shape)
+            shape = self.plan.smaller(shape)
+            return shape if self.serving is None or self.serving.is_prepared(shape, together, now) else None
         num_blocked, expected = scheduler.num_blocked(sequences), max(now.num_columns, longest.num_columns // 2)
-        larger = shape
-        while num_blocked > scheduler.num_shards * (larger.num_slots - now.num_slots):
-            larger = replace(larger, num_slots=2 * larger.num_slots)
-            if not (self.plan.allows(replace(larger, num_columns=expected)) and self._may_have(larger.num_slots)):
+        most = power_of_two(self.plan.max_slots, scheduler.num_shards)
+        while num_blocked > scheduler.num_shards * (shape.num_slots - now.num_slots):
+            larger = replace(shape, num_slots=2 * shape.num_slots)
+            if larger.num_slots > most or not self.plan.allows(replace(larger, num_columns=expected)):
                 break
-            if self._is_prepared(larger):
-                shape = larger
-        else:
-            return shape if larger == shape else self._instead_of(larger) or shape
-        return shape
+            shape = larger
+        return shape if self.serving is None else self.serving.nearest(shape, together, now)
 
     def allows(self, sequences: Iterable[Sequence]) -> bool:
         """Returns whether a sequence as long as the longest of these and of the batch's own would fit."""
@@ -122,7 +133,7 @@ class Batch:
             sequences = [*self.scheduler.running, *self.scheduler.queued]
             self.demand = self.demand_of(sequences)
             self._widen_slots(sequences)
-            self._change_to(self.shape_with())
+            self._change_to(self.shape_with() or self.shape)
 
     def fit_columns(self) -> None:
         """Provides columns for another chunk; preempts the shortest sequences if there is no room for that."""
@@ -132,21 +143,40 @@ class Batch:
             self._change_to(self.plan.smaller(shape))
 
     def admit(self, params: Params) -> None:
-        """Lets waiting sequences enter free slots, as many prompts at a time as are computed at once."""
-        while admission := self.scheduler.admit(self._max_prompts()):
+        """Lets waiting sequences enter free slots, as many prompts at a time as are computed at once.
+
+        A server computes as many as its pace allows before the next chunk.
+        """
+        most, pace = self._max_prompts(), self.serving and self.serving.pace
+        if pace is not None:
+            most = pace.num_prompts(self.shape, most)
+        begun_s = time.perf_counter()
+        while admission := self.scheduler.admit(most):
             self._admit(params, admission)
+            if pace is not None:
+                jax.block_until_ready(self.slots)
+                pace.add_admission(int(admission.num_prompts.max()), time.perf_counter() - begun_s)
+                break
 
     def decode(self, params: Params) -> list[tuple[Sequence, int]]:
         """Decodes another chunk and returns the running sequences with their numbers of tokens before."""
-        running = self.scheduler.running
-        lengths = {id(sequence): len(sequence.tokens) for sequence in running}
-        sampling, is_constrained = self._decoding(running)
+        running, limit, begun_s = self.scheduler.running, None, time.perf_counter()
+        grown = [(sequence, len(sequence.tokens)) for sequence in running]
+        is_constrained = any(each.matcher is not None for each in running)
+        sampling = sampling_kind(each.params for each in running)
+        if self.serving is not None:
+            sampling, is_constrained = self.serving.kind(self.shape, self.demand, running)
+            num_steps = np.array(self.serving.pace.num_steps(self.shape), np.int32)
+            limit = to_device(num_steps, NamedSharding(self.mesh, jax.P()))
+        masks = None
+        if is_constrained:
+            masks = TokenMasks(*map(self._on_rows, next_masks(self.core.constraints, self.scheduler.slots)))
         self.cache, self.slots, chunk = decode_chunk(
             params,
             self.cache,
             self.slots,
-            self._masks() if is_constrained else None,
-            self._limit(),
+            masks,
+            limit,
             config=self.core.config,
             mesh=self.mesh,
             num_steps=self.chunk_steps,
@@ -154,11 +184,14 @@ class Batch:
             by_block=self.plan.by_block,
             records_experts=self.core.records_experts,
         )
-        fetched = _fetched(chunk, running)
-        grown = self.scheduler.append(fetched)
-        new = [(sequence, lengths[id(sequence)]) for sequence in grown]
-        consume(new)
-        return new
+        if not any(sequence.params.logprobs for sequence in running):
+            chunk = replace(chunk, alternatives=None, alternative_logps=None)
+        append(to_host(chunk), self.scheduler.slots)
+        consume(grown)
+        if self.serving is not None:
+            num_steps = max((len(sequence.tokens) - num_before for sequence, num_before in grown), default=0)
+            self.serving.pace.add_chunk(self.shape, num_steps, time.perf_counter() - begun_s)
+        return grown
 
     def store_prefixes(self) -> None:
         """Stores the keys and values of the sequences that have just finished, if prefixes are kept."""
@@ -236,35 +269,13 @@ class Batch:
         kept = scheduler.compact(needed)
         self._resize(kept, kept // share, shape)
 
-    def _limit(self) -> jax.Array | None:
-        """Returns the number of steps of the next chunk where that varies; None for `chunk_steps`."""
-        return None
-
-    def _decoding(self, sequences: list[Sequence]) -> tuple[SamplingKind, bool]:
-        """Returns the kind of sampling of the program that decodes these sequences, and whether it has masks."""
-        is_constrained = any(each.matcher is not None for each in sequences)
-        return sampling_kind(each.params for each in sequences), is_constrained
-
-    def _masks(self) -> TokenMasks:
-        return TokenMasks(*map(self._on_rows, next_masks(self.core.constraints, self.scheduler.slots)))
-
-    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:  # noqa: ARG002
-        """Returns the shape to start with."""
-        return self.plan.first_shape(self.demand, num_data_shards(self.mesh))
-
-    def _instead_of(self, shape: CacheShape) -> CacheShape | None:  # noqa: ARG002
-        """Returns a shape with more slots to change to while this one is not prepared; None for none."""
-        return None
-
-    def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
+    def _is_prepared(self, shape: CacheShape) -> bool:
         """Returns whether to change to this shape now, where the change may wait."""
-        return True
+        sequences = [*self.scheduler.running, *self.scheduler.queued]
+        return self.serving is None or self.serving.is_prepared(shape, sequences, self.shape)
 
     def _max_prompts(self) -> int:
         return admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
-
-    def _may_have(self, num_slots: int) -> bool:
-        return num_slots <= power_of_two(self.plan.max_slots, num_data_shards(self.mesh))
 
     # -- changes of the arrays
 
@@ -333,19 +344,21 @@ class Batch:
             params,
             self.cache,
             self.slots,
-            self._on_rows(prompts),
-            self._on_rows(starts),
-            self._on_rows(admission.num_prompts),
-            self._on_rows(source),
-            self._on_rows(is_new),
-            to_slots(admitted, self._on_rows),
-            self._known(admission, starts, places, adapters.tolist()),
-            self._on_rows(adapters) if self.core.adapters else None,
-            self._images(admission),
+            Admitted(
+                prompts=self._on_rows(prompts),
+                starts=self._on_rows(starts),
+                num_prompts=self._on_rows(admission.num_prompts),
+                source=self._on_rows(source),
+                is_new=self._on_rows(is_new),
+                slots=to_slots(admitted, self._on_rows),
+                known=self._known(admission, starts, places, adapters.tolist()),
+                adapters=self._on_rows(adapters) if self.core.adapters else None,
+                images=self._images(admission),
+            ),
             config=self.core.config,
             mesh=self.mesh,
             by_block=self.plan.by_block,
-            short_pieces=self.short_pieces,
+            short_pieces=self.serving is not None,
         )
 
     def _row_of(self, prompt_slot: int, index: int) -> int:
@@ -389,8 +402,25 @@ def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:
     return max(STOP_IDS, *(num for num, _ in sizes)), max(BIASED_TOKENS, *(num for _, num in sizes))
 
 
-def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:
-    """Returns the chunk on the host, its alternatives only if a sequence requested them."""
-    if not any(sequence.params.logprobs for sequence in running):
-        chunk = replace(chunk, alternatives=None, alternative_logps=None)
-    return to_host(chunk)
+def append(chunk: Chunk, slots: Many[Sequence | None]) -> None:
+    """Appends a decoded chunk on the host to the sequences in slots, unless they were cancelled."""
+    for slot, sequence in enumerate(slots):
+        if sequence is None or sequence.finish_reason:
+            continue
+        num = int(chunk.count[slot])
+        sequence.tokens += chunk.token[slot, :num].tolist()
+        sequence.policy_logps += chunk.policy_logp[slot, :num].tolist()
+        sequence.sampler_logps += chunk.sampler_logp[slot, :num].tolist()
+        if chunk.experts is not None:
+            sequence.experts += list(chunk.experts[slot, :num])
+        if sequence.params.logprobs:
+            assert chunk.alternatives is not None, "fetched when requested"
+            assert chunk.alternative_logps is not None, "fetched when requested"
+            requested = slice(0, sequence.params.logprobs)
+            tokens = chunk.alternatives[slot, :num, requested].tolist()
+            logps = chunk.alternative_logps[slot, :num, requested].tolist()
+            sequence.alternatives += [list(zip(*pair, strict=True)) for pair in zip(tokens, logps, strict=True)]
+        if chunk.stopped[slot]:
+            sequence.finish_reason = "stop"
+        elif len(sequence.tokens) >= sequence.params.max_tokens:
+            sequence.finish_reason = "length"

@@ -6,21 +6,28 @@ after them are masked. A layer with a recurrent state has no columns: each slot 
 which starts as that of its prompt.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import fields, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.plan import CacheShape, Plan
+from groupax.engine.sampling import Options
+from groupax.engine.scheduler import CacheShape, Plan
+from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
-from groupax.models.recurrence import State, empty_state
+from groupax.models.recurrent import State, empty_state
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
-from groupax.parallel.platform import cuda_capability
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import cuda_capability
+from groupax.settings.sampling import SAMPLER
 
 ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()
@@ -144,7 +151,7 @@ def layer_caches(config: ModelConfig, attention: Iterable[Any], states: Iterable
     return [next(states if config.is_recurrent(layer) else attention) for layer in range(config.num_layers)]
 
 
-def by_kind(config: ModelConfig, caches: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def by_kind(config: ModelConfig, caches: Many[Any]) -> tuple[list[Any], list[Any]]:
     """Returns what the layers with attention keep, and what the others do."""
     kinds = [config.is_recurrent(layer) for layer in range(config.num_layers)]
     pairs = list(zip(kinds, caches, strict=True))
@@ -180,3 +187,226 @@ def cache_maker(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) 
     """Returns a jitted function that creates an empty cache on the devices."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract_cache(config, mesh, shape, dtype))
     return jax.jit(lambda: empty_cache(config, mesh, shape, dtype), out_shardings=shardings)
+
+
+_DTYPES = {int: "i4", float: "f4"}
+
+
+@pytree
+class Slots:
+    """The state of B slots.
+
+    Attributes:
+        token: Token that is fed next.
+        position: Position of that token in its sequence; after images with positions in a grid it is not its column.
+        length: Number of tokens that the slot has fed, each of which has a column in the cache.
+        key: PRNG key of the slot (see `sampling.row_keys`).
+        remaining: Number of tokens that the slot may still sample; 0 for an idle slot.
+        stop_ids: Tokens that end the sequence, padded with -1.
+        settings: Sampling parameters.
+        adapter: Index of the adapter, -1 for the base; None for an engine without several adapters.
+    """
+
+    token: Int[Array, "B"]
+    position: Int[Array, "B"]
+    length: Int[Array, "B"]
+    key: UInt32[Array, "B 2"]
+    remaining: Int[Array, "B"]
+    stop_ids: Int[Array, "B E"]
+    settings: Options
+    adapter: Int[Array, "B"] | None = None
+
+
+def slot_table(num_slots: int, num_stop_ids: int, num_biased: int, has_adapters: bool = False) -> np.ndarray:
+    """Returns idle slots on the host, a structured array with a field per field of `Slots` and per array of `Options`.
+
+    Args:
+        num_slots: Number of slots.
+        num_stop_ids: Number of stop tokens that a slot has room for.
+        num_biased: Likewise of biased tokens.
+        has_adapters: Whether each slot chooses one of several adapters.
+    """
+    columns = [
+        ("token", "i4"),
+        ("position", "i4"),
+        ("length", "i4"),
+        ("key", "u4", 2),
+        ("remaining", "i4"),
+        ("stop_ids", "i4", num_stop_ids),
+    ]
+    of_tokens = [name for name, default in SAMPLER.items() if isinstance(default, Mapping)]
+    idle = {name: default for name, default in SAMPLER.items() if name not in of_tokens}
+    columns += [(name, _DTYPES[type(default)]) for name, default in idle.items()]
+    columns += [(f"{name}_tokens", "i4", num_biased) for name in of_tokens]
+    columns += [(name, "f4", num_biased) for name in of_tokens] + [("adapter", "i4")] * has_adapters
+    table = np.zeros(num_slots, columns)
+    idle |= dict.fromkeys(["stop_ids", *(f"{name}_tokens" for name in of_tokens), *["adapter"] * has_adapters], -1)
+    for name, value in idle.items():
+        table[name] = value
+    return table
+
+
+def fill(row: np.void, sequence: Sequence) -> None:
+    """Enters a sequence that starts."""
+    row["token"] = sequence.prompt[-1]
+    row["position"] = len(sequence.prompt) - 1 + (sequence.images.position_offset if sequence.images else 0)
+    row["length"] = 0
+    row["key"] = sequence.key
+    row["remaining"] = sequence.params.max_tokens
+    row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
+    for name in SAMPLER:
+        value = getattr(sequence.params, name)
+        if isinstance(value, Mapping):
+            row[f"{name}_tokens"][: len(value)], row[name][: len(value)] = list(value), list(value.values())
+        else:
+            row[name] = value
+
+
+def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
+    """Returns the table's columns as `Slots`, each transferred by `put`."""
+    columns = {name: put(table[name]) for name in table.dtype.names or ()}
+    own = {name: columns.pop(name) for name in columns.keys() & {each.name for each in fields(Slots)}}
+    return Slots(**own, settings=columns)
+
+
+def resize(
+    cache: Cache,
+    rows: Int[Array, "B"] | None,
+    prompt_slots: Int[Array, "Q"] | None,
+    *,
+    num_columns: int,
+    num_prompt_columns: int,
+    mesh: Mesh,
+) -> Cache:
+    """Returns the cache with other slots, prompt slots and numbers of columns; only one array exists twice at a time.
+
+    Args:
+        cache: The old cache; it must not be used again.
+        rows: Old index on its device of each new slot, -1 for an idle one; None if neither slots nor columns change.
+        prompt_slots: Likewise for the prompt slots; None if neither they nor their columns change.
+        num_columns: Number of columns of a slot, at least as many as its sequence has.
+        num_prompt_columns: Number of columns of a prompt slot, at least as many as before.
+        mesh: Devices of the cache.
+    """
+    columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
+    arrays, structure = jax.tree.flatten(cache)
+    for index, call in enumerate(moves(cache, rows, prompt_slots, **columns, mesh=mesh)):
+        if call is not None:
+            old, arrays[index] = arrays[index], jax.block_until_ready(call(arrays[index]))
+            old.delete()
+    return jax.tree.unflatten(structure, arrays)
+
+
+def moves(
+    cache: Cache, rows: Any, prompt_slots: Any, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
+) -> list[partial[Array] | None]:
+    """Returns the call of a jitted function that changes each array of the cache as `resize` does, None for none."""
+    tokens = k = v = state = prompt_tokens = starts = prompt_k = prompt_v = None
+    if rows is not None:
+        in_slots = partial(move, rows=rows, num_columns=num_columns, mesh=mesh)
+        tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
+        state = partial(move_state, rows=rows, mesh=mesh)
+    if prompt_slots is not None:
+        added = num_prompt_columns - cache.num_prompt_columns
+        starts = partial(move_starts, rows=prompt_slots, added=added, mesh=mesh)
+        widened = partial(widen, rows=prompt_slots, added=added, mesh=mesh)
+        prompt_tokens, prompt_k, prompt_v = (partial(widened, axis=axis) for axis in (1, 3, 2))
+    layers = range(len(cache.k))
+    prompts = [prompt_tokens, starts, *(prompt_k for _ in layers), *(prompt_v for _ in layers)]
+    slots = [tokens, *(k for _ in layers), *(v for _ in layers), *(state for _ in jax.tree.leaves(cache.states))]
+    return [*prompts, *slots]
+
+
+@partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
+def move(x: Array, rows: Int[Array, "B"], *, axis: int, num_columns: int, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the slots, with columns, at `axis`, cut or added at their end."""
+
+    def local(x: Array, rows: Array) -> Array:
+        kept = lax.slice_in_dim(x, 0, min(num_columns, x.shape[axis]), axis=axis)[rows]
+        added = num_columns - kept.shape[axis]
+        return jnp.pad(kept, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
+
+    in_specs = (pspec_of(x), ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def move_state(x: Array, rows: Int[Array, "B"], *, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the slots' states."""
+
+    def local(x: Array, rows: Array) -> Array:
+        return x[rows]
+
+    in_specs = (pspec_of(x), ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
+
+
+@partial(jax.jit, static_argnames=("axis", "added", "mesh"))
+def widen(x: Array, rows: Int[Array, "Q"], *, axis: int, added: int, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the prompts with columns, at `axis`, added before the others."""
+
+    def local(x: Array, rows: Array) -> Array:
+        return jnp.pad(x[rows], [(added if dim == axis else 0, 0) for dim in range(x.ndim)])
+
+    in_specs = (pspec_of(x), ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
+
+
+@partial(jax.jit, static_argnames=("added", "mesh"))
+def move_starts(starts: Int[Array, "P"], rows: Int[Array, "Q"], *, added: int, mesh: Mesh) -> Array:
+    """Returns the first columns of these prompts, before which columns are added."""
+
+    def local(starts: Array, rows: Array) -> Array:
+        return starts[rows] + added
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(starts, rows)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def move_slots(slots: Slots, rows: Int[Array, "B"], *, mesh: Mesh) -> Slots:
+    """Returns these rows of the slots, idle where a row is -1."""
+
+    def local(slots: Slots, rows: Array) -> Slots:
+        taken: Slots = jax.tree.map(lambda x: x[rows], slots)
+        return replace(taken, remaining=jnp.where(rows < 0, 0, taken.remaining))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(slots, rows)
+
+
+@partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
+def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
+    """Returns the slots with room for more stop ids and biased tokens."""
+
+    def wide(x: Array, num: int, padding: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, num - x.shape[1])), constant_values=padding)
+
+    of_tokens = {name: x for name, x in slots.settings.items() if x.ndim > 1}
+    widened = {name: wide(x, num_biased, -1 if name.endswith("_tokens") else 0) for name, x in of_tokens.items()}
+    return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings={**slots.settings, **widened})
+
+
+@partial(jax.jit, static_argnames="mesh")
+def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
+    """Returns the keys and values of a slot of each shard, and of their prompts, per layer.
+
+    Args:
+        cache: The cache.
+        rows: Index on its device of the slot of each shard.
+        prompt_slots: Likewise of the prompts.
+        mesh: Devices of the cache.
+    """
+    given = {"k": (cache.k, rows), "v": (cache.v, rows)}
+    given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
+
+    def local(given: dict[str, tuple[list[Array], Array]]) -> dict[str, list[Array]]:
+        return {name: [x[rows] for x in layers] for name, (layers, rows) in given.items()}
+
+    in_specs = jax.tree.map(pspec_of, given)
+    out_specs = {name: [pspec_of(x) for x in layers] for name, (layers, _) in given.items()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(given)
+
+
+@partial(jax.jit, donate_argnames=("slots",))
+def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
+    """Returns the slots, of which the released ones are idle."""
+    return replace(slots, remaining=jnp.where(released, 0, slots.remaining))

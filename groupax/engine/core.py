@@ -1,7 +1,9 @@
 """The weights, devices and memory that sessions decode with."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,20 +12,59 @@ from jax.sharding import Mesh
 from groupax.constraints import ConstraintCompiler
 from groupax.data.prompts import ImageEncoder
 from groupax.engine.cache import cache_dtype, plan_for, token_bytes
-from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
-from groupax.engine.sequence import Sequence, demand_of
-from groupax.engine.tensor_parallel import validate_tp
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, Demand, Plan, demand_of
+from groupax.engine.sequence import Sequence
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import check_decoding_weights, decoding_params
+from groupax.models.families import read_config
+from groupax.models.flops import find_config
+from groupax.models.params import shard_params, split_dims
 from groupax.models.specs import Params
-from groupax.models.split import shard_params
-from groupax.models.vision.features import FeatureCache
-from groupax.parallel.mesh import decoding_mesh, num_data_shards, splits_model
-from groupax.parallel.peak import free_memory_bytes
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model, load_model
+from groupax.models.weights.nf4 import is_nf4
+from groupax.models.weights.quantize import check_decoding_weights, decoding_params, is_quantized
+from groupax.parallel.memory import free_memory_bytes
+from groupax.parallel.mesh import decoding_mesh, indivisible, make_mesh, num_data_shards, splits_model
+from groupax.storage.folders import resolve_folder
 
 FEATURE_BYTES = 1 << 30  # host memory for the features of images, unless a cache is given
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine decodes.
+
+    Attributes:
+        max_slots: Maximum number of completions decoded at once; the others wait for a free slot.
+        chunk_steps: Number of tokens decoded between two visits to the host.
+        kv_bytes: Maximum memory for keys and values on a device, in bytes; None allows 80 % of what is free when
+            sequences are started. What does not fit waits; if completions become longer than expected, the shortest are
+            preempted and sampled again later.
+        kv_dtype: Dtype of the cache, or "float8" for float8_e4m3fn; None for the dtype of the weights, on CPU float32.
+        prefix_bytes: Host memory for the keys and values of finished sequences, in bytes. Prompts that begin with the
+            same tokens, as the next turn of a conversation does, reuse them; 0 stores nothing.
+        weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
+        tp: Number of neighbouring devices that share the weights and decode the same rows: each has some of the heads
+            with their keys and values, of the feed-forward's columns and of the vocabulary.
+        expected: What the largest of many batches needs of the cache, by which the others choose their shapes too, so
+            that few programs are compiled; None chooses by each batch alone.
+        adapters: Names of the adapters in `params`, if it has several (see `models.adapter_stack`). Sequences of all of
+            them and of the base are decoded together.
+        record_experts: Whether sequences have the experts that their tokens went through (see `Sequence.experts`).
+    """
+
+    max_slots: int = 256
+    chunk_steps: int = CHUNK_STEPS
+    kv_bytes: int | None = None
+    kv_dtype: Any = None
+    prefix_bytes: int = 0
+    weights: str = "same"
+    tp: int = 1
+    expected: Demand | None = None
+    adapters: tuple[str, ...] = ()
+    record_experts: bool = False
 
 
 class EngineCore:
@@ -35,61 +76,46 @@ class EngineCore:
         params: Params,
         mesh: Mesh,
         eos_ids: tuple[int, ...],
-        max_slots: int = 256,
-        chunk_steps: int = CHUNK_STEPS,
         tokenizer: Any = None,
-        kv_bytes: int | None = None,
-        kv_dtype: Any = None,
-        prefix_bytes: int = 0,
-        weights: str = "same",
-        tp: int = 1,
-        expected: Demand | None = None,
-        adapters: tuple[str, ...] = (),
-        record_experts: bool = False,
         features: FeatureCache | None = None,
+        **settings: Any,
     ) -> None:
+        given = EngineSettings(**settings)
         if config.num_labels:
             raise ValueError(
                 f"the model classifies sequences, with {config.num_labels} labels, and has no head to generate text "
                 "with; give a causal model"
             )
-        if chunk_steps < 1:
-            raise ValueError(f"chunk_steps must be at least 1, got {chunk_steps}")
-        if record_experts and config.experts is None:
+        if given.chunk_steps < 1:
+            raise ValueError(f"chunk_steps must be at least 1, got {given.chunk_steps}")
+        if given.record_experts and config.experts is None:
             raise ValueError(
                 f"this {config.model_type} model has no experts to record; leave out record_experts (routing_replay in "
                 "a run)"
             )
-        self.config = config
-        self.records_experts = record_experts
-        self.weights = weights
-        self.mesh = decoding_mesh(mesh, tp)
-        self._gathers = splits_model(mesh) or tp > 1
-        if tp > 1:
-            validate_tp(config, self.mesh, params, weights)
+        self.config, self.eos_ids, self.tokenizer = config, eos_ids, tokenizer
+        self.max_slots, self.chunk_steps, self.kv_bytes = given.max_slots, given.chunk_steps, given.kv_bytes
+        self.expected, self.weights, self.adapters = given.expected, given.weights, tuple(given.adapters)
+        self.records_experts = given.record_experts
+        self.mesh = decoding_mesh(mesh, given.tp)
+        self._gathers = splits_model(mesh) or given.tp > 1
+        if given.tp > 1:
+            validate_tp(config, self.mesh, params, self.weights)
+        check_decoding_weights(params, self.weights)
+        self.kv_dtype = cache_dtype(given.kv_dtype, self.weights, params["embed"].dtype, self.mesh.devices.flat[0])
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
-        self.adapters = tuple(adapters)
         self.adapter_versions: dict[str, int] = {}
-        self.eos_ids = eos_ids
-        self.max_slots = max_slots
-        self.chunk_steps = chunk_steps
-        self.tokenizer = tokenizer
         self.constraints = ConstraintCompiler(tokenizer, config.vocab_size, eos_ids)
-        self.kv_bytes = kv_bytes
-        check_decoding_weights(params, weights)
-        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0])
-        if prefix_bytes and config.recurrent is not None:
+        if given.prefix_bytes and config.recurrent is not None:
             logger.warning(
                 "prefix_bytes is 0 for %s: layers with a recurrent state keep nothing of a sequence's beginnings, so "
                 "that prompts are always computed whole",
                 config.model_type,
             )
-            prefix_bytes = 0
-        self.prefixes = PrefixCache(prefix_bytes)
+        self.prefixes = PrefixCache(0 if config.recurrent is not None else given.prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
-        self.expected = expected
         if features is None and config.vision is not None:
             features = FeatureCache(config.vision, FEATURE_BYTES)
         self.features = features
@@ -165,3 +191,55 @@ class EngineCore:
     def bytes_per_token(self) -> int:
         """Size of one token's keys and values in all layers, on one of the devices that store them."""
         return token_bytes(self.config, self.kv_dtype, self.mesh.shape["tp"])
+
+
+# Dims that may be replicated.
+REPLICATED_DIMS = ("vocab",)
+
+
+def load_sharded(
+    name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, tp: int = 1
+) -> Model:
+    """Loads a model to decode with; each device reads only its shard of the weights from the files.
+
+    Without a mesh all devices are used, and `tp` neighbours share the weights.
+
+    Raises:
+        ValueError: There is no such model, or its weights cannot be sharded so.
+    """
+    if mesh is None and tp != 1:
+        mesh = decoding_mesh(make_mesh(), tp)
+        hf_config = find_config(str(resolve_folder(name_or_path)))[0]
+        if is_nf4(hf_config.get("quantization_config")):
+            _refuse_quantized("quantized weights", mesh)
+        _check_divides(read_config(hf_config), mesh)
+    return load_model(name_or_path, dtype, mesh, replicated=REPLICATED_DIMS)
+
+
+def validate_tp(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
+    """Checks that a model's weights can be sharded over `tp` to decode with in a format (see `EngineSettings`).
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if is_quantized(params) or weights in ("int8", "float8"):
+        _refuse_quantized("quantized weights" if is_quantized(params) else f"weights in {weights}", mesh)
+    _check_divides(config, mesh)
+
+
+def indivisible_dims(config: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    """Returns the dims, with their sizes, that the mesh cannot shard and tensor-parallel decoding would have to."""
+    return {dim: size for dim, size, _ in indivisible(split_dims(config), mesh) if dim not in REPLICATED_DIMS}
+
+
+def _refuse_quantized(what: str, mesh: Mesh) -> None:
+    raise ValueError(f"{what} are replicated on every device: decode with tp 1 instead of {mesh.shape['tp']}")
+
+
+def _check_divides(config: ModelConfig, mesh: Mesh) -> None:
+    if found := indivisible_dims(config, mesh):
+        dims = " and ".join(f"{dim} ({size})" for dim, size in found.items())
+        raise ValueError(
+            f"the model's weights cannot be sharded to decode with tp {mesh.shape['tp']}: not divisible by it: "
+            f"{dims}; choose a smaller tp, or 1"
+        )

@@ -8,6 +8,7 @@ host before each token; a server's chunks, whose lengths vary, wait once every f
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Row
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -19,25 +20,75 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, pspec_of
-from groupax.engine.constraint import TokenMasks
+from groupax.constraints import ConstraintCompiler, fault_of
+from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, pspec_of
 from groupax.engine.sampling import History, Sampled, sample, uniforms
-from groupax.engine.slots import Slots
-from groupax.models.adapter_stack import select_adapters
+from groupax.engine.sequence import Sequence
+from groupax.models.adapted import select_adapters
+from groupax.models.attention import LayerCache, Past
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import forward, head_weights
 from groupax.models.experts import Routing
-from groupax.models.fused_decode_attention import AttendPast, select_attend_past
+from groupax.models.kernels.fused_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
-from groupax.models.recurrence import Recurrence, State
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import gather_weight, partition_specs
+from groupax.models.params import gather_weight, layout_of, partition_specs
+from groupax.models.recurrent import Recurrence, State
+from groupax.models.specs import Params
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 from groupax.settings.sampling import MAX_LOGPROBS, SamplingKind
+
+
+@pytree
+class TokenMasks:
+    """The tokens that slots may sample. A constrained slot samples one token of a chunk, after which its mask changes.
+
+    Attributes:
+        words: A bit for each token, 1 where it may follow, in words of 32; slots without a constraint have all of them.
+        constrained: Slots with a constraint.
+    """
+
+    words: Int[Array, "B W"]
+    constrained: Bool[Array, "B"]
+
+    def allowed(self, vocab_size: int) -> Bool[Array, "B V"]:
+        """Returns the tokens that each slot may sample."""
+        bits = (self.words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+        return bits.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
+
+
+def next_masks(compiler: ConstraintCompiler, slots: Row[Sequence | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the fields of `TokenMasks` for the sequences in all slots; aborts those whose constraint cannot go on."""
+    constrained = np.array([each is not None and each.matcher is not None for each in slots])
+    matchers: list[tuple[Any, int]] = []
+    for row, each in enumerate(slots):
+        if each is not None and each.matcher is not None and each.finish_reason is None:
+            matchers.append((each.matcher, row))
+    words = (
+        compiler.masks(matchers, len(slots))
+        if matchers
+        else np.full((len(slots), -(-compiler.vocab_size // 32)), -1, np.int32)
+    )
+    for matcher, row in matchers:
+        if fault := fault_of(matcher):
+            sequence = slots[row]
+            assert sequence is not None, "it has a matcher"
+            sequence.finish_reason, sequence.fault = "abort", f"the constraint cannot be kept any longer: {fault}"
+    return words, constrained
+
+
+def consume(sequences: Row[tuple[Sequence, int]]) -> None:
+    """Tells the matchers of running sequences their new tokens.
+
+    Args:
+        sequences: Sequences with their numbers of tokens before.
+    """
+    for sequence, num_before in sequences:
+        if sequence.matcher is not None and sequence.finish_reason is None:
+            sequence.matcher.consume_tokens(sequence.tokens[num_before:])
+
 
 GPU_STEPS = 4  # between two looks at the limit of a chunk
 

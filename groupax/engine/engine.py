@@ -10,17 +10,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
-from groupax.engine.ahead_of_time import PROGRAMS
-from groupax.engine.core import EngineCore
+from groupax.engine.core import EngineCore, load_sharded
+from groupax.engine.programs import PROGRAMS
 from groupax.engine.sampling import row_keys
 from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.engine.tensor_parallel import load_sharded
-from groupax.models.adapter_stack import changes_of, check_finite, stack_adapters
-from groupax.models.checkpoint import Model, load_adapter
-from groupax.models.quantize import require_quantizer
+from groupax.models.adapted import changes_of, check_finite_changes, stack_adapters
 from groupax.models.specs import Params
-from groupax.models.vision.prompts import prompt_encoder
+from groupax.models.vision.processing import prompt_encoder
+from groupax.models.weights.checkpoint import Model, load_adapter
+from groupax.models.weights.quantize import require_quantizer
 from groupax.settings.sampling import SamplingParams
 
 
@@ -35,24 +34,9 @@ class Engine(EngineCore):
         params: Weights of the model, on `mesh`.
         mesh: Devices; rows are sharded over all of them.
         eos_ids: Tokens that end every completion.
-        max_slots: Maximum number of completions decoded at once; the others wait for a free slot.
-        chunk_steps: Number of tokens decoded between two visits to the host.
         tokenizer: Tokenizer for prompts that are text or messages, for stop strings, and for the completions' text.
-        kv_bytes: Maximum memory for keys and values on a device, in bytes; None allows 80 % of what is free when
-            sequences are started. What does not fit waits; if completions become longer than expected, the shortest are
-            preempted and sampled again later.
-        kv_dtype: Dtype of the cache, or "float8" for float8_e4m3fn; None for the dtype of the weights, on CPU float32.
-        prefix_bytes: Host memory for the keys and values of finished sequences, in bytes. Prompts that begin with the
-            same tokens, as the next turn of a conversation does, reuse them; 0 stores nothing.
-        weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
-        tp: Number of neighbouring devices that share the weights and decode the same rows: each has some of the heads
-            with their keys and values, of the feed-forward's columns and of the vocabulary.
-        expected: What the largest of many batches needs of the cache, by which the others choose their shapes too, so
-            that few programs are compiled; None chooses by each batch alone.
-        adapters: Names of the adapters in `params`, if it has several (see `models.adapter_stack`). Sequences of all of
-            them and of the base are decoded together.
-        record_experts: Whether sequences have the experts that their tokens went through (see `Sequence.experts`).
         features: Cache of the features of images, which others may share; None creates one if the model sees images.
+        settings: Fields of `core.EngineSettings`, e.g. `max_slots`, `kv_bytes`, `weights` or `tp`.
 
     Raises:
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.
@@ -278,8 +262,8 @@ def _with_adapters(model: Model, adapters: Mapping[str, Model]) -> Params:
             raise ValueError(
                 f"{name} is not an adapter of the same model in memory; load it by load_adapter(model, ...)"
             )
-        changes.append(changes_of(each.adapter, model.params["embed"].dtype))
-        check_finite(changes[-1].trained)
+        changes.append(changes_of(each.adapter.trained, each.adapter.config.scale, model.params["embed"].dtype))
+        check_finite_changes(changes[-1].trained)
     return stack_adapters(model.params, changes)
 
 

@@ -5,32 +5,153 @@ it is the first token that decoding feeds, so that the first sampled token takes
 """
 
 import math
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.engine.cache import ROWS, Cache, by_kind, layer_caches, num_recurrent, pspec_of
-from groupax.engine.images import AdmittedImages
-from groupax.engine.plan import PIECE_COLUMNS, piece_size
-from groupax.engine.slots import Slots
-from groupax.models.adapter_stack import select_adapters
-from groupax.models.attention import attend_masked, same_image, within_window
-from groupax.models.column_blocks import BLOCK
+from groupax.engine.cache import ROWS, Cache, Slots, by_kind, layer_caches, num_recurrent, pspec_of
+from groupax.engine.scheduler import PIECE_COLUMNS, Admission, piece_size
+from groupax.engine.sequence import Sequence
+from groupax.models.adapted import select_adapters
+from groupax.models.attention import COLUMN_BLOCK, attend_masked, same_image, to_cache, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decode_attention import to_cache
 from groupax.models.decoder import ImageInputs, forward
-from groupax.models.recurrence import Recurrence, State, empty_state
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import partition_specs
+from groupax.models.params import layout_of, partition_specs
+from groupax.models.recurrent import Recurrence, State, empty_state
+from groupax.models.specs import Params
+from groupax.models.vision.config import VisionConfig
+from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.tower import FeatureCache
 from groupax.parallel.mesh import DATA, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
+from groupax.types import PromptImages
+
+
+@pytree
+class AdmittedImages:
+    """The images of P prompts that are admitted, and the places of their tokens; sharded over the data axes.
+
+    Attributes:
+        features: Features of each level (see `decoder.ImageInputs`); padding follows those of each shard.
+        feature_index: Index on its device of each token's feature; -1 for text.
+        positions: Coordinates of each token's position; None where positions are columns.
+        blocks: Image of each token, of a model that sees whole images (`placement.image_blocks`); None for others.
+    """
+
+    features: Float[Any, "F levels D"]
+    feature_index: Int[Any, "P S"]
+    positions: Int[Any, "P S 3"] | None = None
+    blocks: Int[Any, "P S"] | None = None
+
+
+def admitted_images(
+    config: VisionConfig, cache: FeatureCache, params: dict[str, Any], admission: Admission, shape: tuple[int, int]
+) -> AdmittedImages | None:
+    """Returns the images of the prompts that are admitted, on the host; None if all of them are text.
+
+    Args:
+        config: The part of the model that sees images.
+        cache: Features by image.
+        params: Weights of that part.
+        admission: The sequences.
+        shape: Number of rows for each shard's prompts, and number of columns.
+    """
+    num_prompts, num_columns = shape
+    if not any(first.images for own in admission.firsts for first in own):
+        return None
+    num_shards = len(admission.firsts)
+    index = np.full((num_shards * num_prompts, num_columns), -1, np.int32)
+    positions = np.zeros((*index.shape, 3), np.int32) if config.has_grid_positions else None
+    blocks = np.full(index.shape, -1, np.int32) if config.sees_whole_images else None
+    features: list[list[np.ndarray]] = [[] for _ in range(num_shards)]
+    counts = [0] * num_shards
+    for row, first in admission.rows(num_prompts):
+        size, shard = len(first.prompt) - 1, row // num_prompts
+        own = slice(num_columns - size, None)
+        if first.images is None:
+            if positions is not None:
+                positions[row, own] = np.arange(size)[:, None]
+            continue
+        placed = continued(first.images, size)
+        index[row, own] = np.where(placed.feature_index < 0, -1, placed.feature_index + counts[shard])
+        features[shard] += cache.features(params, first.images.images)
+        counts[shard] += sum(first.images.num_tokens)
+        if positions is not None:
+            assert placed.positions is not None, "the model has positions in a grid"
+            positions[row, own] = placed.positions.T
+        if blocks is not None:
+            blocks[row, own] = image_blocks(placed.feature_index)
+    return AdmittedImages(joined_features(features), index, positions, blocks)
+
+
+def joined_features(features: Many[Many[Float[np.ndarray, "levels _ D"]]]) -> Float[np.ndarray, "F levels D"]:
+    """Returns the features of several shards as one array, of which each has an equal part with padding.
+
+    The size of a part is a power of two, so that there are few programs.
+    """
+    counts = [sum(each.shape[1] for each in own) for own in features]
+    size = 1 << max(0, max(counts) - 1).bit_length()
+    first = next(each for own in features for each in own)
+    joined = np.zeros((len(features) * size, first.shape[0], first.shape[2]), first.dtype)
+    for shard, (own, count) in enumerate(zip(features, counts, strict=True)):
+        if own:
+            joined[shard * size : shard * size + count] = np.concatenate(own, axis=1).swapaxes(0, 1)
+    return joined
+
+
+def lookup_tokens(sequence: Sequence) -> Int[np.ndarray, "S"]:
+    """Returns what the prompt of a sequence is looked up by: its tokens, and numbers below 0 for those of images.
+
+    The numbers are those of the image's digest, so that equal tokens of different images are different.
+    """
+    tokens = np.asarray(sequence.prompt, np.int64)
+    if sequence.images is None:
+        return tokens
+    tokens = tokens.copy()
+    index = sequence.images.feature_index
+    places = np.flatnonzero(index >= 0)
+    for image, num in zip(sequence.images.images, sequence.images.num_tokens, strict=True):
+        words = -1 - (np.frombuffer(bytes.fromhex(image.digest), ">i8").astype(np.int64) & np.int64(2**63 - 1) >> 1)
+        tokens[places[:num]] = np.resize(words, num)
+        places = places[num:]
+    return tokens
+
+
+def check_images(config: VisionConfig | None, sequence: Sequence) -> None:
+    """Checks that a sequence has the images that its prompt's tokens stand for.
+
+    Raises:
+        ValueError: It has others, the model sees no images, or the prompt ends within an image.
+    """
+    images, prompt = sequence.images, np.asarray(sequence.prompt)
+    if config is None:
+        if images is not None:
+            raise ValueError("a prompt has images, and the model reads text only; give a model that sees images")
+        return
+    is_image = np.isin(prompt, config.placeholder_ids)
+    num, expected = int(is_image.sum()), 0 if images is None else sum(images.num_tokens)
+    if num != expected:
+        raise ValueError(
+            f"a prompt has {num} tokens that stand for images ({', '.join(map(str, config.placeholder_ids))}), and its "
+            f"{0 if images is None else len(images.images)} images have {expected} features"
+        )
+    if images is not None and not np.array_equal(_places(images, len(prompt)), is_image):
+        raise ValueError("the tokens of a prompt that stand for images are not where its images are")
+    if is_image[-1]:
+        raise ValueError("a prompt ends with an image; a text must follow it, such as the start of the answer")
+
+
+def _places(images: PromptImages, size: int) -> np.ndarray:
+    return continued(images, size).feature_index >= 0
 
 
 @pytree
@@ -47,20 +168,40 @@ class Known:
     v: list[Float[Array, "P K S H"]]
 
 
+@pytree
+class Admitted:
+    """What an admission brings to B slots with Q prompt slots: P prompts, sharded over the data axes like B.
+
+    Attributes:
+        prompts: Prompts without their last tokens, left-padded.
+        starts: Column at which each prompt's tokens begin.
+        num_prompts: Number of prompts of each shard, from its first row on; the other rows are not computed.
+        source: Index on its device of the prompt that each prompt slot receives, -1 for none.
+        is_new: Slots that are admitted.
+        slots: Their new contents.
+        known: Keys and values that need not be computed.
+        adapters: Index of each prompt's adapter, -1 for the base; None without several adapters.
+        images: Images of the prompts; None if all are text. If the model sees whole images, prompts are then computed
+            one by one, with all columns at once.
+    """
+
+    prompts: Int[Array, "P S"]
+    starts: Int[Array, "P"]
+    num_prompts: Int[Array, "D"]
+    source: Int[Array, "Q"]
+    is_new: Bool[Array, "B"]
+    slots: Slots
+    known: Known | None = None
+    adapters: Int[Array, "P"] | None = None
+    images: AdmittedImages | None = None
+
+
 @partial(jax.jit, static_argnames=("config", "mesh", "by_block", "short_pieces"), donate_argnames=("cache", "slots"))
 def admit(
     params: Params,
     cache: Cache,
     slots: Slots,
-    prompts: Int[Array, "P S"],
-    prompt_starts: Int[Array, "P"],
-    num_prompts: Int[Array, "D"],
-    source: Int[Array, "Q"],
-    is_new: Bool[Array, "B"],
-    admitted: Slots,
-    known: Known | None = None,
-    adapters: Int[Array, "P"] | None = None,
-    images: AdmittedImages | None = None,
+    admitted: Admitted,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -72,16 +213,7 @@ def admit(
     Args:
         params: The weights.
         cache, slots: Donated; prompt slots and slots that are not admitted keep their contents.
-        prompts: Prompts without their last tokens, left-padded; P is sharded over the data axes like B.
-        prompt_starts: Column at which each prompt's tokens begin.
-        num_prompts: Number of prompts of each shard, from its first row on; the other rows are not computed.
-        source: Index on its device of the prompt that each prompt slot receives, -1 for none.
-        is_new: Slots that are admitted.
-        admitted: Their new contents.
-        known: Keys and values that need not be computed.
-        adapters: Index of each prompt's adapter, -1 for the base; None without several adapters.
-        images: Images of the prompts; None if all are text. If the model sees whole images, prompts are then computed
-            one by one, with all columns at once.
+        admitted: The prompts and the slots.
         config, mesh: Static.
         by_block: Static: whether prompts are computed one by one, by blocks of columns (see `Plan.by_block`).
         short_pieces: Static: whether CPUs compute prompts one by one, in pieces of few columns, which pays where most
@@ -89,29 +221,26 @@ def admit(
     """
     layout = layout_of(config, mesh)
 
-    def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
-        prompts, starts, num_prompts, source, is_new, admitted, known, adapters, images = given
-        rows = prompts, starts, num_prompts[0], adapters, images
-        size = _piece_size(config, prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
-        if images is not None and images.blocks is not None:  # of an image, which no piece may cut
-            size = 1, prompts.shape[1]
-        keys, values, states = _prefill(config, params, *rows, cache.k[0], known, layout, size, by_block)
-        cache = _stored(cache, prompts, starts, source, keys, values)
+    def local(params: Any, cache: Cache, slots: Slots, admitted: Admitted) -> tuple[Cache, Slots]:
+        size = _piece_size(config, admitted.prompts.shape, cache.k[0].shape[1], by_block, short_pieces)
+        if admitted.images is not None and admitted.images.blocks is not None:  # of an image, which no piece may cut
+            size = 1, admitted.prompts.shape[1]
+        keys, values, states = _prefill(config, params, admitted, cache.k[0], layout, size, by_block)
+        cache = _stored(cache, admitted, keys, values)
+        is_new = admitted.is_new
         if states:
-            cache = replace(cache, states=_started(cache.states, states, source, is_new))
-        return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
+            cache = replace(cache, states=_started(cache.states, states, admitted.source, is_new))
+        return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted.slots, slots)
 
-    given = prompts, prompt_starts, num_prompts, source, is_new, admitted, known, adapters, images
-    of_cache, of_given = jax.tree.map(pspec_of, (cache, given))
-    in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, *of_given)
+    of_cache, of_admitted = jax.tree.map(pspec_of, (cache, admitted))
+    in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, of_admitted)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS), check_vma=False)
-    return program(params, cache, slots, *given)
+    return program(params, cache, slots, admitted)
 
 
-def _stored(
-    cache: Cache, prompts: Array, starts: Array, source: Array, keys: list[Array], values: list[Array]
-) -> Cache:
+def _stored(cache: Cache, admitted: Admitted, keys: list[Array], values: list[Array]) -> Cache:
     """Returns the cache with the prompts in the prompt slots that receive them; the others are not even read."""
+    source = admitted.source
     receiving = jnp.argsort(source < 0)  # those that receive a prompt come first
 
     def place(index: Array, stored: list[Array]) -> list[Array]:
@@ -123,7 +252,7 @@ def _stored(
 
         return [put(*pair) for pair in zip(stored, given, strict=True)]
 
-    given = [prompts, starts, *keys, *values]
+    given = [admitted.prompts, admitted.starts, *keys, *values]
     stored = [cache.prompt_tokens, cache.prompt_starts, *cache.prompt_k, *cache.prompt_v]
     tokens, starts, *stored = lax.fori_loop(0, jnp.sum(source >= 0), place, stored)
     return replace(
@@ -159,7 +288,7 @@ def _piece_size(
     """Returns the numbers of prompts and of their columns that are computed at once, of prompts [P, S]."""
     (num_prompts, num_columns), platform = shape, traced_platform()
     if by_block:
-        return 1, min(num_columns, BLOCK)
+        return 1, min(num_columns, COLUMN_BLOCK)
     if short_pieces and platform == "cpu":
         return 1, math.gcd(num_columns, PIECE_COLUMNS)
     num_heads = config.num_heads // config.num_kv_heads * num_kv_heads
@@ -169,13 +298,8 @@ def _piece_size(
 def _prefill(
     config: ModelConfig,
     params: Params,
-    prompts: Int[Array, "P S"],
-    starts: Int[Array, "P"],
-    num_prompts: Int[Array, ""],
-    adapters: Int[Array, "P"] | None,
-    images: AdmittedImages | None,
+    admitted: Admitted,
     like: Float[Array, "B K H T"],
-    known: Known | None,
     layout: Layout,
     size: tuple[int, int],
     by_block: bool,
@@ -183,10 +307,10 @@ def _prefill(
     """Computes what the layers keep of prompts, in pieces of `size`: some prompts, some columns from the first unknown
     one on.
 
-    Returns:
-        The keys and values of the device's heads, in the dtype of `like`, and the states.
+    Returns the keys and values of the device's heads, in the dtype of `like`, and the states.
     """
-    (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
+    starts, known, images = admitted.starts, admitted.known, admitted.images
+    (P, S), (_, K, H, _), dtype = admitted.prompts.shape, like.shape, like.dtype
     num, M = size
     if known is None:
         keys = [jnp.zeros((P, K, H, S), dtype) for _ in config.attention_layers]
@@ -197,7 +321,7 @@ def _prefill(
     states = [empty_state(config, P) for _ in range(num_recurrent(config))]
     last_piece, columns = S // M - 1, jnp.arange(S)[None, :]
     first_pieces = jnp.minimum(jnp.min(first_unknown.reshape(-1, num), axis=1) // M, last_piece)
-    num_turns = (num_prompts + num - 1) // num
+    num_turns = (admitted.num_prompts[0] + num - 1) // num
     if layout.axes:
         first_pieces, num_turns = lax.pmin(first_pieces, DATA), lax.pmax(num_turns, DATA)
 
@@ -220,7 +344,7 @@ def _prefill(
             is_unknown=None if known is None else own[None, :] >= unknown[:, None],
             by_block=by_block,
         )
-        tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
+        tokens = lax.dynamic_slice(admitted.prompts, (row, first), (num, M))
         positions = jnp.maximum(own[None, :] - begin[:, None], 0).reshape(-1)
         inputs = None
         if images is not None:
@@ -232,20 +356,12 @@ def _prefill(
                 positions = coordinates.reshape(-1, 3).T
         keys, values, states = stored
         kept = layer_caches(config, zip(keys, values, strict=True), states)
-        own_params = (
-            params if adapters is None else _of_prompts(params, lax.dynamic_slice_in_dim(adapters, row, num), M)
-        )
-        kept = forward(
-            config,
-            own_params,
-            tokens.reshape(-1),
-            positions,
-            attend,
-            kept,
-            layout=layout,
-            images=inputs,
-            recur=attend.recur,
-        ).caches
+        adapted = params
+        if admitted.adapters is not None:
+            own_adapters = lax.dynamic_slice_in_dim(admitted.adapters, row, num)
+            adapted = select_adapters(params, jnp.repeat(own_adapters, M))
+        given = {"layout": layout, "images": inputs, "recur": attend.recur}
+        kept = forward(config, adapted, tokens.reshape(-1), positions, attend, kept, **given).caches
         layers, states = by_kind(config, kept)
         is_last = piece == last_piece
         following = jnp.minimum(turn + 1, len(first_pieces) - 1)
@@ -254,10 +370,6 @@ def _prefill(
 
     start = jnp.int32(0), first_pieces[0], (keys, values, states)
     return lax.while_loop(lambda carry: carry[0] < num_turns, compute, start)[2]
-
-
-def _of_prompts(params: Params, adapters: Int[Array, "R"], num_columns: int) -> Params:
-    return select_adapters(params, jnp.repeat(adapters, num_columns))
 
 
 @dataclass(frozen=True, eq=False)

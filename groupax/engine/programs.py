@@ -1,31 +1,212 @@
-"""Programs that threads compile while the engine decodes with those that it has.
+"""The engine's programs, and which of them a server compiles while it decodes with others.
 
-    Programs.missing(needed) ──► request ──► compiling threads ──► on_compiled ──► missing(needed) is empty
-
-A program is named by a record of `ahead_of_time` and compiled for the arrays that the engine will call it with; the
-call then finds it in the caches of jax.
+A server's batches have few shapes: slots and columns in powers of two, prompt columns in powers of four. Those of usual
+requests are compiled at the start. A request that none of the compiled programs can take waits until threads have
+compiled one; the others go on meanwhile, and what completions need when they grow longer is compiled while they grow.
 """
 
 import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Traced
 
-from groupax.engine.ahead_of_time import Program, Tracer
+from groupax.engine.cache import (
+    ROWS,
+    Cache,
+    Slots,
+    abstract_cache,
+    cache_maker,
+    move,
+    move_slots,
+    move_starts,
+    move_state,
+    moves,
+    pspec_of,
+    read_slots,
+    release,
+    slot_table,
+    to_slots,
+    widen,
+    widen_slots,
+)
 from groupax.engine.core import EngineCore
+from groupax.engine.decode import TokenMasks, decode_chunk
+from groupax.engine.prefill import Admitted, Known, admit
+from groupax.engine.scheduler import CACHE_COLUMNS, CacheShape, Demand, Plan, admission_prompts, in_steps, power_of_two
+from groupax.engine.sequence import Sequence
+from groupax.models.config import ModelConfig
+from groupax.models.specs import Params
+from groupax.parallel.mesh import num_data_shards
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
 
 logger = logging.getLogger(__name__)
 
+# All that is compiled for decoding.
+PROGRAMS: tuple[Any, ...] = (
+    *(admit, decode_chunk, move, move_slots, move_starts, move_state, read_slots, release, widen, widen_slots),
+)
 NUM_THREADS = 2
+PROMPT_COLUMNS, PROMPT_STEP, COLUMNS_STEP = 256, 4, 2
+NEAR_SHAPES = 2  # numbers of columns for which programs must be compiled before a sequence starts
+
+# The kind of sampling of a chunk, and whether it has constraints; each of a server's kinds includes those before it.
+Kind = tuple[SamplingKind, bool]
+KINDS: tuple[Kind, ...] = (("plain", False), ("general", False), ("general", True))
+
+
+@dataclass(frozen=True)
+class Admit:
+    """An empty cache of a shape, and an admission into it."""
+
+    shape: CacheShape
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A chunk, and freeing the slots of finished sequences."""
+
+    shape: CacheShape
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Change:
+    """A cache of one shape becomes one of another, or its contents move."""
+
+    before: CacheShape
+    after: CacheShape
+
+
+Program = Admit | Decode | Change
+
+
+@dataclass(frozen=True, eq=False)
+class Tracer:
+    """Traces the programs that a batch calls, for arrays that need not exist.
+
+    Attributes:
+        config: Architecture of the model.
+        mesh: Real devices, or devices of a topology (`jax.experimental.topologies`).
+        params: Shapes, dtypes and shardings of the weights to decode with.
+        kv_dtype: Dtype of keys and values.
+        chunk_steps: Number of tokens of a chunk.
+        has_prefixes: Whether the keys and values of finished sequences are stored and reused.
+        is_served: Whether the programs are a server's: chunks have a limit of their steps at run time, and prompts are
+            computed in short pieces.
+        has_adapters: Whether the weights have several adapters, from which each slot chooses one.
+        records_experts: Whether chunks have the experts of each token.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    params: Params
+    kv_dtype: Any
+    chunk_steps: int
+    has_prefixes: bool = False
+    is_served: bool = False
+    has_adapters: bool = False
+    records_experts: bool = False
+
+    @cached_property
+    def _static(self) -> dict[str, Any]:
+        return {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
+
+    def traced(self, program: Program) -> Iterator[Traced]:
+        """Yields the jitted functions behind a program, each traced for its arguments."""
+        match program:
+            case Admit(shape):
+                yield cache_maker(self.config, self.mesh, shape, self.kv_dtype).trace()
+                yield self.admit(shape)
+                if self.has_prefixes:
+                    yield self.admit(shape, has_known=True)
+            case Decode(shape, (sampling, is_constrained)):
+                yield self.decode_chunk(shape, sampling, is_constrained)
+                yield release.trace(self._slots(shape), self._rows(shape.num_slots, dtype=bool))
+                if self.has_prefixes:
+                    yield read_slots.trace(self.cache(shape), self._rows(1), self._rows(1), mesh=self.mesh)
+            case Change(before, after):
+                yield from self._change(before, after)
+
+    def cache(self, shape: CacheShape) -> Cache:
+        """Returns the shapes of a cache."""
+        return abstract_cache(self.config, self.mesh, shape, self.kv_dtype)
+
+    def decode_chunk(self, shape: CacheShape, sampling: SamplingKind, is_constrained: bool = False) -> Traced:
+        """Returns the traced `decode_chunk` for caches of a shape and a kind of sampling, with masks or without."""
+        num_slots, masks = num_data_shards(self.mesh) * shape.num_slots, None
+        if is_constrained:
+            words = np.zeros((num_slots, -(-self.config.vocab_size // 32)), np.int32)
+            masks = self._sharded(jax.eval_shape(lambda: TokenMasks(jnp.asarray(words), jnp.zeros(num_slots, bool))))
+        limit = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.mesh, jax.P()))
+        static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
+        static["records_experts"] = self.records_experts
+        given = self.params, self.cache(shape), self._slots(shape), masks
+        return decode_chunk.trace(*given, limit if self.is_served else None, **static)
+
+    def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
+        """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
+        num_prompts, num_columns = admission_prompts(shape, self.has_prefixes), shape.num_prompt_columns
+        known = None
+        if has_known:
+            cache = self.cache(CacheShape(num_prompts, 1, num_columns, 1))
+            known = self._sharded(jax.eval_shape(lambda x: Known(x.prompt_starts, x.prompt_k, x.prompt_v), cache))
+        admitted = Admitted(
+            prompts=self._rows(num_prompts, num_columns),
+            starts=self._rows(num_prompts),
+            num_prompts=self._rows(1),
+            source=self._rows(shape.num_prompt_slots),
+            is_new=self._rows(shape.num_slots, dtype=bool),
+            slots=self._slots(shape),
+            known=known,
+            adapters=self._rows(num_prompts) if self.has_adapters else None,
+        )
+        static = {**self._static, "short_pieces": self.is_served}
+        return admit.trace(self.params, self.cache(shape), self._slots(shape), admitted, **static)
+
+    def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
+        changes_slots = before.num_slots != after.num_slots or before.share != after.share
+        has_rows = changes_slots or before.num_columns != after.num_columns
+        has_prompts = changes_slots or before.num_prompt_columns != after.num_prompt_columns
+        rows = self._rows(after.num_slots) if has_rows else None
+        prompt_slots = self._rows(after.num_prompt_slots) if has_prompts else None
+        columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
+        cache = self.cache(before)
+        calls = moves(cache, rows, prompt_slots, **columns, mesh=self.mesh)
+        pairs = zip(calls, jax.tree.leaves(cache), strict=True)
+        for call, x in {(call, x.shape): (call, x) for call, x in pairs}.values():  # once for all layers
+            if call is not None:
+                program: Any = call.func
+                yield program.trace(x, *call.args, **call.keywords)
+        if has_rows:
+            yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
+
+    def _slots(self, shape: CacheShape) -> Slots:
+        num_slots = num_data_shards(self.mesh) * shape.num_slots
+        table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS, self.has_adapters)
+        return self._sharded(jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
+
+    def _sharded(self, shapes: Any) -> Any:
+        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(self.mesh, pspec_of(x))), shapes)
+
+    def _rows(self, per_shard: int, *sizes: int, dtype: Any = np.int32) -> Any:
+        shape = (num_data_shards(self.mesh) * per_shard, *sizes)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, ROWS))
 
 
 class Programs:
     """The compiled programs of an engine, and threads that compile further ones.
+
+    A program is compiled for the arrays that the engine will call it with; the call finds it in the caches of jax.
 
     Args:
         engine: The engine; programs are compiled for the shapes, dtypes and shardings of its weights.
@@ -33,63 +214,56 @@ class Programs:
 
     Attributes:
         num_compiled: Number of compiled programs.
-        seconds: Seconds that compiling took, of all threads together.
     """
 
     def __init__(self, engine: EngineCore, on_compiled: Callable[[], object]) -> None:
-        self.engine, self.on_compiled = engine, on_compiled
-        self.num_compiled, self.seconds = 0, 0.0
-        self._changed = threading.Condition()
-        self._weights: tuple[int, int] | None = None  # which the next two are for
-        self._compiled: set[Program] = set()
-        self._tracer: Tracer | None = None
-        self._all_compiled: dict[Any, set[Program]] = {}  # by the shapes, dtypes and shardings of the weights
-        self._requested: deque[Program] = deque()
-        self._compiling: set[Program] = set()
+        self.engine, self.on_compiled, self.num_compiled = engine, on_compiled, 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "compiler")
+        self._lock = threading.Lock()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._compile, name=f"compiler {n}", daemon=True) for n in range(NUM_THREADS)
-        ]
+        self._weights: tuple[int, int] | None = None  # which the next two are for
+        self._tracer: Tracer | None = None
+        self._of_weights: dict[Program, Future[None]] = {}
+        self._all: dict[Any, dict[Program, Future[None]]] = {}  # by the shapes, dtypes and shardings of the weights
 
     def missing(self, needed: Iterable[Program]) -> list[Program]:
         """Returns the programs that are not compiled, in their order. Called by the thread that decodes."""
         self._look_at_weights()
-        return [program for program in dict.fromkeys(needed) if program not in self._compiled]
+        return [each for each in dict.fromkeys(needed) if each not in self._of_weights or not self._is_done(each)]
 
-    def request(self, programs: Iterable[Program], first: bool = False) -> None:
-        """Has programs compiled that `missing` has returned, in the order of their requests.
+    def covering(self, shape: CacheShape, kind: Kind) -> Kind | None:
+        """Returns the first compiled kind of chunk that includes this one; None if there is none."""
+        others = KINDS[KINDS.index(kind) :]
+        return next((each for each in others if not self.missing([Decode(shape, each)])), None)
 
-        Args:
-            programs: The programs.
-            first: Whether they are compiled before all that have been requested.
-        """
-        with self._changed:
-            if self._closed:
-                return
-            done = {*self._compiling, *self._compiled}
-            added, before = [each for each in programs if each not in done], list(self._requested)
-            self._requested = deque(dict.fromkeys([*added, *before] if first else [*before, *added]))
-            if self._requested:
-                for thread in self._threads:
-                    if thread.ident is None:
-                        thread.start()
-            self._changed.notify_all()
+    def can_run(self, needed: Iterable[Program]) -> bool:
+        """Returns whether all of these programs are compiled, or others that include them."""
+        return all(isinstance(each, Decode) and self.covering(each.shape, each.kind) for each in self.missing(needed))
+
+    def request(self, programs: Iterable[Program]) -> None:
+        """Has programs compiled that `missing` has returned, in the order of their requests."""
+        for program in programs:
+            with self._lock:
+                if program in self._of_weights or self._closed:
+                    continue
+                assert self._tracer is not None, "set by `missing`"
+                future = self._threads.submit(self._compile, program, self._tracer)
+                self._of_weights[program] = future
+            future.add_done_callback(self._compiled)
 
     def wait(self, programs: Iterable[Program]) -> None:
-        """Waits until requested programs are compiled, or dropped because the weights changed or this was closed."""
-        programs = set(programs)
-        with self._changed:
-            self._changed.wait_for(lambda: not programs & {*self._requested, *self._compiling})
+        """Waits until requested programs are compiled, or this is closed."""
+        wait([self._of_weights[each] for each in programs if each in self._of_weights])
 
     def close(self) -> None:
         """Ends the threads, after the programs that they are compiling."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._requested.clear()
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _is_done(self, program: Program) -> bool:
+        future = self._of_weights[program]
+        return future.done() and not future.cancelled()
 
     def _look_at_weights(self) -> None:
         """Forgets all programs if the weights have other shapes, dtypes or shardings than before."""
@@ -97,57 +271,210 @@ class Programs:
         weights = id(params), engine.version
         if weights == self._weights:
             return
-        leaves, structure = jax.tree.flatten(params)
-        kinds = tuple(
-            (np.shape(leaf), np.dtype(getattr(leaf, "dtype", type(leaf))), getattr(leaf, "sharding", None))
-            for leaf in leaves
+        abstract = jax.tree.map(_abstract, params)
+        self._weights = weights
+        self._tracer = Tracer(
+            engine.config,
+            engine.mesh,
+            abstract,
+            engine.kv_dtype,
+            engine.chunk_steps,
+            has_prefixes=bool(engine.prefixes.max_bytes),
+            is_served=True,
+            has_adapters=bool(engine.adapters),
+            records_experts=engine.records_experts,
         )
-        with self._changed:
-            self._weights = weights
-            self._tracer = Tracer(
-                engine.config,
-                engine.mesh,
-                jax.tree.map(_abstract, params),
-                engine.kv_dtype,
-                engine.chunk_steps,
-                has_prefixes=bool(engine.prefixes.max_bytes),
-                is_served=True,
-                has_adapters=bool(engine.adapters),
-                records_experts=engine.records_experts,
-            )
-            compiled = self._all_compiled.setdefault((structure, kinds), set())
-            if compiled is not self._compiled:
-                self._compiled = compiled
-                self._requested.clear()
+        leaves, structure = jax.tree.flatten(abstract)
+        self._of_weights = self._all.setdefault((structure, *leaves), {})
 
-    def _compile(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._requested or self._closed)
-                if self._closed:
-                    return
-                program = self._requested.popleft()
-                self._compiling.add(program)
-                compiled, tracer = self._compiled, self._tracer
-            assert tracer is not None, "programs are requested after `missing` has looked at the weights"
-            started_s = time.monotonic()
-            try:
-                for traced in tracer.traced(program):
-                    traced.lower().compile()
-            except Exception:
-                # counts as compiled: where it is called, the error concerns the requests that need it
-                logger.exception("a program could not be compiled: %s", program)
-            with self._changed:
-                compiled.add(program)
-                self._compiling.discard(program)
+    def _compile(self, program: Program, tracer: Tracer) -> None:
+        try:
+            for traced in tracer.traced(program):
+                traced.lower().compile()
+        except Exception:
+            # counts as compiled: where it is called, the error concerns the requests that need it
+            logger.exception("a program could not be compiled: %s", program)
+
+    def _compiled(self, future: Future[None]) -> None:
+        if not future.cancelled():
+            with self._lock:
                 self.num_compiled += 1
-                self.seconds += time.monotonic() - started_s
-                self._changed.notify_all()
             self.on_compiled()
 
 
 def _abstract(leaf: Any) -> Any:
     """Returns an array's shape, dtype and sharding; a number as it is."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
+
+
+MIN_CHUNK_S = 0.025
+HOST_FRAC = 0.1
+MAX_HOST_S = 0.1  # longer times are those of something else, for example of new arrays
+SMOOTHING = 0.25  # weight of the newest time of the host
+ADMISSION_STEPS = 4
+
+
+class Pace:
+    """Chooses the lengths of a server's chunks and admissions by the times of those before.
+
+    Short chunks return tokens sooner and let requests join sooner; each costs time of the host. An admission and the
+    chunk after it therefore take about `MIN_CHUNK_S` together, or longer where the host needs more than `HOST_FRAC` of
+    its time. Prompts that wait for the next admission leave the device to those that are decoded, which get at least
+    one token for about every `ADMISSION_STEPS` steps' time of admissions.
+
+    Attributes:
+        host_s: Mean time of the host between two chunks.
+        device_s: Time of the last chunk and of the admission before it.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.host_s = self.device_s = 0.0
+        self._step_s: dict[CacheShape, float] = {}
+        self._prompt_s = self._admission_s = 0.0
+
+    def num_steps(self, shape: CacheShape) -> int:
+        """Returns the number of steps of the next chunk: one for a shape that has had none."""
+        if shape not in self._step_s:
+            return 1
+        return _times_in(self.target_s - self._admission_s, self._step_s[shape], self.max_steps)
+
+    def num_prompts(self, shape: CacheShape, most: int) -> int:
+        """Returns the maximum number of prompts of the next admission."""
+        return _times_in(max(self.target_s, ADMISSION_STEPS * self._step_s.get(shape, 0.0)), self._prompt_s, most)
+
+    def add_admission(self, num_prompts: int, seconds: float) -> None:
+        """Adds the time of the admission before the next chunk."""
+        self._prompt_s, self._admission_s = seconds / num_prompts, seconds
+
+    def add_chunk(self, shape: CacheShape, num_steps: int, seconds: float) -> None:
+        """Adds the time of a chunk that took this many steps."""
+        self.device_s, self._admission_s = self._admission_s + seconds, 0.0
+        if num_steps:
+            self._step_s[shape] = seconds / num_steps
+
+    def add_host(self, seconds: float) -> None:
+        """Adds the time of the host between two chunks."""
+        self.host_s += SMOOTHING * (min(seconds, MAX_HOST_S) - self.host_s)
+
+    @property
+    def target_s(self) -> float:
+        """Time that an admission and a chunk may take together."""
+        return max(MIN_CHUNK_S, self.host_s / HOST_FRAC)
+
+
+def _times_in(seconds: float, each_s: float, most: int) -> int:
+    return max(1, min(most, round(seconds / max(each_s, 1e-9))))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a server's batches choose their shapes, so that few programs are compiled and nobody waits for others'."""
+
+    programs: Programs
+    plan: Plan
+    pace: Pace
+
+    def demand(self, sequences: Iterable[Sequence]) -> Demand:
+        """Returns the demand of sequences in large steps where memory allows, with a prompt slot for each of them."""
+        demand = self.programs.engine.demand(self.plan, sequences)
+        prompt_columns = in_steps(demand.prompt_columns, PROMPT_COLUMNS, PROMPT_STEP)
+        rounded = Demand((1,) * demand.num_rows, prompt_columns, in_steps(demand.columns, CACHE_COLUMNS, COLUMNS_STEP))
+        fits = self.plan.allows(self.plan.smallest_shape(rounded))
+        return rounded if fits else replace(demand, group_sizes=rounded.group_sizes)
+
+    def first_shape(self, sequences: list[Sequence]) -> CacheShape:
+        """Returns the shape of a new batch with a slot for each of these, whether or not it is compiled."""
+        return self.plan.first_shape(self.demand(sequences), num_data_shards(self.programs.engine.mesh))
+
+    def nearest(
+        self, shape: CacheShape, sequences: list[Sequence], before: CacheShape | None = None
+    ) -> CacheShape | None:
+        """Returns a shape in which these sequences can run now; None, and has this one compiled, if there is none.
+
+        It is this one, or one with more slots, or one with fewer, in which some wait for a slot.
+
+        Args:
+            shape: The shape that suits them.
+            sequences: The sequences.
+            before: Shape of the batch that would change; None for a new batch.
+        """
+        least = 1 if before is None else before.num_slots
+        shapes = [shape]
+        while self.plan.allows(larger := replace(shapes[-1], num_slots=2 * shapes[-1].num_slots)):
+            if larger.num_slots > power_of_two(self.plan.max_slots, num_data_shards(self.programs.engine.mesh)):
+                break
+            shapes.append(larger)
+        num_larger = len(shapes)
+        shapes += [replace(shape, num_slots=shape.num_slots >> n) for n in range(1, shape.num_slots.bit_length())]
+        for index, each in enumerate(shapes):
+            if each.num_slots >= least and self.programs.can_run(self._needed(each, sequences, before)):
+                if index >= num_larger:
+                    self._request(shape, sequences, before)
+                return each
+        self._request(shape, sequences, before)
+        return None
+
+    def is_prepared(self, shape: CacheShape, sequences: list[Sequence], before: CacheShape) -> bool:
+        """Returns whether a batch can change to a shape at once; if not, has it compiled."""
+        if self.programs.can_run(self._needed(shape, sequences, before)):
+            return True
+        self._request(shape, sequences, before)
+        return False
+
+    def kind(self, shape: CacheShape, demand: Demand, sequences: list[Sequence]) -> Kind:
+        """Returns the kind of chunk that decodes these now, and has all compiled that they come to need."""
+        kind = kind_of(sequences)
+        self.programs.request(self.programs.missing(self._growing(shape, demand, kind)))
+        return self.programs.covering(shape, kind) or kind
+
+    def usual(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
+        """Returns the programs of batches of usual sizes that are not compiled.
+
+        With most clients they include one that can take any request.
+
+        Args:
+            clients: Numbers of simultaneous requests.
+            num_tokens: Maximum number of tokens of their prompts, and of their completions.
+        """
+        columns = (in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP), in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP))
+        demands = [Demand((1,) * number, *columns) for number in sorted(set(clients))]
+        demands = [demand for demand in demands if self.plan.allows(self.plan.smallest_shape(demand))]
+        num_shards = num_data_shards(self.programs.engine.mesh)
+        firsts = {self.plan.first_shape(demand, num_shards): demand for demand in demands}
+        needed = [each for shape, demand in firsts.items() for each in self._growing(shape, demand, KINDS[0])]
+        needed += [each for shape in list(firsts)[-1:] for each in self._growing(shape, firsts[shape], KINDS[-1])]
+        sizes = dict.fromkeys(each.shape.num_columns for each in needed if isinstance(each, Decode))
+        needed += [
+            Change(replace(one, num_columns=number), replace(other, num_columns=number))
+            for one, other in permutations(firsts, 2)
+            for number in sizes
+        ]
+        return self.programs.missing(needed)
+
+    def _request(self, shape: CacheShape, sequences: list[Sequence], before: CacheShape | None) -> None:
+        self.programs.request(self.programs.missing(self._needed(shape, sequences, before)))
+
+    def _needed(self, shape: CacheShape, sequences: list[Sequence], before: CacheShape | None) -> Iterator[Program]:
+        if before is not None and shape != before:
+            yield Change(before, shape)
+        yield from self._growing(shape, self.demand(sequences), kind_of(sequences), NEAR_SHAPES)
+
+    def _growing(self, shape: CacheShape, demand: Demand, kind: Kind, num_shapes: int = 64) -> Iterator[Program]:
+        """Yields the programs that a batch calls while its completions grow, through this many numbers of columns."""
+        for _ in range(num_shapes):
+            yield Decode(shape, kind)
+            yield Admit(shape)
+            before = shape
+            shape = replace(shape, num_columns=self.plan.num_columns(shape.num_columns + 1, demand, shape.num_columns))
+            if shape == before or not self.plan.allows(shape):
+                break
+            yield Change(before, shape)
+
+
+def kind_of(sequences: Iterable[Sequence]) -> Kind:
+    """Returns the kind of chunk that a server needs for these sequences: with constraints always the general one."""
+    sequences = list(sequences)
+    if any(each.matcher is not None for each in sequences):
+        return "general", True
+    return sampling_kind(each.params for each in sequences), False

@@ -15,13 +15,13 @@ from groupax.engine.cache import ROWS, layer_caches, num_cached_heads, num_recur
 from groupax.engine.core import EngineCore
 from groupax.engine.prefill import Piece
 from groupax.engine.sampling import TokenLogps, token_logps
-from groupax.models.adapter_stack import select_adapters
+from groupax.models.adapted import select_adapters
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
-from groupax.models.recurrence import empty_state
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import gather_weight, partition_specs
+from groupax.models.params import gather_weight, layout_of, partition_specs
+from groupax.models.recurrent import empty_state
+from groupax.models.specs import Params
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout, num_data_shards
 from groupax.settings.sampling import MAX_LOGPROBS

@@ -1,21 +1,288 @@
-"""The assignment of sequences to slots: host logic. Imports no jax.
+"""What fits into the cache, and which sequence sits in which slot: host logic. Imports no jax.
 
-Slots are numbered consecutively over all shards (devices of the data axes); shard d owns the slots d*B to (d+1)*B - 1.
-Neighbouring slots share a prompt slot, so that they hold sequences of one prompt. A group's rows are kept on as few
-shards as possible, because each shard computes the prompts of its own slots.
+The cache of a shard (a device of the data axes) is two rectangles: prompt slots x prompt columns and slots x columns,
+and the slots' states if a model has recurrent layers. A plan counts it in tokens, together with temporary copies: one
+layer's old keys and values, or states, while rows are moved, and those of the prompts of one admission.
+
+Slots are numbered consecutively over all shards; shard d owns the slots d*B to (d+1)*B - 1. Neighbouring slots share a
+prompt slot, so they hold sequences of one prompt. A group's rows are kept on few shards, because each shard computes
+the prompts of its own slots.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from groupax.engine.sequence import Sequence
 
-if TYPE_CHECKING:
-    from groupax.engine.decode import Chunk
+CHUNK_STEPS = 32  # tokens decoded between two visits to the host
+TURN_STEPS = 8  # the same where tools wait for the end of a turn
+MAX_SHARE = 16  # slots that share a prompt slot
+# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them.
+CACHE_COLUMNS = 128
+PREFILL_COLUMNS = 32
+# Maximum number of prompt tokens, with padding, that one admission computes on a shard (but at least one prompt).
+PREFILL_TOKENS = 16_384
+# The same where keys and values of stored prefixes may be copied to the device.
+KNOWN_TOKENS = 1024
+# Prompts are computed in pieces: maximum numbers of tokens and of attention scores, and minimum number of columns. On
+# CPUs, small pieces are as efficient as large ones, and have less padding.
+PIECE_TOKENS, CPU_PIECE_TOKENS = 1024, 256
+PIECE_SCORES = 1 << 28
+PIECE_COLUMNS = 64
+# The fraction of the free memory that keys and values take by default.
+FREE_FRAC = 0.8
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The shape of one shard's cache: `share` neighbouring slots share a prompt slot."""
+
+    num_slots: int
+    share: int
+    num_prompt_columns: int
+    num_columns: int
+
+    @property
+    def num_prompt_slots(self) -> int:
+        """Number of prompts that it holds."""
+        return self.num_slots // self.share
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose keys and values it has room for."""
+        return self.num_prompt_slots * self.num_prompt_columns + self.num_slots * self.num_columns
+
+    @property
+    def max_prompts(self) -> int:
+        """Maximum number of prompts that one admission computes."""
+        return admission_prompts(self, has_prefixes=False)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The most columns and rows of the cache that sequences need.
+
+    Attributes:
+        group_sizes: Number of sequences of each prompt.
+        prompt_columns: Number of columns of the longest prompt.
+        columns: Number of columns of the longest completion.
+    """
+
+    group_sizes: tuple[int, ...]
+    prompt_columns: int
+    columns: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences."""
+        return sum(self.group_sizes)
+
+
+def demand_of(sequences: Iterable[Sequence]) -> Demand:
+    """Returns what sequences, at least one, need of the cache at most."""
+    sizes: dict[Any, int] = {}
+    longest_prompt = longest_completion = 0
+    for sequence in sequences:
+        # turns of conversations do not share a prompt slot: what follows the first ones differs
+        shares = sequence.group if sequence.place is None else id(sequence)
+        sizes[shares] = sizes.get(shares, 0) + 1
+        longest_prompt = max(longest_prompt, len(sequence.prompt))
+        longest_completion = max(longest_completion, sequence.params.max_tokens)
+    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The limits of each shard.
+
+    Attributes:
+        max_tokens: Maximum number of tokens whose keys and values exist at once.
+        num_layers: Number of layers with keys and values.
+        max_slots: Maximum number of completions decoded at once.
+        adapts: Whether the numbers of slots and columns follow the running sequences. Each shape needs a program of its
+            own, which pays where idle slots and columns cost time, as on a CPU.
+        conversations: What conversations need at most; None without any. With them the number of slots never changes,
+            and numbers of columns are powers of two. So the results of a turn do not depend on the others that are
+            decoded at the same time, which tools decide by their speed.
+        state_tokens: Size of a sequence's states in recurrent layers, in tokens.
+        num_recurrent: Number of recurrent layers.
+    """
+
+    max_tokens: int
+    num_layers: int
+    max_slots: int
+    adapts: bool = False
+    conversations: Demand | None = None
+    state_tokens: int = 0
+    num_recurrent: int = 0
+
+    @property
+    def by_block(self) -> bool:
+        """True if programs compute by blocks of columns, so that the numbers of columns do not change any result."""
+        return self.adapts and self.conversations is not None
+
+    def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":
+        """Returns the plan for conversations with this largest demand."""
+        plan = replace(self, conversations=demand, max_slots=min(demand.num_rows, self.max_slots))
+        longest = plan.smallest_shape(plan.raised(demand, demand))
+        num_slots = power_of_two(plan.max_slots, num_shards)
+        while num_slots > 1 and not self.allows(replace(longest, num_slots=num_slots)):
+            num_slots //= 2
+        return replace(plan, max_slots=num_slots * num_shards)
+
+    def raised(self, demand: Demand, expected: Demand) -> Demand:
+        """Returns the demand to choose a batch's shape by, so that a run, which expects this much, has few shapes."""
+        groups, columns = demand.group_sizes, max(demand.columns, expected.columns)
+        prompt_columns = max(demand.prompt_columns, expected.prompt_columns)
+        if self.conversations is not None:
+            groups = (1,) * max(self.max_slots, demand.num_rows)
+            needed = demand.prompt_columns if self.adapts else prompt_columns
+            prompt_columns, columns = (in_steps(size, CACHE_COLUMNS, 2) for size in (needed, columns))
+        elif self.adapts:
+            sizes = halvings(bucket(prompt_columns, PREFILL_COLUMNS), PREFILL_COLUMNS)
+            prompt_columns = next(size for size in sizes if size >= demand.prompt_columns)
+        elif demand.num_rows < expected.num_rows and _shared_rows(groups) == _shared_rows(expected.group_sizes):
+            groups = expected.group_sizes
+        return Demand(groups, prompt_columns, columns)
+
+    def planned_tokens(self, shape: CacheShape) -> int:
+        """Returns the maximum number of tokens whose keys and values exist at once under this shape."""
+        states = self.state_tokens * shape.num_slots
+        moved = max(-(-shape.num_tokens // self.num_layers), -(-states // max(1, self.num_recurrent)))
+        admitted = shape.max_prompts * (shape.num_prompt_columns + self.state_tokens)
+        return shape.num_tokens + states + moved + admitted
+
+    def allows(self, shape: CacheShape) -> bool:
+        """Returns whether this shape is within the budget."""
+        return self.planned_tokens(shape) <= self.max_tokens
+
+    def smallest_shape(self, demand: Demand) -> CacheShape:
+        """Returns the shape for one sequence of this demand."""
+        return CacheShape(1, 1, bucket(demand.prompt_columns, PREFILL_COLUMNS), bucket(demand.columns, CACHE_COLUMNS))
+
+    def check(self, demand: Demand) -> None:
+        """Refuses sequences that can never run.
+
+        Raises:
+            ValueError: A sequence of this demand does not fit on a shard.
+        """
+        smallest = self.smallest_shape(demand)
+        if not self.allows(smallest):
+            raise ValueError(
+                f"a completion of {demand.columns} tokens after a prompt of {demand.prompt_columns + 1} tokens needs "
+                f"the keys and values of {self.planned_tokens(smallest)} tokens on a device at once, and there is room "
+                f"for those of {self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
+            )
+
+    def first_shape(self, demand: Demand, num_shards: int) -> CacheShape:
+        """Returns the shape to start with: as many slots as there is work and room for, at the expected lengths.
+
+        Raises:
+            ValueError: A sequence of this demand does not fit on a shard.
+        """
+        self.check(demand)
+        sizes, rows = demand.group_sizes, demand.num_rows
+        prompt_columns = bucket(demand.prompt_columns, PREFILL_COLUMNS)
+        columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
+        expected = columns[-2:][0]
+        num_slots = power_of_two(min(rows, self.max_slots), num_shards)
+        while True:
+            share = min(_shared_rows(sizes, waits=rows > num_shards * num_slots), num_slots)
+            shape = CacheShape(num_slots, share, prompt_columns, expected)
+            if num_slots == 1 or self.allows(shape):
+                break
+            num_slots //= 2
+        full = replace(shape, num_columns=columns[-1])
+        if self.adapts:
+            return replace(shape, num_columns=columns[0])
+        return full if self.allows(full) else shape
+
+    def num_columns(self, needed: int, demand: Demand, present: int) -> int:
+        """Returns the number of columns to continue with, given those that the next chunk needs and those present."""
+        columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
+        enough = next((number for number in columns if number >= needed), columns[-1])
+        return enough if self.adapts and enough <= present // 2 else max(enough, present)
+
+    def smaller(self, shape: CacheShape) -> CacheShape:
+        """Returns an allowed shape with fewer slots: fewer prompt slots first, then fewer slots in the last one."""
+        while not self.allows(shape) and shape.num_slots > 1:
+            share = shape.share if shape.num_prompt_slots > 1 else shape.share // 2
+            shape = replace(shape, num_slots=shape.num_slots // 2, share=share)
+        return shape
+
+
+def in_steps(size: int, smallest: int, step: int) -> int:
+    """Returns the smallest of 1, step, step^2, ... times `smallest` that is at least `size`."""
+    columns = smallest
+    while columns < size:
+        columns *= step
+    return columns
+
+
+def halvings(size: int, smallest: int) -> list[int]:
+    """Returns this size, its half, its quarter and so on, the smallest one first and none below `smallest`."""
+    sizes = [size]
+    while sizes[0] // 2 >= smallest:
+        sizes.insert(0, sizes[0] // 2)
+    return sizes
+
+
+def piece_size(num_prompts: int, num_columns: int, num_heads: int, platform: str) -> tuple[int, int]:
+    """Returns the numbers of prompts and of their columns that are computed at once.
+
+    Both divide what there is, a power of two of prompts. Few short prompts need little padding then, and scores never
+    exist for all columns of long prompts. `num_heads` counts the query heads of one device.
+    """
+    most = CPU_PIECE_TOKENS if platform == "cpu" else PIECE_TOKENS
+    prompts, columns = min(num_prompts, _fitting_power(most, num_columns)), num_columns
+    while columns > PIECE_COLUMNS and not columns % 16:
+        if prompts * columns <= most and prompts * num_heads * columns * num_columns <= PIECE_SCORES:
+            break
+        columns //= 2
+    return prompts, columns
+
+
+def admission_prompts(shape: CacheShape, has_prefixes: bool) -> int:
+    """Returns the number of prompts that one admission can have on a shard, a power of two.
+
+    It is lower if stored keys and values may come from the host for each of them (`has_prefixes`).
+    """
+    most = _fitting_power(KNOWN_TOKENS if has_prefixes else PREFILL_TOKENS, shape.num_prompt_columns)
+    return min(most, shape.num_prompt_slots)
+
+
+def bucket(size: int, smallest: int) -> int:
+    """Returns the smallest of 1, 1.5, 2, 3, 4, 6, 8, ... times `smallest` that is at least `size`."""
+    step = smallest
+    while True:
+        for candidate in (step, step + step // 2):
+            if candidate >= size:
+                return candidate
+        step *= 2
+
+
+def power_of_two(size: int, parts: int = 1) -> int:
+    """Returns the smallest power of two that times `parts` is at least `size`."""
+    per_part = max(1, -(-size // parts))
+    return 1 << (per_part - 1).bit_length()
+
+
+def _fitting_power(size: int, part: int) -> int:
+    """Returns the largest power of two that times `part` is at most `size`, or 1."""
+    return 1 << (max(1, size // part).bit_length() - 1)
+
+
+def _shared_rows(group_sizes: Iterable[int], waits: bool = False) -> int:
+    """Returns the number of sequences per prompt slot: a power of two that divides every group.
+
+    A prompt slot is free again when its last sequence finishes. While others wait for that, fewer share one.
+    """
+    divisors = (size & -size for size in group_sizes)
+    return min(*divisors, 2 if waits else MAX_SHARE, MAX_SHARE)
 
 
 @dataclass(frozen=True)
@@ -38,12 +305,7 @@ class Admission:
         return np.array([len(own) for own in self.firsts], np.int32)
 
     def padded(self, num_prompts: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P].
-
-        Args:
-            num_prompts: Number of rows for each shard's prompts.
-            num_columns: Number of columns.
-        """
+        """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P]."""
         prompts = np.zeros((len(self.firsts) * num_prompts, num_columns), np.int32)
         starts = np.full(len(prompts), num_columns, np.int32)
         for row, first in self.rows(num_prompts):
@@ -52,11 +314,7 @@ class Admission:
         return prompts, starts
 
     def rows(self, num_prompts: int) -> Iterator[tuple[int, Sequence]]:
-        """Yields the row of each prompt among those of all shards, with its first sequence.
-
-        Args:
-            num_prompts: Number of rows for each shard's prompts.
-        """
+        """Yields the row of each prompt among `num_prompts` of each shard, with its first sequence."""
         for shard, own in enumerate(self.firsts):
             yield from enumerate(own, start=shard * num_prompts)
 
@@ -91,21 +349,13 @@ class Scheduler:
         return bool(self.waiting) or bool(self.running)
 
     def num_columns(self, chunk_steps: int) -> int:
-        """Returns the number of columns that running and waiting sequences need for another chunk.
-
-        Args:
-            chunk_steps: Number of tokens of a chunk.
-        """
+        """Returns the number of columns that running and waiting sequences need for another chunk."""
         sequences = [*self.running, *self.queued]
         ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens) for each in sequences)
         return max(ends, default=0)
 
     def num_blocked(self, others: Iterable[Sequence] = ()) -> int:
-        """Returns the number of slots that would have to be added for all waiting sequences, and for others.
-
-        Args:
-            others: Sequences that are not in the queue.
-        """
+        """Returns the number of slots that would have to be added for all waiting sequences, and for others."""
         firsts = range(0, len(self.slots), self.share)
         num_free = sum(not any(self.slots[first : first + self.share]) for first in firsts)
         sizes = Counter(sequence.group for sequence in others).values()
@@ -164,34 +414,6 @@ class Scheduler:
             [pair for prompt_slot, own in taken.items() for pair in enumerate(own, start=prompt_slot * self.share)],
         )
 
-    def append(self, chunk: "Chunk") -> list[Sequence]:
-        """Appends a decoded chunk on the host to the running sequences; returns them, the cancelled ones too."""
-        grown = []
-        for slot, sequence in enumerate(self.slots):
-            if sequence is None:
-                continue
-            grown.append(sequence)
-            if sequence.finish_reason:
-                continue
-            num = int(chunk.count[slot])
-            sequence.tokens += chunk.token[slot, :num].tolist()
-            sequence.policy_logps += chunk.policy_logp[slot, :num].tolist()
-            sequence.sampler_logps += chunk.sampler_logp[slot, :num].tolist()
-            if chunk.experts is not None:
-                sequence.experts += list(chunk.experts[slot, :num])
-            if sequence.params.logprobs:
-                assert chunk.alternatives is not None, "fetched when requested"
-                assert chunk.alternative_logps is not None, "fetched when requested"
-                requested = slice(0, sequence.params.logprobs)
-                tokens = chunk.alternatives[slot, :num, requested].tolist()
-                logps = chunk.alternative_logps[slot, :num, requested].tolist()
-                sequence.alternatives += [list(zip(*pair, strict=True)) for pair in zip(tokens, logps, strict=True)]
-            if chunk.stopped[slot]:
-                sequence.finish_reason = "stop"
-            elif len(sequence.tokens) >= sequence.params.max_tokens:
-                sequence.finish_reason = "length"
-        return grown
-
     def num_slots_needed(self) -> int:
         """Returns the number of slots per shard that the running sequences take up."""
         shards = np.array([sequence is not None for sequence in self.slots]).reshape(-1, self.slots_per_shard)
@@ -200,8 +422,7 @@ class Scheduler:
     def compact(self, slots_per_shard: int) -> np.ndarray:
         """Gives each shard fewer slots, enough for its running sequences, and each slot its own prompt slot.
 
-        Returns:
-            The index within its shard of the old slot that moves to each new slot.
+        Returns the index within its shard of the old slot that moves to each new slot.
         """
         kept = []
         for first in range(0, len(self.slots), self.slots_per_shard):
@@ -219,10 +440,6 @@ class Scheduler:
 
         Preempted sequences go to the front of the queue and are sampled again from their prompts, which costs the least
         for the shortest.
-
-        Args:
-            num_prompt_slots: Number of prompt slots to keep on each shard, at most all.
-            share: Number of slots to keep of each prompt slot, at most all.
 
         Returns:
             The prompt slots and the slots that are kept, by their indices within their shards.

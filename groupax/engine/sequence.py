@@ -1,12 +1,13 @@
 """A prompt and its completion, while it is sampled. Imports no jax."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.engine.plan import Demand
+from groupax.data.tokenizer import REPLACEMENT
 from groupax.engine.prefix_cache import Place
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason, PromptImages
@@ -81,18 +82,144 @@ class Sequence:
             self.matcher.reset()
 
 
-def demand_of(sequences: Iterable[Sequence]) -> Demand:
-    """Returns what sequences need of the cache at most.
+Decode = Callable[[Many[int]], str]
+# Characters that may differ at the start of a text that is decoded from the middle of its tokens.
+SPARE_CHARACTERS = 8
+
+
+def find_stop(decode: Decode, tokens: Many[int], num_checked: int, stop: Many[str], min_tokens: int) -> int | None:
+    """Returns the number of tokens up to the end of the first stop string; None if there is none.
+
+    A stop string may straddle tokens. Only one that ends after the text of the first `min_tokens` tokens counts. The
+    result does not depend on how many tokens are checked together.
 
     Args:
-        sequences: The sequences, at least one.
+        decode: Function that decodes tokens.
+        tokens: Tokens of the completion so far.
+        num_checked: Number of tokens that were checked before.
+        stop: Stop strings.
+        min_tokens: Number of tokens in which none counts.
     """
-    sizes: dict[Any, int] = {}
-    longest_prompt = longest_completion = 0
-    for sequence in sequences:
-        # turns of conversations do not share a prompt slot: what follows the first ones differs
-        shares = sequence.group if sequence.place is None else id(sequence)
-        sizes[shares] = sizes.get(shares, 0) + 1
-        longest_prompt = max(longest_prompt, len(sequence.prompt))
-        longest_completion = max(longest_completion, sequence.params.max_tokens)
-    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)
+    first = max(num_checked, min_tokens) + 1
+    if len(tokens) < first or not any(end in _recent_text(decode, tokens, first - 1, stop) for end in stop):
+        return None
+    exempt = exempt_length(decode, tokens, min_tokens)
+    if _first_stop(decode(tokens), stop, exempt) is None:
+        return None
+    low, high = first, len(tokens)  # more tokens never remove a text, so bisection finds the fewest
+    while low < high:
+        middle = (low + high) // 2
+        if _first_stop(decode(tokens[:middle]), stop, exempt) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def text_before_stop(text: str, stop: Many[str], exempt: int = 0) -> str:
+    """Returns the text before the first stop string that ends after the first `exempt` characters."""
+    return text[: _first_stop(text, stop, exempt)]
+
+
+def exempt_length(decode: Decode, tokens: Many[int], min_tokens: int) -> int:
+    """Returns the length of the text of the first `min_tokens` tokens, in which stop strings do not count."""
+    return len(decode(tokens[:min_tokens]).rstrip(REPLACEMENT)) if min_tokens else 0
+
+
+def _recent_text(decode: Decode, tokens: Many[int], num_checked: int, stop: Many[str]) -> str:
+    """Returns the end of the text, with every stop string that ends after the tokens that were checked.
+
+    Only this end is decoded, so that long completions are not decoded again and again.
+    """
+    needed = max(map(len, stop)) + SPARE_CHARACTERS
+    num_before = needed
+    while num_before < num_checked:
+        if len(decode(tokens[num_checked - num_before : num_checked])) >= needed:
+            return decode(tokens[num_checked - num_before :])
+        num_before *= 2
+    return decode(tokens)
+
+
+def _first_stop(text: str, stop: Many[str], exempt: int) -> int | None:
+    """Returns the start of the first stop string that ends after the exempt characters."""
+    starts = [text.find(end, max(exempt - len(end) + 1, 0)) for end in stop]
+    return min((start for start in starts if start >= 0), default=None)
+
+
+@runtime_checkable
+class SamplingSession(Protocol):
+    """Sequences that are sampled together, to which others are added while they run."""
+
+    @property
+    def busy(self) -> bool:
+        """True while any sequence waits or runs."""
+        ...
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Adds unstarted sequences."""
+        ...
+
+    def step(self) -> Iterator[tuple[Sequence, int]]:
+        """Samples for a moment and yields sequences that have grown or finished, with their numbers of new tokens."""
+        ...
+
+    def close(self) -> None:
+        """Drops everything that waits or runs."""
+        ...
+
+
+@runtime_checkable
+class ConversingSession(SamplingSession, Protocol):
+    """A session whose turns of conversations do not depend on each other, and which stores their keys and values."""
+
+    def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
+        """Begins conversations, and returns a place for each (see `Session.converse`)."""
+        ...
+
+
+@runtime_checkable
+class BatchSession(SamplingSession, Protocol):
+    """A session whose steps take long, so that everything that can be sampled together must wait for one."""
+
+    takes_whole_batches: bool
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Samples completions: an `Engine`, or servers that take its place."""
+
+    def sequences(
+        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+    ) -> list[Sequence]:
+        """Returns sequences that have not started (see `Engine.sequences`)."""
+        ...
+
+    def session(self) -> SamplingSession:
+        """Returns a new session."""
+        ...
+
+
+@runtime_checkable
+class PolicySampler(Sampler, Protocol):
+    """A sampler whose weights are replaced before each rollout."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The weights to sample from."""
+        ...
+
+    @params.setter
+    def params(self, params: dict[str, Any]) -> None: ...
+
+    def release(self) -> None:
+        """Frees copies of the weights that only sampling needs; the next rollout creates them again."""
+        ...
+
+
+@runtime_checkable
+class Cancellable(Protocol):
+    """A sampler that another thread can interrupt while it waits, such as one that uses servers."""
+
+    def cancel(self) -> None:
+        """Cancels everything that is being sampled; its consumers receive a `RolloutCancelled`."""
+        ...

@@ -6,19 +6,14 @@ from functools import partial
 from typing import Any
 
 from groupax.data.tokenizer import context_tokens, decode_after
-from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
-from groupax.engine.images import check_images
-from groupax.engine.pace import Pace
-from groupax.engine.plan import Demand
+from groupax.engine.prefill import check_images
 from groupax.engine.prefix_cache import Place
-from groupax.engine.prepared import PreparedBatch, first_programs, first_shape, server_demand, usual_programs
-from groupax.engine.programs import Programs
-from groupax.engine.sequence import Sequence
-from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
+from groupax.engine.programs import Pace, Program, Programs, Serving, kind_of
+from groupax.engine.scheduler import Demand
+from groupax.engine.sequence import Sequence, exempt_length, find_stop, text_before_stop
 from groupax.parallel.mesh import num_data_shards
-from groupax.settings.sampling import sampling_kind
 
 
 class Session:
@@ -43,10 +38,11 @@ class Session:
 
     def __init__(self, engine: EngineCore, patience: int = 0, programs: Programs | None = None) -> None:
         self.engine, self.patience, self.programs = engine, patience, programs
-        self.pace = Pace(engine.chunk_steps)
         self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
         self._num_programs = 0
         self._plan = engine.plan()
+        self.pace = Pace(engine.chunk_steps)
+        self._serving = None if programs is None else Serving(programs, self._plan, self.pace)
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
         self._num_requests = 0
@@ -61,9 +57,10 @@ class Session:
     @property
     def can_step(self) -> bool:
         """True if the next step does anything: something runs, or waits for something other than programs."""
-        if self._batch is not None or self._has_new_programs:
+        serving = self._serving
+        if self._batch is not None or serving is None or self._has_new_programs:
             return self.busy
-        return any(self._kind(each) not in self._held for each in self._pending)
+        return any(self._kind(serving, each) not in self._held for each in self._pending)
 
     @property
     def _has_new_programs(self) -> bool:
@@ -99,9 +96,9 @@ class Session:
         self._plan.check(self.engine.demand(self._plan, sequences))
 
     def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
-        """Returns the programs that requests of usual sizes lack (see `prepared.usual_programs`)."""
-        assert self.programs is not None, "for a session that compiles while it decodes"
-        return self.programs.missing(usual_programs(self.engine, self._plan, clients, num_tokens))
+        """Returns the programs that requests of usual sizes lack (see `programs.Serving.usual`)."""
+        assert self._serving is not None, "for a session that compiles while it decodes"
+        return self._serving.usual(clients, num_tokens)
 
     def converse(self, number: int, max_prompt_tokens: int, max_tokens: int) -> list[Place]:
         """Begins conversations; to be called while nothing waits or runs.
@@ -159,8 +156,6 @@ class Session:
         batch.admit(self.engine.params)
         if batch.scheduler.running:
             yield from self._decode(batch)
-        if self.programs is not None and isinstance(batch, PreparedBatch):
-            self.programs.request(batch.missing_programs())
         if not batch.scheduler.busy:
             self._batch = None
 
@@ -198,7 +193,7 @@ class Session:
             if not self._is_prepared(sequences):
                 held.append(sequences)
             elif self._batch is None:
-                self._batch = self._new_batch(sequences)
+                self._batch = Batch(self.engine, self._plan, sequences, self.patience, self._serving)
                 has_more = self.programs is not None  # which may have fewer slots than sequences
             else:
                 self._batch.submit(sequences)
@@ -206,36 +201,24 @@ class Session:
         self._pending.extendleft(reversed(held))
         return has_more
 
-    def _new_batch(self, sequences: list[Sequence]) -> Batch:
-        settings = self.engine, self._plan, sequences, self.patience
-        return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, self.pace, *settings)
-
     def _is_prepared(self, sequences: list[Sequence]) -> bool:
-        """Returns whether all programs that a request may need are compiled; requests the missing ones."""
-        if self.programs is None:
+        """Returns whether a request can start with compiled programs; if not, has them compiled."""
+        if self._serving is None:
             return True
-        kind = self._kind(sequences)
+        kind = self._kind(self._serving, sequences)
         if kind in self._held:
             return False
-        if isinstance(self._batch, PreparedBatch):
-            needed = self._batch.programs_with(sequences)
+        if self._batch is not None:
+            shape = self._batch.shape_with(sequences)
         else:
-            shape = first_shape(self.engine, self._plan, self.programs, sequences)
-            needed = first_programs(self.engine, self._plan, shape, sequences)
-        missing = self.programs.missing(needed)
-        if missing:
+            shape = self._serving.nearest(self._serving.first_shape(sequences), sequences)
+        if shape is None:
             self._held.add(kind)
-            self.programs.request(missing)
-        return not missing
+        return shape is not None
 
-    def _kind(self, sequences: list[Sequence]) -> tuple[Any, ...]:
+    def _kind(self, serving: Serving, sequences: list[Sequence]) -> tuple[Any, ...]:
         """Returns a key that requests share which need the same programs, if they join now."""
-        if not sequences:
-            return ()
-        sampling = sampling_kind(sequence.params for sequence in sequences)
-        shape = self._batch.shape if self._batch else None
-        is_constrained = any(each.matcher is not None for each in sequences)
-        return server_demand(self.engine, self._plan, sequences), sampling, is_constrained, shape
+        return serving.demand(sequences), kind_of(sequences), self._batch.shape if self._batch else None
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from groupax.episodes.program import Endpoint, Listening, ProgramClass
 from groupax.errors import InfrastructureError, require
-from groupax.parallel.sockets import LAST_PORT, is_loopback
+from groupax.parallel.processes import LAST_PORT, is_loopback
 
 POLL_S = 0.2  # in which a program learns that nobody waits for it any more
 _LOOPS: list[asyncio.AbstractEventLoop] = []  # that no program uses

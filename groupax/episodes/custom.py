@@ -13,7 +13,7 @@ import numpy as np
 
 from groupax.data.examples import with_values
 from groupax.data.tokenizer import decode, encode_prompts, is_conversational
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams

@@ -20,7 +20,7 @@ import numpy as np
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import BatchSession, ConversingSession, Sampler, SamplingSession
+from groupax.engine.sequence import BatchSession, ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing

@@ -19,7 +19,7 @@ import numpy as np
 
 from groupax.episodes.asked import Asked
 from groupax.episodes.environment import EnvironmentClass
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 from groupax.tools.threads import Outcome
 
 MODEL = "policy"  # name of the model for programs

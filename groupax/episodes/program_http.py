@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from groupax.data.tokenizer import context_tokens, decode_after
-from groupax.engine.stop_strings import text_before_stop
+from groupax.engine.sequence import text_before_stop
 from groupax.episodes.asked import Asked
 from groupax.episodes.program import BASE, MODEL, Answer, Session
 from groupax.episodes.transcript import Templates

@@ -16,7 +16,7 @@ import numpy as np
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode
 from groupax.engine.prefix_cache import Place
-from groupax.engine.sampler import BatchSession, ConversingSession, Sampler, SamplingSession
+from groupax.engine.sequence import BatchSession, ConversingSession, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.asked import Asked
 from groupax.episodes.branches import SampledTurn

@@ -14,7 +14,7 @@ from groupax.episodes.program import MODEL, Endpoint, Listening, Session
 from groupax.episodes.transcript import Templates
 from groupax.errors import RunError
 from groupax.parallel import processes
-from groupax.parallel.sockets import listen
+from groupax.parallel.processes import listen
 
 START_S = 30.0
 MAX_CONNECTIONS = 1 << 16  # of programs, which may all wait for a turn

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from groupax.data.bridge import Bridge, TextBridge
-from groupax.data.messages import join_text_parts
+from groupax.data.chat import join_text_parts
 from groupax.data.tokenizer import context_tokens, decode_after, encode_prompts, encode_texts
 from groupax.episodes.asked import Asked
 from groupax.serve.exchange import TokenTexts

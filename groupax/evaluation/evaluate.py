@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 
 from groupax.data.prompts import PromptSet
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
 from groupax.events import Emit, counted, ignore
-from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
-from groupax.metrics.episodes import episode_metrics
+from groupax.metrics.completions import completion_metrics, episode_metrics, logged_metrics, with_logged
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner

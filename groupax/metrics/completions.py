@@ -1,7 +1,9 @@
 """Metrics of a step: pure functions from records to numbers by name. Imports no jax."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from groupax.objective.advantages import Advantages
 from groupax.rewards.scoring import Scored
 from groupax.settings.objective import MultiObjectiveAggregation, ScaleRewards
 from groupax.settings.reporting import MetricDefinitions
-from groupax.types import Metrics, Rollout
+from groupax.types import EpisodeEnd, Metrics, Rollout, Turn
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -45,11 +47,6 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
     """Returns the mean and spread of each reward and of their weighted sum.
 
     `reward_std` is the standard deviation (ddof 1) over all completions, `reward_group_std` the mean of the groups'.
-
-    Args:
-        names: Names of the K reward functions.
-        rewards: [B, K] rewards, NaN where a function does not apply.
-        advantages: Advantages of the same rows.
     """
     metrics: Metrics = {}
     for name, column in zip(names, rewards.T, strict=True):
@@ -87,11 +84,7 @@ def trl_zero_std_frac(
 
 
 def solved_metrics(rewards: np.ndarray) -> Metrics:
-    """Computes pass@k for k = 1, 2, 4, ..., G, and the fractions of groups that are solved always or never.
-
-    Args:
-        rewards: [P, G] rewards, 1 for solved; groups with a NaN are left out.
-    """
+    """Computes pass@k for k = 1, 2, 4, ..., G, and the fractions of groups that are solved always or never."""
     G = rewards.shape[1]
     right = [int(count) for count in (rewards[~np.isnan(rewards).any(axis=1)] == 1.0).sum(axis=1)]
 
@@ -173,3 +166,51 @@ def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefini
         else:
             merged[name] = float(np.mean(values))
     return merged
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Returns the mean number of turns, calls per episode, the fraction of calls that failed, and that of each end.
+
+    `episodes/streams` is the number of streams of tokens of an episode, and `episodes/turns_per_stream` that of the
+    turns of a stream, in each of which a turn counts that several continue.
+
+    Only the fractions of the ends include episodes that failed by no fault of the model.
+
+    Names of calls are TRL's: `tools/call_frequency` is the number of calls per episode, and `tools/failure_frequency`
+    the fraction of the calls that failed.
+    """
+    counted = [rollout for rollout in rollouts if not rollout.is_failure]
+    num_counted = max(len(counted), 1)
+    turns = [turn for rollout in counted for turn in _turns(rollout)]
+    calls = [call for turn in turns for call in turn.calls]
+    streams = [stream for rollout in counted for stream in (rollout, *rollout.branches)]
+    ends = Counter(rollout.finish_reason for rollout in rollouts)
+    return {
+        "episodes/turns": len(turns) / num_counted,
+        "episodes/streams": len(streams) / num_counted,
+        "episodes/turns_per_stream": sum(len(stream.turns) for stream in streams) / max(len(streams), 1),
+        "tools/call_frequency": len(calls) / num_counted,
+        "tools/failure_frequency": sum(bool(call.error) for call in calls) / max(len(calls), 1),
+        "tools/seconds": sum(call.seconds for call in calls) / max(len(calls), 1),
+        **{f"stop/{reason}": ends[reason] / len(rollouts) for reason in get_args(EpisodeEnd)},
+    }
+
+
+def _turns(rollout: Rollout) -> Iterator[Turn]:
+    """Yields each turn of an episode once: in the stream in which it counts."""
+    yield from rollout.turns
+    for branch in rollout.branches:
+        yield from (turn for turn in branch.turns if branch.mask[turn.start : turn.end].any())
+
+
+MAX_STEPS = 10  # of the start and of the end
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float, float, int]:
+    """Returns the means of the first and of the last values, and how many each is of: at most half of all.
+
+    Args:
+        values: The values in their order, at least one.
+    """
+    num = max(1, min(MAX_STEPS, len(values) // 2))
+    return sum(values[:num]) / num, sum(values[-num:]) / num, num

@@ -50,10 +50,6 @@ def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Esti
     variance and p include one more item, half correct and half wrong, so that they are defined where all items agree.
     With one completion per item n is N: Wilson's interval itself.
 
-    Args:
-        shares: [N] fractions in [0, 1].
-        num_draws: Number of completions per item.
-
     Source: Wilson (1927); the effective number of draws as in Korn and Graubard, Survey Methodology 24 (1998).
     """
     values = np.asarray(shares, np.float64)
@@ -71,11 +67,7 @@ def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Esti
 
 
 def mean_value(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Estimates the mean of any number per item, with Student's interval, mean +- t s / sqrt(N).
-
-    Args:
-        values: [N] numbers, one per item.
-    """
+    """Estimates the mean of any number per item, with Student's interval, mean +- t s / sqrt(N)."""
     given = np.asarray(values, np.float64)
     N = given.size
     mean = float(given.mean()) if N else math.nan

@@ -1,20 +1,21 @@
-"""Scaled dot-product attention for sequences and shared prompts. N query heads share K key/value heads.
+"""Scaled dot-product attention for sequences, shared prompts and decoding. N query heads share K key/value heads.
 
 Scores and their softmax are float32 whatever the dtype of the inputs. Keys are laid out as [.., H, S] and values as
 [.., S, H], so that both products are plain matmuls over the columns S. Masked columns get a weight of exactly 0.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models import column_blocks
 from groupax.models.config import AttentionConfig, Chunks, Window
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
+from groupax.parallel.pytree import pytree
 
 # Queries beyond this column are computed in blocks of `QUERY_BLOCK`, to bound the memory of the scores.
 MAX_UNBLOCKED_COLUMNS = 1024
@@ -100,7 +101,7 @@ def attend_masked(
     """
     B, T, N, H = q.shape
     K = keys.shape[1]
-    blocked = (column_blocks.key_scores, column_blocks.weighted_values, column_blocks.total_weights)
+    blocked = (key_scores, weighted_values, total_weights)
     scores_of, values_of, sum_of = blocked if by_block else (matmul, matmul, _row_sum)
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     grouped = scaled(q, attn.scale).reshape(B, T, K, N // K, H)
@@ -232,3 +233,152 @@ def _weighted_values(weights: Float[Array, "B K G T S"], values: Float[Array, "B
     """Computes the weighted sum of the values in float32."""
     B, K, G, T, S = weights.shape
     return matmul(weights.reshape(B, K, G * T, S), values).reshape(B, K, G, T, -1)
+
+
+@pytree
+class Past:
+    """The columns of the cache that each row sees; B / Q adjacent rows share a prompt.
+
+    Attributes:
+        prompt_starts: First column of each right-aligned prompt; its number of columns S for an empty prompt.
+        lengths: Number of own columns that each row sees, up to that of its newest token; 0 for an idle row, whose
+            result is undefined but finite and whose columns stay as they are.
+    """
+
+    prompt_starts: Int[Array, "Q"]
+    lengths: Int[Array, "B"]
+
+    def visible(self, num_columns: int, num_prompt_columns: int = 0, window: Window = None) -> Bool[Array, "B T"]:
+        """Returns which own columns each row sees, with a window only the newest ones."""
+        distance = self.lengths[:, None] - 1 - jnp.arange(num_columns)[None, :]
+        return (distance >= 0) & within_window(distance, self._positions(num_prompt_columns), window)
+
+    def prompt_visible(self, num_columns: int, window: Window = None) -> Bool[Array, "Q S"] | Bool[Array, "B S"]:
+        """Returns which columns of its prompt each row sees, with a window those that are near enough to the row."""
+        columns = jnp.arange(num_columns)[None, :]
+        visible = columns >= self.prompt_starts[:, None]
+        if window is None:
+            return visible
+        distance = self.lengths[:, None] - 1 + num_columns - columns
+        visible = jnp.repeat(visible, len(distance) // len(visible), axis=0)
+        return visible & within_window(distance, self._positions(num_columns), window)
+
+    def _positions(self, num_prompt_columns: int) -> Int[Array, "B 1"]:
+        """Returns the position of each row's newest token in its sequence."""
+        prompts = jnp.repeat(num_prompt_columns - self.prompt_starts, len(self.lengths) // len(self.prompt_starts))
+        return (prompts + self.lengths - 1)[:, None]
+
+    def write(self, x: Array, newest: Array, axis: int) -> Array:
+        """Returns the rows' arrays `x`, whose columns are at `axis`, with the newest column of each busy row."""
+        column = jnp.where(self.lengths > 0, self.lengths - 1, x.shape[axis])  # beyond the last one nothing is written
+        index = (jnp.arange(len(x)), *[slice(None)] * (axis - 1), column)
+        return x.at[index].set(newest, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of a layer: of Q prompts, and of the B rows' own tokens."""
+
+    prompt_k: Float[Array, "Q K H S"]
+    prompt_v: Float[Array, "Q K S H"]
+    k: Float[Array, "B K H T"]
+    v: Float[Array, "B K T H"]
+
+
+def to_cache(x: Float[Array, "*M"], dtype: Any) -> Float[Array, "*M"]:
+    """Casts keys or values to the dtype of a cache. In float8, numbers beyond its range become its largest."""
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
+
+
+def attend_past(
+    attn: AttentionConfig,
+    past: Past,
+    cache: LayerCache,
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    sinks: Float[Array, "N"] | None = None,
+    by_block: bool = False,
+) -> tuple[Float[Array, "B N H"], LayerCache]:
+    """Writes the newest tokens' keys and values into the cache, and computes their queries' attention.
+
+    With `by_block` it computes by blocks of columns (see `column_blocks`); `sinks` are as in `attention.attend`.
+    """
+    keys = past.write(cache.k, to_cache(k, cache.k.dtype), axis=3)
+    cache = cache._replace(k=keys, v=past.write(cache.v, to_cache(v, cache.v.dtype), axis=2))
+    return attend_cached(attn, past, cache, q, sinks, by_block), cache
+
+
+def attend_cached(
+    attn: AttentionConfig,
+    past: Past,
+    cache: LayerCache,
+    q: Float[Array, "B N H"],
+    sinks: Float[Array, "N"] | None = None,
+    by_block: bool = False,
+) -> Float[Array, "B N H"]:
+    """Computes attention of one query per row over its prompt's and its own visible columns.
+
+    The rows of a prompt are grouped into one matmul, so that its keys and values are read once for all of them.
+    """
+    B, N, H = q.shape
+    Q, K, S, _ = cache.prompt_v.shape
+    R, G = B // Q, N // K  # rows per prompt, query heads per kv head
+    blocked = (key_scores, weighted_values, total_weights)
+    scores_of, values_of, sum_of = blocked if by_block else (matmul, matmul, _row_sum)
+    common = max(q.dtype, cache.k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own dtype
+    prompt_k, prompt_v, keys, values = (x.astype(common) for x in cache)
+
+    def to_prompts(x: Array) -> Array:  # [B, K, G, _] -> [Q, K, R G, _]
+        return x.reshape(Q, R, K, G, -1).swapaxes(1, 2).reshape(Q, K, R * G, -1)
+
+    def to_rows(x: Array) -> Array:  # [Q, K, R G, _] -> [B, K, G, _]
+        return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
+
+    queries = scaled(q, attn.scale).reshape(B, K, G, H).astype(common)
+    prompt_scores = softcapped(scores_of(to_prompts(queries), prompt_k), attn.softcap)
+    prompt_visible = past.prompt_visible(S, attn.window)
+    if len(prompt_visible) == Q:
+        prompt_visible = prompt_visible[:, None, None]
+    else:
+        prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, S), G, axis=2)
+    prompt_scores = jnp.where(prompt_visible, prompt_scores, MASKED)
+    row_scores = softcapped(scores_of(queries, keys), attn.softcap)
+    visible = past.visible(values.shape[2], S, attn.window)
+    row_scores = jnp.where(visible[:, None, None], row_scores, MASKED)
+    highest, sink = with_sinks(jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores)), sinks)
+    prompt_weights, row_weights = jnp.exp(prompt_scores - to_prompts(highest)), jnp.exp(row_scores - highest)
+    prompt_out = values_of(prompt_weights.astype(values.dtype), prompt_v)
+    row_out = values_of(row_weights.astype(values.dtype), values)
+    total = to_rows(sum_of(prompt_weights)) + sum_of(row_weights)
+    out = (to_rows(prompt_out) + row_out) / (total if sink is None else total + sink)
+    return out.astype(q.dtype).reshape(B, N, H)
+
+
+COLUMN_BLOCK = 128
+
+
+def key_scores(q: Float[Array, "*B M H"], keys: Float[Array, "*B H S"]) -> Float[Array, "*B M S"]:
+    """Computes q keys in float32; in one product if S is not a multiple of a block."""
+    S = keys.shape[-1]
+    if S % COLUMN_BLOCK:
+        return matmul(q, keys)
+    blocks = (keys[..., first : first + COLUMN_BLOCK] for first in range(0, S, COLUMN_BLOCK))
+    return jnp.concatenate([matmul(q, block) for block in blocks], axis=-1)
+
+
+def weighted_values(weights: Float[Array, "*B M S"], values: Float[Array, "*B S H"]) -> Float[Array, "*B M H"]:
+    """Computes the weighted sum of values in float32; in one product if S is not a multiple of a block."""
+    *lead, M, S = weights.shape
+    if S % COLUMN_BLOCK or S == COLUMN_BLOCK:
+        return matmul(weights, values)
+    by_block = weights.reshape(*lead, M, S // COLUMN_BLOCK, COLUMN_BLOCK).swapaxes(-3, -2)
+    return jnp.sum(matmul(by_block, values.reshape(*lead, S // COLUMN_BLOCK, COLUMN_BLOCK, values.shape[-1])), axis=-3)
+
+
+def total_weights(weights: Float[Array, "*B M S"]) -> Float[Array, "*B M 1"]:
+    """Computes the sum of weights in float32, as that of the values 1."""
+    *lead, _, S = weights.shape
+    return weighted_values(weights, jnp.ones((*lead, S, 1), weights.dtype))

@@ -17,22 +17,27 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend
 from groupax.models.config import AttentionConfig, GatedDeltaNet, ModelConfig, Rope
-from groupax.models.execution import DIRECT, Execution
+from groupax.models.execution import DIRECT, Execution, apply_layers
 from groupax.models.experts import Router, Routing, mixture_of_experts
-from groupax.models.gated_delta_net import gated_delta_net
 from groupax.models.latent_attention import latent_attention
-from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
-from groupax.models.lookup import lookup
-from groupax.models.recurrence import Recurrence, empty_state
+from groupax.models.layers import (
+    NORMS,
+    Weight,
+    gated_mlp,
+    linear,
+    lookup,
+    row_parallel_linear,
+    scaled,
+    vocabulary_logits,
+)
+from groupax.models.params import gather_weight, gather_weights
+from groupax.models.recurrent import Recurrence, empty_state, gated_delta_net, short_convolution
 from groupax.models.rope import Tables, apply_rope, query_factors, rope_tables
-from groupax.models.scan_layers import apply_layers
-from groupax.models.short_convolution import short_convolution
 from groupax.models.specs import ROUTER_CORRECTION, Params, layer_specs
-from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import GATHERED, REPLICATED, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H], sinks [N] if the
 # model has them) -> (outputs [M, N, H], the layer's updated cache)

@@ -1,7 +1,13 @@
-"""Settings of how a pass over many tokens is executed. They change its results by rounding at most."""
+"""How a pass over many tokens is executed: settings, which may change rounding, and loops over layers."""
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 from groupax.settings.compute import Checkpointing, ReduceDtype
 
@@ -13,7 +19,7 @@ ACCELERATOR_LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """A fused attention kernel (see `models.fused_attention`).
+    """A fused attention kernel (see `models.kernels.fused_attention`).
 
     Attributes:
         kernel: "splash" on TPUs, "cudnn" on NVIDIA GPUs.
@@ -67,3 +73,90 @@ def execution_for(
     scans = not on_cpu if scan_layers is None else scan_layers
     chunk = CPU_LOGITS if on_cpu else ACCELERATOR_LOGITS
     return Execution(checkpointing, scans, chunk, attention, reduce_dtype)
+
+
+# layer(x, weights, index) -> (x, extra output)
+Layer = Callable[[Array, Any, int], tuple[Array, Any]]
+
+
+@dataclass(frozen=True)
+class LayerPattern:
+    """A pattern of `period` layers that starts at layer `first` and repeats `repeats` times."""
+
+    first: int
+    period: int
+    repeats: int
+
+    @property
+    def end(self) -> int:
+        """The index of the first layer after the pattern."""
+        return self.first + self.period * self.repeats
+
+
+def find_repeating_pattern(kinds: Sequence[Hashable]) -> LayerPattern:
+    """Finds the pattern that leaves the fewest layers to be compiled.
+
+    Args:
+        kinds: The kind of each layer; layers of equal kinds can share a program.
+    """
+    best, fewest = LayerPattern(0, 0, 0), len(kinds)
+    for period in range(1, len(kinds) // 2 + 1):
+        is_equal = [kinds[index] == kinds[index + period] for index in range(len(kinds) - period)]
+        for first in range(len(is_equal)):
+            length = next((n for n, each in enumerate(is_equal[first:]) if not each), len(is_equal) - first)
+            repeats = 1 + length // period
+            compiled = len(kinds) - period * (repeats - 1)
+            if repeats > 1 and compiled < fewest:
+                best, fewest = LayerPattern(first, period, repeats), compiled
+    return best
+
+
+def apply_layers(layer: Layer, x: Array, layers: Sequence[Any], kinds: Sequence[Hashable]) -> tuple[Array, list[Any]]:
+    """Applies all layers to x and returns the result with the extra output of each layer.
+
+    Args:
+        layer: Function of one layer; it may depend on the index only through the layer's kind. It is called once for
+            each layer of the first period and for each layer outside of the pattern.
+        x: Input of the first layer.
+        layers: Weights of each layer.
+        kinds: Kind of each layer. Only layers whose weights agree in structure, shape and dtype share a program.
+    """
+    pattern = find_repeating_pattern([(kind, _form(weights)) for kind, weights in zip(kinds, layers, strict=True)])
+    extras, index = [], 0
+    while index < len(layers):
+        if index == pattern.first and pattern.repeats:
+            x, pattern_extras = _scan_pattern(layer, x, layers, pattern)
+            extras += pattern_extras
+            index = pattern.end
+        else:
+            x, extra = layer(x, layers[index], index)
+            extras.append(extra)
+            index += 1
+    return x, extras
+
+
+def _form(weights: Any) -> Hashable:
+    leaves, structure = jax.tree.flatten(weights)
+    return structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _scan_pattern(layer: Layer, x: Array, layers: Sequence[Any], pattern: LayerPattern) -> tuple[Array, list[Any]]:
+    """Scans over the periods of a pattern. Weights are stacked for it, except for arrays that all periods share."""
+    first, period = pattern.first, pattern.period
+    periods = [layers[start : start + period] for start in range(first, pattern.end, period)]
+    structure = jax.tree.structure(periods[0])
+    columns = list(zip(*map(jax.tree.leaves, periods), strict=True))
+    is_shared = [all(leaf is column[0] for leaf in column) for column in columns]
+    stacked = [jnp.stack(column) for column, shared in zip(columns, is_shared, strict=True) if not shared]
+
+    def apply_period(x: Array, stacked: list[Array]) -> tuple[Array, list[Any]]:
+        slices = iter(stacked)
+        leaves = [column[0] if shared else next(slices) for column, shared in zip(columns, is_shared, strict=True)]
+        extras = []
+        for index, weights in enumerate(jax.tree.unflatten(structure, leaves), start=first):
+            x, extra = layer(x, weights, index)
+            extras.append(extra)
+        return x, extras
+
+    x, extras = lax.scan(apply_period, x, stacked)
+    return x, [jax.tree.map(lambda leaf, n=n: leaf[n], each) for n in range(pattern.repeats) for each in extras]

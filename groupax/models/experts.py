@@ -14,8 +14,8 @@ from groupax.models.layers import gated_activation, linear
 from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
 from groupax.parallel.mesh import REPLICATED, Layout
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
+from groupax.parallel.runtime import traced_platform
 
 # The matrices of experts, [E, F, D], [E, F, D] and [E, D, F], and their biases, [E, F], [E, F] and [E, D].
 Matrices = tuple[Array, Array, Array]
@@ -266,7 +266,7 @@ def _grouped_matmul(
     XLA has kernels for it on TPUs. On NVIDIA GPUs it would multiply all rows by all matrices.
     """
     if traced_platform() == "gpu":
-        from groupax.models.grouped_matmul import grouped_matmul
+        from groupax.models.kernels.grouped_matmul import grouped_matmul
 
         return grouped_matmul(rows, weights, sizes)
     return lax.ragged_dot_general(rows, weights, sizes, _ROWS_BY_GROUP)

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from groupax.models.adapted import AdaptedWeight, low_rank_linear
 from groupax.models.config import Activation, ClampedSwiglu, GatedActivation, NormKind
 from groupax.models.matmul import dense_linear, matmul, matmul_nt
-from groupax.models.nf4 import Nf4, dequantize_nf4
+from groupax.models.weights.nf4 import Nf4, dequantize_nf4
 from groupax.parallel.collectives import Axis, psum, psum_grad
-from groupax.parallel.platform import traced_platform
+from groupax.parallel.runtime import traced_platform
 
-# An array, a quantized weight (see `models.quantize`), or either of these with a LoRA adapter.
+# An array, a quantized weight (see `models.weights.quantize`), or either of these with a LoRA adapter.
 Weight = Array | Any
 
 
@@ -166,7 +166,7 @@ def _quantized_linear(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M 
 
 def _nf4_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
     if traced_platform() == "gpu":
-        from groupax.models.nf4_matmul import can_multiply, nf4_matmul_nt
+        from groupax.models.kernels.nf4_matmul import can_multiply, nf4_matmul_nt
 
         flat = x.reshape(-1, x.shape[-1])
         if can_multiply(flat, weight):
@@ -274,3 +274,26 @@ def gated_mlp(
     x = psum_grad(x, axis)
     between = gated_activation(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
     return row_parallel_linear(between, down, down_bias, axis)
+
+
+@jax.custom_vjp
+def lookup(table: Float[Array, "V ..."], index: Int[Array, "M"]) -> Float[Array, "M ..."]:
+    """Returns table[index].
+
+    The backward pass accumulates the gradient of each row in float32 and rounds the sum once. In bfloat16 a sum stops
+    growing after some hundreds of terms.
+    """
+    return table[index]
+
+
+def _forward(table: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
+    return table[index], (index, jnp.zeros((*table.shape[:1], 0), table.dtype))
+
+
+def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    index, like = saved
+    total = jnp.zeros((like.shape[0], *gradient.shape[1:]), jnp.float32).at[index].add(gradient.astype(jnp.float32))
+    return total.astype(like.dtype), None
+
+
+lookup.defvjp(_forward, _backward)

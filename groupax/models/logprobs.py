@@ -1,23 +1,47 @@
-"""Log-probs of given tokens, computed without materializing a [tokens, vocabulary] array, forward or backward.
+"""Log-probs of given tokens, and those of completions packed after shared prompts, each computed once for all its rows.
 
-The forward pass takes the tokens in chunks, each against the full vocabulary. The backward pass takes the vocabulary in
-blocks, each for all tokens, so that the head's gradient is written once; it recomputes a block's logits from the hidden
-states, and their softmax from the saved log-sum-exp of each token.
+`token_logprobs` never has a [tokens, vocabulary] array, forward or backward. The forward pass takes the tokens in
+chunks, each against the full vocabulary. The backward pass takes the vocabulary in blocks, each for all tokens, so that
+the head's gradient is written once; it recomputes a block's logits from the hidden states, and their softmax from the
+saved log-sum-exp of each token.
+
+`grouped_logprobs` concatenates all tokens without padding, and everything except attention works on that flat list.
+Attention needs rectangles: those of the prompts and the query tiles of the rows (`training.buckets`). Queries, keys and
+values are gathered into them, and the outputs are gathered back.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from groupax.models.execution import CPU_LOGITS
-from groupax.models.layers import softcapped
+from groupax.models.config import AttentionConfig, ModelConfig
+from groupax.models.decoder import ImageInputs, forward, head_weights, local_kv_heads
+from groupax.models.execution import CPU_LOGITS, DIRECT, Execution
+from groupax.models.experts import Routing
+from groupax.models.kernels.fused_attention import attend, attend_with_prompt
+from groupax.models.layers import lookup, softcapped
 from groupax.models.matmul import matmul, matmul_nt
-from groupax.parallel.collectives import Axis, axis_index, psum_grad
+from groupax.models.params import gather_weight
+from groupax.models.recurrent import Recurrence, State, empty_state
+from groupax.models.specs import Params
+from groupax.parallel.collectives import (
+    Axis,
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    axis_index,
+    axis_size,
+    local_slice,
+    psum_grad,
+)
+from groupax.parallel.mesh import REPLICATED, Layout
+from groupax.parallel.pytree import pytree
 
 # Fewest tokens of a chunk and fewest words of a block: smaller matmuls are slow for their size.
 MIN_CHUNK_TOKENS = 64
@@ -165,3 +189,263 @@ def _backward(
 
 
 _token_logprobs.defvjp(_forward_with_residuals, _backward)
+
+
+@pytree
+class RaggedImages:
+    """The tokens of a `RaggedBatch` that stand for features of images.
+
+    Attributes:
+        feature_index: Index of each token's feature; -1 for text.
+        blocks: Image of each token, of a model that sees whole images (`vision.placement.image_blocks`); None for
+            others.
+    """
+
+    feature_index: Int[Any, "M"]
+    blocks: Int[Any, "M"] | None = None
+
+
+@pytree
+class RaggedBatch:
+    """The packed tokens of prompts and rows, and where attention finds them.
+
+    Attributes:
+        tokens: The prompts' tokens from the left, each prompt without its last token, and the rows' up to the right
+            end; padding is in between.
+        positions: Position of each token in its sequence, or three coordinates of it.
+        targets: Next token of each of the last R tokens, which is the capacity for row tokens.
+        prompts: Index of each token in a rectangle of prompts that end at the last column; -1 where there is none.
+        tiles: Indices of the rows' tokens, one rectangle per query tile, longest row first; -1 where there is none.
+        prompt_of: Prompt of each row of the first tile.
+        slots: Index of each token in the concatenated cells of the prompts and tiles; -1 for padding.
+        images: Tokens that stand for features of images; None if all tokens are text.
+        experts: Experts that were recorded for each token (see `decoder.forward`); None if none were.
+    """
+
+    tokens: Int[Any, "M"]
+    positions: Int[Any, "M"] | Int[Any, "M 3"]
+    targets: Int[Any, "R"]
+    prompts: Int[Any, "P S"]
+    tiles: list[Int[Any, "_ _"]]
+    prompt_of: Int[Any, "B"]
+    slots: Int[Any, "M"]
+    images: RaggedImages | None = None
+    experts: Int[Any, "M LA"] | None = None
+
+
+def grouped_logprobs(
+    config: ModelConfig,
+    params: Params,
+    ragged: RaggedBatch,
+    temperature: float,
+    execution: Execution = DIRECT,
+    entropy_gradient: bool = True,
+    layout: Layout = REPLICATED,
+    features: Float[Array, "levels F D"] | None = None,
+) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
+    """Computes the log-prob of each row target and the entropy of its distribution, in nats, float32.
+
+    Also returns the routings of each layer with experts, of the prompts' tokens and then the rows'. If devices share
+    the tokens (`local_tokens`), each returns those of its own tokens.
+
+    Args:
+        config: Architecture of the model.
+        params: Weights of the model.
+        ragged: Packed tokens.
+        temperature: Divisor of the logits.
+        execution: Execution settings.
+        entropy_gradient: Whether the entropy will be differentiated.
+        layout: Sharding of the model, inside a shard_map. Along "tokens", devices share the tokens everywhere except
+            in attention, where they share the heads (arXiv:2309.14509).
+        features: Features of images that the packed tokens stand for; None if all tokens are text.
+    """
+    shared = layout.axis("tokens")
+    tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
+    rectangles = _Rectangles.of(ragged)
+    attend = partial(_attend, rectangles, ragged, execution, shared)
+    recur = partial(_recur, rectangles, ragged, config, layout)
+    images = None
+    if ragged.images is not None:
+        assert features is not None, "some tokens stand for features"
+        images = ImageInputs(features, local_tokens(ragged.images.feature_index, layout))
+    hidden, _, routings = forward(
+        config,
+        params,
+        tokens,
+        positions if positions.ndim == 1 else positions.T,
+        attend,
+        execution=execution,
+        layout=layout,
+        images=images,
+        recorded=None if ragged.experts is None else local_tokens(ragged.experts, layout),
+        recur=recur,
+    )
+    M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
+    logp, entropy = token_logprobs(
+        local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout),
+        gather_weight(layout, ("vocab", "embed"), head_weights(params), execution.reduce_dtype),
+        local_tokens(ragged.targets, layout),
+        temperature,
+        entropy_gradient,
+        config.logit_softcap,
+        layout.axis("vocab"),
+        execution.chunk_logits,
+    )
+    return all_gather_invariant(logp, shared, 0)[:R], all_gather_invariant(entropy, shared, 0)[:R], routings
+
+
+class _Rectangles(NamedTuple):
+    """The rectangles that attention works on, first the prompts' and then those of the query tiles.
+
+    Attributes:
+        cells: Index of the token in each cell of all rectangles; -1 where there is none.
+        shapes: Rows and columns of each rectangle.
+        starts: First column of each prompt.
+    """
+
+    cells: Int[Array, "C"]
+    shapes: list[tuple[int, ...]]
+    starts: Int[Array, "P"]
+
+    @classmethod
+    def of(cls, ragged: RaggedBatch) -> "_Rectangles":
+        starts = jnp.sum(ragged.prompts < 0, axis=1)
+        indices = [ragged.prompts, *ragged.tiles]
+        return cls(jnp.concatenate([each.reshape(-1) for each in indices]), [each.shape for each in indices], starts)
+
+    def split(self, x: Array, slots: Array) -> list[Array]:
+        """Gathers a value of each token into the rectangles."""
+        ends = np.cumsum([rows * columns for rows, columns in self.shapes])
+        flat = jnp.split(gather_with_inverse(x, self.cells, slots), ends[:-1])
+        return [cells.reshape(*shape, *x.shape[1:]) for cells, shape in zip(flat, self.shapes, strict=True)]
+
+
+def _attend(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    execution: Execution,
+    shared: Axis,
+    attn: AttentionConfig,
+    cache: None,
+    q: Float[Array, "m N H"],
+    k: Float[Array, "m K H"],
+    v: Float[Array, "m K H"],
+    sinks: Float[Array, "N"] | None = None,
+) -> tuple[Float[Array, "m N H"], None]:
+    """Computes a layer's attention (see `decoder.Attend`). If devices share the tokens, each computes some heads."""
+    if shared is None:
+        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v, sinks), cache
+    q, k, v = _gather_tokens(q, k, v, shared)
+    M = ragged.tokens.shape[0]
+    sinks = None if sinks is None else local_slice(sinks, shared, 0)
+    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M], sinks)
+    out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
+    return all_to_all(out, shared, 0, 1), cache
+
+
+def _attend_rectangles(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    execution: Execution,
+    attn: AttentionConfig,
+    q: Float[Array, "M N H"],
+    k: Float[Array, "M K H"],
+    v: Float[Array, "M K H"],
+    sinks: Float[Array, "N"] | None,
+) -> Float[Array, "M N H"]:
+    (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (
+        rectangles.split(x, ragged.slots) for x in (q, k, v)
+    )
+    starts, fused = rectangles.starts, execution.attention
+    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused, _blocks(ragged), sinks=sinks)]
+    for last, own_q in enumerate(tile_q):
+        B = own_q.shape[0]
+        prompt_of = ragged.prompt_of[:B]
+        # a tile's queries see the columns of their rows in this tile and in those before it
+        own_k, own_v = (jnp.concatenate([x[:B] for x in tiles[: last + 1]], axis=1) for tiles in (tile_k, tile_v))
+        prompt = lookup(prompt_k, prompt_of), lookup(prompt_v, prompt_of), starts[prompt_of]
+        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused, sinks))
+    flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
+    return gather_with_inverse(flat, ragged.slots, rectangles.cells)
+
+
+def _blocks(ragged: RaggedBatch) -> Int[Array, "P S"] | None:
+    """Returns the image of each column of the prompts, -1 for text; None if images are seen like text."""
+    if ragged.images is None or ragged.images.blocks is None:
+        return None
+    return jnp.where(ragged.prompts < 0, -1, jnp.asarray(ragged.images.blocks)[ragged.prompts])
+
+
+def _recur(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    config: ModelConfig,
+    layout: Layout,
+    recurrence: Recurrence,
+    cache: None,
+    inputs: Any,
+) -> tuple[Float[Array, "m ..."], None]:
+    """Takes a layer's recurrence through the prompts, and from their ends through the rows (see `decoder.Recur`).
+
+    If devices share the tokens, each goes through all of them.
+    """
+    shared, M = layout.axis("tokens"), ragged.tokens.shape[0]
+    leaves, structure = jax.tree.flatten(inputs)
+    split = [rectangles.split(all_gather(x, shared, 0)[:M], ragged.slots) for x in leaves]
+    prompts, *tiles = (jax.tree.unflatten(structure, each) for each in zip(*split, strict=True))
+    out, state = recurrence.scan(empty_state(config, len(ragged.prompts)), prompts, ragged.prompts >= 0)
+    outs = [out]
+    state = State(*(lookup(x, ragged.prompt_of) for x in state))
+    for cells, own in zip(ragged.tiles, tiles, strict=True):
+        out, state = recurrence.scan(State(*(x[: len(cells)] for x in state)), own, cells >= 0)
+        outs.append(out)
+    flat = jnp.concatenate([out.reshape(-1, *out.shape[2:]) for out in outs])
+    return local_tokens(gather_with_inverse(flat, ragged.slots, rectangles.cells), layout), cache
+
+
+def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
+    """Returns a device's share of something that all devices have for each token, padded to shares of equal size."""
+    axis = layout.axis("tokens")
+    if axis is None:
+        return x
+    unused = -x.shape[0] % axis_size(axis)
+    return local_slice(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
+
+
+def _gather_tokens(
+    q: Float[Array, "m N H"], k: Float[Array, "m K H"], v: Float[Array, "m K H"], axis: Axis
+) -> tuple[Float[Array, "M n H"], Float[Array, "M k H"], Float[Array, "M k H"]]:
+    """Exchanges shares of the tokens for shares of the heads: all tokens' queries, and the keys and values they use."""
+    q = all_to_all(q, axis, 1, 0)
+    if k.shape[1] % axis_size(axis) == 0:
+        return q, all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
+    k, v = (local_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
+    return q, k, v
+
+
+@jax.custom_vjp
+def gather_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
+    """Returns x[index], with zeros where the index is -1. No item may be named twice.
+
+    Args:
+        x: Items along the first dim.
+        index: Item of each output cell, or -1.
+        inverse: Cell of each item in the flattened output, or -1. The backward pass gathers by it, which is far cheaper
+            than a scatter-add.
+    """
+    del inverse
+    return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
+
+
+def _gather_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
+    return gather_with_inverse(x, index, inverse), (index, inverse)
+
+
+def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    index, inverse = saved
+    # without the barrier, XLA would recompute the sum of several tiles' gradients for each gathered item
+    flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
+    return gather_with_inverse(flat, inverse, index.reshape(-1)), None, None
+
+
+gather_with_inverse.defvjp(_gather_forward, _gather_backward)

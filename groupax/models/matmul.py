@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from groupax.parallel.platform import traced_platform
+from groupax.parallel.runtime import traced_platform
 
 
 @cache

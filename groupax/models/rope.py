@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, QueryGrowth, Rope, YarnRope
 from groupax.models.matmul import matmul
-from groupax.parallel.platform import traced_platform
+from groupax.parallel.runtime import traced_platform
 
 Tables = tuple[Array, Array]
 

@@ -1,25 +1,108 @@
 """The table of a model's weights, from which initialization, sharding, loading and saving follow.
 
 Every weight has one `Spec`: its shape and logical axes, its name in a Hugging Face checkpoint, and its initialization.
-To add a weight to a family, add a line here, or to the part that sees images in `models.vision.specs`.
+To add a weight to a family, add a line here. Those of the part that sees images are at the end.
 """
 
 import math
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Key
 
 from groupax.models.config import BlockKind, Experts, GatedDeltaNet, ModelConfig, ShortConvolution
-from groupax.models.spec import Spec
-from groupax.models.vision.specs import vision_specs
-from groupax.parallel.mesh import Layout, layout_for
+from groupax.models.vision.config import AveragePool, PatchMerger, PixelShuffle, TowerConfig, VisionConfig
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One weight.
+
+    Attributes:
+        shape: Shape as in the checkpoint; matrices are [out, in], the embedding and the head [V, D].
+        axes: Logical axis name (or None) of each dim; `parallel.mesh.RULES` maps them to mesh axes.
+        name: Name of the tensor in a Hugging Face checkpoint; with `{expert}` one tensor for each index of the first
+            dim.
+        init: Initialization; "normal" draws from N(0, 0.02^2), "log_uniform" takes logarithms of draws from [0.01, 16).
+        first_row: First row of the weight in a tensor that is fused with other weights.
+        num_rows: Number of rows of that fused tensor; None if the tensor is the weight.
+        row_dim: Dim of its rows.
+        row_step: Distance of its rows in the fused tensor.
+        is_transposed: Whether the tensor has the last two dims in the other order.
+        is_float32: Whether it is kept in float32 whatever the dtype of the other weights.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    name: str
+    init: Literal["normal", "ones", "zeros", "log_uniform"] = "normal"
+    first_row: int = 0
+    num_rows: int | None = None
+    row_dim: int = 0
+    row_step: int = 1
+    is_transposed: bool = False
+    is_float32: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if it is a matrix that multiplies all tokens."""
+        return len(self.shape) == 2 and None not in self.axes and "expert" not in self.axes
+
+    @property
+    def is_vision_matrix(self) -> bool:
+        """True if it is a matrix that multiplies all patches or features of an image, which may be adapted."""
+        return self.is_matrix and "vision" in self.axes
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """True if it is such a matrix of a layer of the decoder, which may be quantized and adapted."""
+        return self.is_matrix and ".layers." in self.name and not self.is_vision_matrix
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if each index of the first dim is a separate tensor in the checkpoint."""
+        return "{expert}" in self.name
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of the checkpoint's tensors that hold the weight."""
+        return [self.name.format(expert=index) for index in range(self.shape[0])] if self.is_stacked else [self.name]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each of these tensors."""
+        return _swapped(self.fused_shape[1:] if self.is_stacked else self.fused_shape, self.is_transposed)
+
+    @property
+    def fused_shape(self) -> tuple[int, ...]:
+        """The shape of the weight with all others in its tensor, in the weight's order of dims."""
+        if self.num_rows is None:
+            return self.shape
+        return (*self.shape[: self.row_dim], self.num_rows, *self.shape[self.row_dim + 1 :])
+
+    def fused_index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Returns the index in a fused tensor, whose dims are in the weight's order, of a part of the weight."""
+        if self.num_rows is None:
+            return index
+        first, end, _ = index[self.row_dim].indices(self.shape[self.row_dim])
+        start = self.first_row + first * self.row_step
+        rows = slice(start, start + (end - first - 1) * self.row_step + 1, self.row_step)
+        return (*index[: self.row_dim], rows, *index[self.row_dim + 1 :])
+
+    def stored_index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Returns the index in the checkpoint's tensor of a part of the weight."""
+        return _swapped(self.fused_index(index), self.is_transposed)
+
+    def reordered(self, array: Any) -> Any:
+        """Returns a tensor of the checkpoint with the weight's order of dims, or the reverse."""
+        return array.swapaxes(-1, -2) if self.is_transposed else array
+
+
+def _swapped(dims: tuple[Any, ...], is_transposed: bool) -> tuple[Any, ...]:
+    """Returns what there is for each dim, with that of the last two swapped if the tensor is transposed."""
+    return (*dims[:-2], dims[-1], dims[-2]) if is_transposed else dims
+
 
 Params = dict[str, Any]
 
@@ -302,64 +385,160 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in spec_leaves(config))
 
 
-def split_dims(config: ModelConfig) -> dict[str, int]:
-    """Returns the dims that a mesh may shard, by their names in `parallel.mesh.RULES`, in indivisible units."""
-    by_head = config.qk_norm != "all_heads"  # otherwise a norm's statistic spans all heads
-    sizes = {
-        "embed": config.hidden_size,
-        "vocab": config.vocab_size,
-        "heads": config.num_heads if by_head else 1,
+@dataclass(frozen=True)
+class _Names:
+    """Names of a tower's modules in a checkpoint; `out` and `fc` are within a layer."""
+
+    prefix: str
+    patch: str
+    positions: str
+    layers: str
+    norms: tuple[str, str]
+    attention: str
+    out: str
+    fc: tuple[str, str]
+
+
+_SIGLIP = {
+    "patch": "embeddings.patch_embedding",
+    "positions": "embeddings.position_embedding",
+    "layers": "encoder.layers",
+    "norms": ("layer_norm1", "layer_norm2"),
+    "attention": "self_attn",
+    "out": "out_proj",
+    "fc": ("mlp.fc1", "mlp.fc2"),
+}
+_QWEN = {
+    "patch": "patch_embed.proj",
+    "positions": "pos_embed",
+    "layers": "blocks",
+    "norms": ("norm1", "norm2"),
+    "attention": "attn",
+    "out": "proj",
+    "fc": ("mlp.linear_fc1", "mlp.linear_fc2"),
+}
+_NAMES: dict[type, _Names] = {
+    PixelShuffle: _Names("model.vision_model", **_SIGLIP),
+    AveragePool: _Names("model.vision_tower", **_SIGLIP),
+    PatchMerger: _Names("model.visual", **_QWEN),
+}
+
+
+_PROJECTORS: dict[type, str] = {
+    PixelShuffle: "model.connector.modality_projection",
+    AveragePool: "model.multi_modal_projector",
+}
+
+
+def vision_modules(config: VisionConfig) -> list[str]:
+    """Returns the modules of a checkpoint whose weights see images."""
+    projector = _PROJECTORS.get(type(config.projector))  # Qwen's is a part of the tower
+    return [_NAMES[type(config.projector)].prefix, *([projector] if projector else [])]
+
+
+def vision_specs(config: VisionConfig, text_size: int) -> dict[str, Any]:
+    """Returns the specs of a tower and its projector.
+
+    Args:
+        config: The part of the model that sees images.
+        text_size: Hidden size of the language model.
+    """
+    names = _NAMES[type(config.projector)]
+    return {
+        **_tower_specs(config.tower, names),
+        "projector": _projector_specs(config, names.prefix, text_size),
     }
-    if config.latent is None:
-        sizes["kv_heads"] = config.num_kv_heads if by_head else 1
-    else:
-        sizes["latent"] = math.gcd(config.latent.rank, config.latent.query_rank or 0)
-    if not all(map(config.has_experts, range(config.num_layers))):
-        sizes["ffn"] = config.ffn_size
-    if config.experts is not None:
-        sizes |= {"expert_ffn": config.experts.ffn_size, "expert": config.experts.num}
-        if config.experts.shared_ffn_size:
-            sizes["shared_ffn"] = config.experts.shared_ffn_size
-    return sizes
 
 
-def layout_of(config: ModelConfig, mesh: Mesh) -> Layout:
-    """Returns the layout of the model on a mesh."""
-    return layout_for(split_dims(config), mesh)
+def _matrix(name: str, out_size: int, in_size: int, bias: bool = True) -> tuple[Spec, ...]:
+    weight = Spec((out_size, in_size), ("vision", "vision"), f"{name}.weight")
+    return (weight, _vector(f"{name}.bias", out_size, "zeros")) if bias else (weight,)
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
-    """Returns the sharding of each weight on `mesh`, in the structure of the parameters."""
-    layout = layout_of(config, mesh)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, layout.spec(spec.axes)), model_specs(config))
+def _vector(name: str, size: int, init: Literal["ones", "zeros"]) -> Spec:
+    return Spec((size,), (None,), name, init=init)
 
 
-def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:
-    """Initializes random weights on `mesh`; a weight's values depend only on the key and its name in a checkpoint."""
-    return _initializer(config, mesh, jnp.dtype(dtype))(key)
+def _tower_specs(tower: TowerConfig, names: _Names) -> dict[str, Any]:
+    D, side = tower.hidden_size, tower.patch_size
+    frames = (tower.frames,) if tower.interpolated else ()  # Qwen's patches span frames, even if it is one
+    shape = (D, tower.channels, *frames, side, side)
+    patch, positions = f"{names.prefix}.{names.patch}", f"{names.prefix}.{names.positions}"
+    specs: dict[str, Any] = {
+        "patch": Spec(shape, (None,) * len(shape), f"{patch}.weight"),
+        "patch_bias": _vector(f"{patch}.bias", D, "zeros"),
+        "positions": Spec((tower.positions_per_side**2, D), (None, None), f"{positions}.weight"),
+        "layers": [_tower_layer_specs(tower, names, index) for index in range(tower.num_layers)],
+    }
+    if tower.final_norm:
+        specs |= _tower_norm("final_norm", f"{names.prefix}.post_layernorm", D)
+    if tower.has_head:
+        specs["head"] = _head_specs(tower, f"{names.prefix}.head")
+    return specs
 
 
-@lru_cache(maxsize=16)
-def _initializer(config: ModelConfig, mesh: Mesh, dtype: Any) -> Callable[[Key[Array, ""]], Params]:
-    """Returns a jitted function that initializes weights with a key."""
-    specs = model_specs(config)
-
-    def init(spec: Spec, key: Array) -> Array:
-        own = jnp.float32 if spec.is_float32 else dtype
-        if spec.init in ("ones", "zeros"):
-            return jnp.full(spec.shape, float(spec.init == "ones"), own)
-        label = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
-        weight_key = jax.random.fold_in(key, zlib.crc32(label.encode()))
-        if spec.init == "log_uniform":
-            return jnp.log(jax.random.uniform(weight_key, spec.shape, minval=0.01, maxval=16.0)).astype(own)
-        return (0.02 * jax.random.normal(weight_key, spec.shape, jnp.float32)).astype(dtype)
-
-    def init_weights(key: Array) -> Params:
-        return jax.tree.map(lambda spec: init(spec, key), specs)
-
-    return jax.jit(init_weights, out_shardings=param_shardings(config, mesh))
+def _head_specs(tower: TowerConfig, name: str) -> dict[str, Spec]:
+    """Returns the weights of SigLIP's pooling head, which are kept for others that read the checkpoint."""
+    D, F = tower.hidden_size, tower.ffn_size
+    shapes = {
+        "probe": (1, 1, D),
+        "attention.in_proj_weight": (3 * D, D),
+        "attention.in_proj_bias": (3 * D,),
+        "attention.out_proj.weight": (D, D),
+        "attention.out_proj.bias": (D,),
+        "layernorm.weight": (D,),
+        "layernorm.bias": (D,),
+        "mlp.fc1.weight": (F, D),
+        "mlp.fc1.bias": (F,),
+        "mlp.fc2.weight": (D, F),
+        "mlp.fc2.bias": (D,),
+    }
+    return {own: Spec(shape, (None,) * len(shape), f"{name}.{own}") for own, shape in shapes.items()}
 
 
-def weight_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
-    """Returns the dtype of the weight at a path of the tree when the weights are cast to a dtype."""
-    return jnp.float32 if getattr(path[-1], "key", None) in FLOAT32 else dtype
+def _tower_norm(ours: str, name: str, size: int) -> dict[str, Spec]:
+    return {ours: _vector(f"{name}.weight", size, "ones"), f"{ours}_bias": _vector(f"{name}.bias", size, "zeros")}
+
+
+def _tower_layer_specs(tower: TowerConfig, names: _Names, index: int) -> dict[str, Spec]:
+    prefix, D = f"{names.prefix}.{names.layers}.{index}", tower.hidden_size
+    attention = f"{prefix}.{names.attention}"
+    matrices = {"qkv": (f"{attention}.qkv", 3 * D, D)} if tower.fused_qkv else {}
+    if not tower.fused_qkv:
+        matrices = {name: (f"{attention}.{name}_proj", D, D) for name in ("q", "k", "v")}
+    matrices |= {
+        "out": (f"{attention}.{names.out}", D, D),
+        "up": (f"{prefix}.{names.fc[0]}", tower.ffn_size, D),
+        "down": (f"{prefix}.{names.fc[1]}", D, tower.ffn_size),
+    }
+    specs = {}
+    for ours, theirs in zip(("attention_norm", "mlp_norm"), names.norms, strict=True):
+        specs |= _tower_norm(ours, f"{prefix}.{theirs}", D)
+    for ours, (name, rows, columns) in matrices.items():
+        specs[ours], specs[f"{ours}_bias"] = _matrix(name, rows, columns)
+    return specs
+
+
+def _projector_specs(config: VisionConfig, tower: str, text_size: int) -> Any:
+    D, merged = config.tower.hidden_size, config.tower.hidden_size * config.patches_per_feature
+    match config.projector:
+        case PixelShuffle():
+            [projection] = _matrix(f"{_PROJECTORS[PixelShuffle]}.proj", text_size, merged, bias=False)
+            return {"projection": projection}
+        case AveragePool():
+            name = _PROJECTORS[AveragePool]
+            return {
+                "norm": _vector(f"{name}.mm_soft_emb_norm.weight", D, "zeros"),
+                "projection": Spec((D, text_size), (None, None), f"{name}.mm_input_projection_weight"),
+            }
+        case PatchMerger(_, layers):
+            first = _merger_specs(f"{tower}.merger", D, merged, text_size)
+            names = [f"{tower}.deepstack_merger_list.{number}" for number in range(len(layers))]
+            return {"mergers": [first, *(_merger_specs(name, merged, merged, text_size) for name in names)]}
+
+
+def _merger_specs(name: str, norm_size: int, merged: int, text_size: int) -> dict[str, Spec]:
+    specs = _tower_norm("norm", f"{name}.norm", norm_size)
+    specs["up"], specs["up_bias"] = _matrix(f"{name}.linear_fc1", merged, merged)
+    specs["down"], specs["down_bias"] = _matrix(f"{name}.linear_fc2", text_size, merged)
+    return specs

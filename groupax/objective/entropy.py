@@ -1,6 +1,10 @@
-"""The weight of the entropy bonus, fixed or adaptive. Imports no jax."""
+"""The weight of the entropy bonus, and the tokens of the highest entropy. Imports no jax."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
 
 from groupax.settings.objective import EntropySettings
 
@@ -34,3 +38,24 @@ def next_entropy_state(state: EntropyState, control: EntropySettings, entropy: f
     change = control.entropy_coef_delta if entropy <= control.entropy_target else -control.entropy_coef_delta
     coef = min(max(state.coef + change, control.entropy_coef_min), control.entropy_coef_max)
     return EntropyState(coef, entropy)
+
+
+def top_entropy_threshold(entropies: Sequence[Float[np.ndarray, "_"]], quantile: float) -> float:
+    """Computes the (1 - quantile) quantile of all entropies; tokens at or above it take part in the policy loss.
+
+    It is taken on the host over the whole optimizer step, so that neither the number of tokens nor their micro-batches
+    matter.
+
+    Returns:
+        The threshold, linear between two tokens' entropies; minus infinity without tokens.
+
+    Source: "Beyond the 80/20 rule", arXiv:2506.01939.
+    """
+    values = np.sort(np.concatenate([np.zeros(0), *entropies]))
+    if values.size == 0:
+        return float("-inf")
+    # rounded, so that a rank that is an integer up to the last bit selects exactly that token
+    rank = round((values.size - 1) * (1.0 - quantile), 9)
+    below = int(rank)
+    above = min(below + 1, values.size - 1)
+    return float(values[below] + (rank - below) * (values[above] - values[below]))

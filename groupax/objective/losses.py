@@ -41,7 +41,7 @@ class TokenTerms:
         advantage: advantage of each token, 0 where the mask is False; it may differ between the turns of a row.
         mask: tokens that count; the values of the others are finite and without effect.
         entropy: entropy of the policy's distribution at each token, in nats, without a gradient.
-        correction: weight of policy over sampler (see `correction`); None without `rollout_correction`.
+        correction: weight of policy over sampler (see `ratios.rollout_correction`); None without `rollout_correction`.
     """
 
     logp: Float[Array, "B T"]
@@ -194,6 +194,24 @@ def vespo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics
     return {"vespo/phi_mean": weight}
 
 
+def on_policy_tokens(
+    logp: Float[Array, "B T"],
+    rollout_logp: Float[Array, "B T"],
+    advantage: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    threshold: float,
+) -> Bool[Array, "B T"]:
+    """Keeps tokens with A >= 0, and all tokens of rows with mean_t(rollout_logp - logp) <= threshold.
+
+    What it drops are the bad turns of rows that have become unlikely.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(logp.dtype)
+    drift = jnp.sum(rollout_logp - lax.stop_gradient(logp), axis=-1, keepdims=True, where=mask) / lengths
+    return (advantage >= 0) | (drift <= threshold)
+
+
 # By `loss_type`; `settings.objective.LossType` has the same names.
 LOSSES: dict[str, Loss] = {
     "grpo": Loss(ppo_clip_loss, seq_mean_token_mean, ppo_clip_metrics),
@@ -214,4 +232,33 @@ def find_loss(loss_type: str | Callable[..., Any]) -> Loss:
         ValueError: there is no such loss, or it cannot be called with terms and settings.
     """
     found = resolve("loss_type", loss_type, LOSSES, ("terms", "settings"))
+    return found if isinstance(found, Loss) else Loss(found)
+
+
+def nll_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
+    """Computes -log p."""
+    del settings
+    return -terms.logp
+
+
+def dft_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
+    """Computes -sg(p) log p.
+
+    Source: Dynamic Fine-Tuning, arXiv:2508.05629.
+    """
+    del settings
+    return -lax.stop_gradient(jnp.exp(terms.logp)) * terms.logp
+
+
+# By `SFTConfig.loss_type`; `settings.sft.SFTLossType` has the same names.
+SUPERVISED_LOSSES: dict[str, Loss] = {"nll": Loss(nll_loss), "dft": Loss(dft_loss)}
+
+
+def find_supervised_loss(loss_type: str | Callable[..., Any]) -> Loss:
+    """Returns the loss that the setting `loss_type` names; a plain function is averaged over tokens.
+
+    Raises:
+        ValueError: there is no such loss, or it cannot be called with terms and settings.
+    """
+    found = resolve("loss_type", loss_type, SUPERVISED_LOSSES, ("terms", "settings"))
     return found if isinstance(found, Loss) else Loss(found)

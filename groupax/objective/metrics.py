@@ -75,15 +75,7 @@ def sum_metrics(
     tokens_per_row: Float[Array, ""] | None = None,
     of_sequences: bool = False,
 ) -> MetricSums:
-    """Reduces the metrics of a loss over the loss tokens of these rows.
-
-    Args:
-        metrics: values by name.
-        mask: loss tokens.
-        tokens_per_row: mean number of loss tokens of a row of the step. If given, metrics with a value per row come out
-            as means over rows, as TRL has them.
-        of_sequences: whether all metrics have one value per row, repeated for each of its tokens.
-    """
+    """Reduces the metrics of a loss over the loss tokens of these rows."""
     total = MetricSums({}, {}, {})
     is_counted = jnp.any(mask, axis=-1)
     for name, values in metrics.items():

@@ -1,8 +1,14 @@
-"""Importance ratios of the policy to the policy that sampled the completions."""
+"""Importance ratios, the importance correction, and estimates of the KL, per token."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
+
+from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.references import resolve
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: larger ratios carry no information, and exp must not overflow
 
@@ -55,3 +61,77 @@ RATIOS = {
     "sequence_token": sequence_token_ratio,
     "sequence_sum": sequence_sum_ratio,
 }
+
+
+# Estimates of KL(policy || reference) at sampled tokens, as losses: (logp, ref_logp), [B, T] each, -> [B, T].
+#
+# With d = ref - logp: k1 = -d has zero expected gradient, so it is not offered as a loss; k2 = d^2 / 2 has the exact
+# gradient on policy; k3 = exp(d) - d - 1 only an approximate one. After `bias_corrected` both have the exact one at any
+# policy. Source: J. Schulman, "Approximating KL divergence" (2020).
+Estimator = Callable[..., Any]
+
+
+def k2(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Computes (ref - logp)^2 / 2."""
+    return jnp.square(clamp_log_ratio(ref_logp - logp)) / 2
+
+
+def k3(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Computes exp(d) - d - 1 with d = ref - logp; it is never negative."""
+    d = clamp_log_ratio(ref_logp - logp)
+    return jnp.exp(d) - d - 1.0
+
+
+# By `kl_estimator`.
+ESTIMATORS: dict[str, Estimator] = {"k2": k2, "k3": k3}
+
+
+def find_estimator(kl_estimator: str | Estimator) -> Estimator:
+    """Returns the function that the setting `kl_estimator` names.
+
+    Raises:
+        ValueError: there is no such estimator, or it cannot be called with two log-probs.
+    """
+    return resolve("kl_estimator", kl_estimator, ESTIMATORS, ("logp", "ref_logp"))
+
+
+def bias_corrected(kl: Float[Array, "B T"], ratio: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:
+    """Weights estimates by the importance ratio, so that their expected gradient is exact at any policy.
+
+    The gradient of k2 is itself an estimate of the KL's, so its ratio is a constant. Any other estimate is one of the
+    KL's value, so that the gradient flows through its ratio too.
+    """
+    return kl * (lax.stop_gradient(ratio) if estimator is k2 else ratio)
+
+
+def rollout_correction(
+    old_logp: Float[Array, "B T"],
+    sampler_logp: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    settings: ObjectiveSettings,
+) -> Float[Array, "B T"]:
+    """Computes rho = exp(d), d = old - sampler, within bounds and without a gradient.
+
+    `rollout_correction` names the level and the treatment of values out of bounds. "token" takes d of each token,
+    "sequence" the mean of d over the row, "sequence_sum" its sum, which grows with length. "truncate" moves rho to the
+    nearest bound, "mask" sets it to 0.
+
+    Source: E. L. Ionides, "Truncated importance sampling" (2008), brought to this use by F. Yao et al., "Your
+    efficient RL framework secretly brings you off-policy RL training" (2025).
+    """
+    level, _, bound = settings.rollout_correction.rpartition("_")
+    d = lax.stop_gradient(jnp.where(mask, old_logp - sampler_logp, 0.0))
+    if level != "token":
+        d = jnp.sum(d, axis=-1, keepdims=True)
+        if level == "sequence":
+            d = d / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(d.dtype)
+    rho = jnp.exp(clamp_log_ratio(d))
+    low, high = settings.rollout_correction_min, settings.rollout_correction_max
+    if bound == "truncate":
+        rho = jnp.clip(rho, low, high)
+    else:
+        outside = jnp.zeros(rho.shape, bool)
+        outside = outside if low is None else outside | (rho < low)
+        outside = outside if high is None else outside | (rho > high)
+        rho = jnp.where(outside, 0.0, rho)
+    return jnp.broadcast_to(rho, mask.shape)

@@ -1,7 +1,14 @@
-"""Accelerator chips, the TPU slices that clouds rent out, and hosts with GPUs. Imports no jax."""
+"""Accelerators, the TPU slices that clouds rent out, hosts with GPUs, and this machine's processor. Imports no jax."""
 
+import importlib.util
+import logging
+import os
+import platform
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlib import version
 
 
 @dataclass(frozen=True)
@@ -178,3 +185,85 @@ def gpu_hosts(name: str) -> GpuHosts:
     if num_hosts > 1 and GPUS[kind].network_bytes_per_s == 0:
         raise ValueError(f"{name!r}: plans for {kind} are limited to one host of at most {_GPUS_PER_HOST} GPUs")
     return GpuHosts(f"{kind}-{number}", kind, num_hosts, _GPUS_PER_HOST)
+
+
+CPUINFO = Path("/proc/cpuinfo")
+# Names of XLA's `--xla_cpu_max_isa`, from the narrowest on, and the flags of a processor that has them.
+INSTRUCTION_SETS = {
+    "SSE4_2": "sse4_2",
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "AVX512": "avx512f",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+    "AMX": "amx_tile",
+    "AMX_FP16": "amx_fp16",
+}
+
+
+def processor_name() -> str:
+    """Returns the model of the processor."""
+    name = re.search(r"^model name\s*:(.*)$", _cpuinfo(), re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
+
+
+def instruction_set(xla_flags: str | None = None) -> str:
+    """Returns the widest instruction set that compiled programs may use; the architecture where XLA has no choice.
+
+    Args:
+        xla_flags: Flags of XLA, of which `--xla_cpu_max_isa` limits it; None for those of the environment.
+    """
+    features = set(_cpuinfo().split())
+    found = [name for name, flag in INSTRUCTION_SETS.items() if flag in features]
+    flags = os.environ.get("XLA_FLAGS", "") if xla_flags is None else xla_flags
+    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
+    if limits and (limit := limits[-1].upper()) in INSTRUCTION_SETS:
+        names = [*INSTRUCTION_SETS]
+        found = [name for name in found if names.index(name) <= names.index(limit)]
+    return found[-1] if found else platform.machine()
+
+
+def _cpuinfo() -> str:
+    try:
+        return CPUINFO.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+logger = logging.getLogger(__name__)
+
+CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+# Only flags whose effect was seen in compiled programs. With matrices that are sharded over fsdp, the threshold makes
+# one reduce-scatter of a layer's gradients, sent while the next layer's are computed. Otherwise there are
+# several, some of which are waited for.
+GPU_FLAGS = {"xla_gpu_reduce_scatter_combine_threshold_bytes": "134217728"}
+# XLA ends the process at a flag that it does not know, and flags come and go with its versions.
+_JAXLIBS_WITH_FLAGS = ("0.10.",)
+
+
+def has_cuda_plugin() -> bool:
+    """Checks whether jax's plugin for NVIDIA GPUs is installed."""
+    return any(map(_is_installed, CUDA_PLUGINS))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its package
+        return False
+
+
+def set_gpu_flags() -> None:
+    """Adds the flags to the environment variable XLA_FLAGS, except for those that it has already.
+
+    A variable that names a file of flags is left as it is.
+    """
+    if not version.__version__.startswith(_JAXLIBS_WITH_FLAGS):
+        logger.info("jaxlib %s may not know groupax's flags for GPUs, so they are not set", version.__version__)
+        return
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if flags and not flags[0].startswith("--"):
+        return
+    names = {flag.removeprefix("--").partition("=")[0] for flag in flags}
+    added = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if name not in names]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *added])

@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -244,3 +245,40 @@ def watch(notice: Callable[[str], None], closed: threading.Event) -> None:
             if said != quiet:
                 notice(f"the cloud announced {name} {said}")
                 return
+
+
+class FairLock:
+    """A fair (FIFO) lock for threads that compute on the same devices; it can be closed.
+
+    Programs that several devices compute together must reach all devices in the same order, which threads without a
+    lock do not guarantee.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._is_held = self._is_closed = False
+
+    def __enter__(self) -> None:
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._is_closed or (not self._is_held and self._waiting[0] is ticket))
+                if self._is_closed:
+                    raise RolloutCancelled
+                self._is_held = True
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Makes all current and later attempts to acquire the lock raise `RolloutCancelled`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()

@@ -11,11 +11,11 @@ from groupax.config import GRPOConfig
 from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution, execution_for
-from groupax.models.fused_attention import select_fused_attention
+from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.lora import LoRAConfig, adapter_specs
+from groupax.models.params import partition_specs
 from groupax.models.specs import Params, model_specs
-from groupax.models.split import partition_specs
-from groupax.parallel.memory import HOST
+from groupax.parallel.collectives import HOST
 from groupax.runs.build import learner_settings
 from groupax.training.memory import UpdateMemory, compute_dtype
 from groupax.training.optimizer import make_optimizer, make_schedule

@@ -10,8 +10,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from groupax.parallel.accelerators import CHIPS, GPUS, TPUS, Chip, GpuHosts, Slice, gpu_hosts, tpu_slice
-from groupax.parallel.xla_flags import has_cuda_plugin, set_gpu_flags
+from groupax.parallel.accelerators import (
+    CHIPS,
+    GPUS,
+    TPUS,
+    Chip,
+    GpuHosts,
+    Slice,
+    gpu_hosts,
+    has_cuda_plugin,
+    set_gpu_flags,
+    tpu_slice,
+)
 
 # Slices whose chips have two cores that appear as one device.
 _CONFIGS = {"v4": "megacore", "v5p": "megacore"}

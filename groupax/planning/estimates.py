@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig
-from groupax.engine.plan import piece_size
+from groupax.engine.scheduler import piece_size
 from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS
 from groupax.models.flops import activation_bytes_per_token

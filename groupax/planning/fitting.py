@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.config import GRPOConfig
-from groupax.engine.tensor_parallel import indivisible_dims
+from groupax.engine.core import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
-from groupax.models.specs import num_params, split_dims
+from groupax.models.params import split_dims
+from groupax.models.specs import num_params
 from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, splits_model
 from groupax.planning.devices import Target, absent_devices, find_target
 from groupax.planning.estimates import estimated_temporaries

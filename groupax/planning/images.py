@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from groupax.models.vision.batch import ImageBatch, bucket
-from groupax.models.vision.tower import encode_images
+from groupax.models.vision.tower import ImageBatch, bucket, encode_images
 from groupax.planning.abstract import AbstractModel, struct_with
 from groupax.planning.programs import Program
 

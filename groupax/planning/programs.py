@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.parallel.memory import is_on_host
+from groupax.parallel.collectives import is_on_host
 
 
 class DoesNotFitError(Exception):

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.engine.ahead_of_time import Tracer
 from groupax.engine.cache import cache_dtype, plan_for
-from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
+from groupax.engine.programs import Tracer
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
 from groupax.models.adapted import apply_adapter
-from groupax.models.quantize import decoding_params
-from groupax.models.split import partition_specs
+from groupax.models.params import partition_specs
+from groupax.models.weights.quantize import decoding_params
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.planning.abstract import AbstractModel, sharded_structs
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import prompt_limit
-from groupax.engine.plan import CacheShape
+from groupax.engine.scheduler import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
@@ -21,7 +21,7 @@ from groupax.planning.images import NO_IMAGES, PlannedImages, trace_encoding
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
-from groupax.rollouts.schedule import UpdateSchedule, update_schedule
+from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.compute import Checkpointing
 
 _LENGTH = "max_completion_length"

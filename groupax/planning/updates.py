@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from groupax.config import GRPOConfig
 from groupax.models.adapted import apply_adapter
 from groupax.models.execution import Execution
-from groupax.models.split import partition_specs
+from groupax.models.params import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, sharded_structs, struct_with
 from groupax.planning.programs import Program, host_bytes
-from groupax.rollouts.schedule import UpdateSchedule
+from groupax.rollouts.state import UpdateSchedule
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.state import apply_update
 from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.data.examples import Example, Examples, check_text_only
-from groupax.data.files import file_kind
-from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, read_rows
+from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, file_kind, read_rows
 from groupax.settings.fields import nearest
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from groupax.config import GRPOConfig
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import is_conversational, load_tokenizer
-from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.families import read_config
-from groupax.models.summary import find_config
+from groupax.models.flops import find_config
+from groupax.models.weights.nf4 import without_nf4
 from groupax.recipes import Recipe
 from groupax.storage.folders import resolve_folder
 

@@ -33,7 +33,7 @@ from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.files import parsed_record
 from groupax.settings.compute import Checkpointing
 from groupax.storage.folders import read_file
-from groupax.training.buckets import Shape
+from groupax.training.packing import Shape
 
 FORMAT = 2
 MAX_FILES = 10_000

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from groupax.replay.influence import Influence, influence_of
 from groupax.replay.recorded import RecordedRun
 from groupax.replay.trainer import Moment, ReplayTrainer, Target
 from groupax.runs.files import replace_text
 from groupax.runs.rollout_log import beginning, prompt_text
 from groupax.runs.step_record import STAGES, Stage, StepRecord
 from groupax.terminal.printable import printable
-from groupax.training.influence import Influence, influence_of
 from groupax.types import Rollout
 from groupax.view.texts import shown_prompt
 

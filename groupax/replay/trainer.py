@@ -15,8 +15,8 @@ import numpy as np
 from groupax.config import GRPOConfig
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
-from groupax.models.saving import save_model
 from groupax.models.specs import Params
+from groupax.models.weights.saving import save_model
 from groupax.objective.entropy import EntropyState
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
@@ -29,8 +29,9 @@ from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
 from groupax.runs.checkpoints.record import read_policies
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.log import RunLog
-from groupax.runs.run import Description, Run, RunHooks
+from groupax.runs.run import Run, RunHooks
 from groupax.runs.step_record import Stage, StepRecord
+from groupax.runs.trainer import Description
 from groupax.settings.steps import QUIET
 from groupax.trainer import GRPOTrainer, TrainResult
 from groupax.training.adapters import AdapterLearners, PolicyLearner

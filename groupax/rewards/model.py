@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from groupax.data.chat import render
 from groupax.data.tokenizer import encode_texts, is_conversational, load_tokenizer
-from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import causal_hidden
 from groupax.models.matmul import matmul_nt
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model, load_model
+from groupax.parallel.collectives import to_device, to_host
 from groupax.parallel.mesh import DATA, num_data_shards
-from groupax.parallel.transfer import to_device, to_host
 from groupax.types import Rollout
 
 ROWS = PartitionSpec(DATA)

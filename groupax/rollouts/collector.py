@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from groupax.config import GRPOConfig
-from groupax.data.order import visit_order
+from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
-from groupax.engine.sampler import PolicySampler, Sampler
+from groupax.engine.sequence import PolicySampler, Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
@@ -20,6 +20,7 @@ from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.events import Emit, PhaseStarted, counted, ignore
 from groupax.metrics.completions import (
     completion_metrics,
+    episode_metrics,
     logged_metrics,
     reward_metrics,
     scoring_metrics,
@@ -27,15 +28,13 @@ from groupax.metrics.completions import (
     trl_zero_std_frac,
     with_logged,
 )
-from groupax.metrics.episodes import episode_metrics
 from groupax.objective.advantages import Advantages
 from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.rows import advantages_of, minibatches_of, with_advantages
-from groupax.rollouts.schedule import UpdateSchedule
-from groupax.rollouts.state import Cursor, Experience, Group
+from groupax.rollouts.state import Cursor, Experience, Group, UpdateSchedule
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
 from groupax.types import Metrics, Row, TrainerState
@@ -107,7 +106,7 @@ class Collector:
             num_wanted: Number of its minibatches that the next step takes.
         """
         self.engine.params = self.learner.policy
-        experience = self.rollout(self.engine, cursor, cursor.step)
+        experience = self.rollout(self.engine, cursor, cursor.step)  # sample, score, advantages
         self.engine.release()
         return self.with_logprobs(experience, cursor, num_wanted)
 
@@ -116,11 +115,6 @@ class Collector:
 
         With `filter_zero_variance` groups without signal are replaced by groups of further prompts, within the budget.
         When it is spent, they fill the rest, so that the size of a step does not change.
-
-        Args:
-            sampler: Sampler with the weights to sample from.
-            cursor: Progress of the run when it will train on the groups; its `num_tokens` is ignored.
-            policy_version: Number of optimizer steps that these weights have seen.
         """
         filters, wanted = self.args.filter_zero_variance, self.schedule.prompts_per_rollout
         budget = int(wanted * self.args.filter_budget) if filters else wanted
@@ -156,13 +150,6 @@ class Collector:
     ) -> Generator[Group, None, None]:
         """Yields the G completions of each of the next prompts as soon as they have ended.
 
-        Args:
-            sampler: Sampler with the weights to sample from.
-            cursor: Progress of the run.
-            policy_version: Version of these weights.
-            first: Number of prompts of this rollout that were sampled before.
-            count: Number of prompts to sample.
-
         Raises:
             RunError: The devices have too little memory.
         """
@@ -194,13 +181,7 @@ class Collector:
             ) from error
 
     def score(self, groups: Generator[Group, None, None], cursor: Cursor, count: int) -> Scored:
-        """Returns groups with their rewards, which are computed while further ones are sampled.
-
-        Args:
-            groups: The groups.
-            cursor: Progress of the run.
-            count: Number of groups.
-        """
+        """Returns groups with their rewards, which are computed while further ones are sampled."""
         self.scoring.runner.state = self.trainer_state(cursor)
         with closing(groups):
             return score_groups(counted(groups, self.emit, "sampling", count, "scoring"), self.scoring.runner)
@@ -244,13 +225,7 @@ class Collector:
     def _penalized(
         self, groups: Sequence[Group], minibatches: Sequence[list[Row]], reference: Sequence[list[np.ndarray]]
     ) -> tuple[list[Group], Metrics]:
-        """Returns groups with advantages by their rewards minus `beta` times their KL, and the metrics of the KL.
-
-        Args:
-            groups: Groups with advantages by their rewards alone.
-            minibatches: Their rows and those of their branches, in order.
-            reference: Log-probs of these rows under the reference.
-        """
+        """Returns groups with advantages by their rewards minus `beta` times their KL, and the metrics of the KL."""
         pairs = zip((row for rows in minibatches for row in rows), (x for each in reference for x in each), strict=True)
         of_rows = [np.sum(row.rollout_logp - values, where=row.mask, dtype=np.float64) for row, values in pairs]
         first_rows = np.cumsum([0, *(1 + len(rollout.branches) for group in groups for rollout in group)])[:-1]
@@ -283,14 +258,7 @@ class Collector:
     def experience(
         self, groups: list[Group], cursor: Cursor, metrics: Metrics, errors: Mapping[str, str]
     ) -> Experience:
-        """Returns groups as a rollout with its metrics, without log-probs.
-
-        Args:
-            groups: Groups with rewards and advantages; those to train on first.
-            cursor: Progress of the run.
-            metrics: Metrics of sampling and scoring.
-            errors: First error of each reward function that failed, by its name.
-        """
+        """Returns groups as a rollout with its metrics, without log-probs."""
         rows = [row for group in groups for row in group]
         num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(each.prompt_ids) for row in rows for each in (row, *row.branches))

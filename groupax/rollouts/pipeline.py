@@ -18,10 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from groupax.engine.engine import Engine
-from groupax.engine.sampler import Cancellable, Sampler, SamplingSession
-from groupax.engine.sequence import Sequence
+from groupax.engine.sequence import Cancellable, Sampler, SamplingSession, Sequence
 from groupax.models.specs import Params
-from groupax.parallel.fair_lock import FairLock
+from groupax.parallel.preemption import FairLock
 from groupax.rollouts.collector import Collector
 from groupax.rollouts.state import Cursor, Experience
 
@@ -91,11 +90,7 @@ class Pipeline:
         self.collector.learner.device_lock, self.collector.scoring.runner.device_lock = None, nullcontext()
 
     def begin(self, cursor: Cursor) -> None:
-        """Starts all rollouts that the current policy samples, and those that restored policies sample.
-
-        Args:
-            cursor: Progress of the run.
-        """
+        """Starts all rollouts that the current policy samples, and those that restored policies sample."""
         now: Policy | None = None
         steps = self.collector.schedule.updates_per_rollout
         number = cursor.num_rollouts + len(self._jobs)

@@ -11,9 +11,9 @@ from groupax.objective.advantages import (
     clipped_sum,
     find_advantage_estimator,
     group_advantages,
+    return_advantages,
     with_penalty,
 )
-from groupax.objective.returns import return_advantages
 from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rollouts.state import Group
 from groupax.settings.objective import AdvantageSettings, MaskSettings
@@ -28,16 +28,7 @@ def advantages_of(
     settings: AdvantageSettings | Any,
     penalty: np.ndarray | None = None,
 ) -> Advantages:
-    """Returns the advantages of completions by their rewards.
-
-    Args:
-        rollouts: Completions of whole groups, with their rewards.
-        names: Names of the rewards.
-        weights: Weight of each reward.
-        num_generations: Number of completions of a group.
-        settings: How advantages are computed; a config has them too.
-        penalty: Subtracted from the sum of each completion's rewards after it was clipped; None for nothing.
-    """
+    """Returns the advantages of completions by their rewards."""
     if settings.turn_credit == "returns":
         matrices = turn_reward_matrices(names, rollouts)
         return return_advantages(matrices, weights, num_generations, settings.scale_rewards, settings.turn_discount)
@@ -67,14 +58,7 @@ def with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Gro
 def minibatches_of(
     groups: Sequence[Group], size: int, settings: MaskSettings | Any, with_sampler_logps: bool
 ) -> list[list[Row]]:
-    """Cuts scored groups into minibatches of rows; those of one prompt share a number and its computation.
-
-    Args:
-        groups: The groups.
-        size: Number of completions of a minibatch.
-        settings: Which completions count; a config has them too.
-        with_sampler_logps: Whether rows need the log-probs of the distribution that was drawn from.
-    """
+    """Cuts scored groups into minibatches of rows; those of one prompt share a number and its computation."""
     ends, numbers = masked_ends(settings), dict[tuple[int, bytes], int]()
     episodes: list[list[Row]] = []
     for index, group in enumerate(groups):
@@ -95,14 +79,7 @@ def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
 
 
 def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
-    """Returns a scored completion as a row, without the log-probs that the trainer computes.
-
-    Args:
-        rollout: The completion.
-        group: Number that the rows of its prompt share.
-        masked_ends: Ends of completions whose tokens do not count.
-        with_sampler_logps: Whether the row needs the log-probs of the distribution that was drawn from.
-    """
+    """Returns a scored completion as a row, without the log-probs that the trainer computes."""
     counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
     return Row(
         group=group,
@@ -121,14 +98,7 @@ def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], 
 
 
 def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row:
-    """Returns a further stream of an episode as a row.
-
-    Args:
-        branch: The stream.
-        group: Number that the rows of its prompt share.
-        row: Row of the rollout that it belongs to.
-        advantage: Advantage of the episode.
-    """
+    """Returns a further stream of an episode as a row."""
     return replace(
         row,
         group=group,

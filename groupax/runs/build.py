@@ -11,26 +11,26 @@ from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig
 from groupax.data.examples import Examples, load_examples
+from groupax.data.files import EVAL_SPLITS
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
-from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.scheduler import CHUNK_STEPS, TURN_STEPS, Demand
+from groupax.engine.sequence import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rewards import environment_rewards
 from groupax.episodes.rules import SINGLE_TURNS, Rules, make_rules
 from groupax.evaluation.sets import named_sets
-from groupax.models.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
-from groupax.models.vision.prompts import prompt_encoder
+from groupax.models.vision.processing import prompt_encoder
+from groupax.models.weights.checkpoint import Model, add_adapter, load_model, reshard
 from groupax.objective.advantages import find_advantage_estimator
-from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
+from groupax.objective.ratios import find_estimator
 from groupax.parallel import processes
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import make_mesh
-from groupax.parallel.peak import free_memory_bytes
 from groupax.rewards.contract import ENVIRONMENTS, Reward
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rollouts.collector import sampling_params
@@ -38,7 +38,7 @@ from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
 from groupax.settings.episodes import EpisodeSettings
-from groupax.settings.objective import EntropySettings, ObjectiveSettings, ReferenceSettings
+from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.adapters import PolicyLearner
@@ -107,14 +107,6 @@ def rewards_for(
 ) -> list[Reward]:
     """Returns the rewards of the run, those of its environments last.
 
-    Args:
-        args: Settings of the run.
-        functions: Reward functions and models.
-        tokenizers: Tokenizers of reward models.
-        examples: Rows of prompts, whose columns functions may take.
-        environments: Classes of environments, which may have rewards of their own.
-        rollout_func: A function that samples, whose columns functions may take too.
-
     Raises:
         ValueError: a function takes a column that there is not, or two rewards have the same name.
     """
@@ -124,11 +116,11 @@ def rewards_for(
     if environments is not None and is_one_process:
         columns.append(ENVIRONMENTS)
     columns += () if rollout_func is None else rollout_func.columns
-    given = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
-    clashes = {reward.name for reward in given} & {reward.name for reward in own}
+    named = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+    clashes = {reward.name for reward in named} & {reward.name for reward in own}
     if clashes:
         raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
-    return [*given, *own]
+    return [*named, *own]
 
 
 def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | None = None) -> Model:
@@ -153,10 +145,6 @@ def model_for(args: RunConfig, model: str | Path | Model, lora: LoRAConfig | Non
 
 def mesh_of(args: RunConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Returns the requested mesh, or None.
-
-    Args:
-        args: Settings of the run.
-        devices: None takes all devices.
 
     Raises:
         ValueError: it does not fit the devices.
@@ -193,11 +181,6 @@ def lora_for(args: RunConfig, peft_config: Any) -> LoRAConfig | None:
 def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
     """Checks that settings of an adapter's base fit the model.
 
-    Args:
-        args: Settings of the run.
-        model: Model with its adapter, if it has one.
-        was_loaded: Whether the model was loaded for this run.
-
     Raises:
         ValueError: they do not.
     """
@@ -206,14 +189,12 @@ def _check_adapter(args: RunConfig, model: Model, was_loaded: bool) -> None:
             f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
             "model as a folder or hub id, and set lora_r, e.g. to 16"
         )
-    reference = args.part(ReferenceSettings)
-    if model.adapter is not None and reference.sync_ref_model:
-        raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
-    if model.adapter is not None and reference.offload_reference:
-        raise ValueError(
-            "offload_reference keeps the reference off the devices, which of an adapter is its base and always needed; "
-            "set it to False"
-        )
+    if not isinstance(args, GRPOConfig) or model.adapter is None:
+        return
+    if args.sync_ref_model:
+        raise ValueError("sync_ref_model moves the reference, which is the base of an adapter; set it to False")
+    if args.offload_reference:
+        raise ValueError("offload_reference is set, but the reference is the adapter's base, which is always needed")
 
 
 def check_adapters(args: GRPOConfig, model: Path | str | Model, lora: LoRAConfig | None) -> None:
@@ -318,28 +299,27 @@ def prompts_for(
 ) -> PromptSet:
     """Encodes the prompts of examples, which must leave room for completions.
 
-    Args:
-        args: Settings of the run.
-        model: Model whose context prompts and completions share.
-        tokenizer: Its tokenizer.
-        examples: Rows with a column `prompt`.
-        rules: Tools that prompts describe.
-        max_completion_length: Limit of evaluations, if they have their own.
-        dataset: Name of the examples in errors.
-
     Raises:
         ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
     """
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    kwargs, schemas = args.chat_template_kwargs, rules.schemas_of(examples)
     if rules.adapters:
         for index in range(len(examples)):
             rules.adapter_of(examples[index])
-    given = examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas
     encoder = prompt_encoder(model.config.vision, model.source, tokenizer, int(args.image_cache_gb * 1e9))
-    prompts = encode_examples(*given, may_be_empty=rules.has_environments, encoder=encoder)
+    prompts = encode_examples(
+        examples,
+        tokenizer,
+        limit,
+        args.prompt_overflow,
+        args.chat_template_kwargs,
+        dataset,
+        rules.schemas_of(examples),
+        may_be_empty=rules.has_environments,
+        encoder=encoder,
+    )
     if prompts.images is not None:
         _check_images(args, rules, dataset or "the dataset")
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
@@ -393,16 +373,6 @@ def engine_for(
 
     It receives the tokenizer if there may be stop strings, which it searches in the decoded text. Where episodes have
     several turns, chunks are short, since tools are called only after a chunk.
-
-    Args:
-        args: Settings of the run.
-        model: The model.
-        learner: Learner of its weights.
-        eos_ids: Tokens that end a completion.
-        tokenizer: Its tokenizer.
-        expected: What the largest rollout needs, so that all rollouts are decoded by the same programs; None if that
-            is unknown.
-        rules: Tools and environments.
 
     Raises:
         ValueError: a constraint of completions is damaged, or meets episodes of several turns.

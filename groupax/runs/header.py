@@ -8,15 +8,16 @@ import jax
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet
-from groupax.models.checkpoint import Model
+from groupax.models.config import ModelConfig
+from groupax.models.flops import forward_flops
 from groupax.models.lora import count_params
-from groupax.parallel.accelerators import chip_of
-from groupax.parallel.memory import is_on_host
+from groupax.models.weights.checkpoint import Model
+from groupax.parallel.accelerators import Chip, chip_of
+from groupax.parallel.collectives import is_on_host
 from groupax.rewards.contract import Reward
-from groupax.rollouts.schedule import UpdateSchedule
+from groupax.rollouts.state import UpdateSchedule
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import short_number
-from groupax.runs.step_time import seconds_at_peak
 from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.adapters import PolicyLearner
 
@@ -33,20 +34,7 @@ def run_facts(
     checkpointing: Checkpointing,
     of_episodes: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns facts about the run by label.
-
-    Args:
-        args: The run's settings.
-        model: The policy.
-        dataset_name: Source of the training prompts (see `data_name`).
-        prompts: The training prompts.
-        eval_prompts: The held-out prompts of each evaluation set, by name.
-        rewards: The reward functions.
-        num_steps: Number of optimizer steps.
-        rows_per_step: Completions of an optimizer step.
-        checkpointing: What the backward pass recomputes.
-        of_episodes: The names of tools and environments by label (see `episodes.rules.Rules.names`).
-    """
+    """Returns facts about the run by label."""
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
         **model_facts(model),
@@ -74,11 +62,6 @@ def memory_facts(learner: PolicyLearner, num_rows: int, cache_bytes: int = 0) ->
 
     Weights and optimizer state are counted. Rollouts and updates, which take further memory one after the other, are
     estimated by arithmetic, without temporary copies of the compiler.
-
-    Args:
-        learner: What the run trains.
-        num_rows: Rows of an optimizer step.
-        cache_bytes: Keys and values of a rollout; 0 for none.
     """
     frozen = learner.frozen and learner.frozen.params
     leaves = jax.tree.leaves((learner.state, learner.policy, learner.reference, frozen))
@@ -101,14 +84,6 @@ def time_facts(
 
     It is not given where it is not known: for devices without stated peaks, for episodes of several turns, images and
     mixtures of experts, whose arithmetic depends on the data, and for weights that are decoded with fewer bits.
-
-    Args:
-        args: The run's settings.
-        learner: What the run trains.
-        model: The policy.
-        prompts: The training prompts.
-        schedule: How rollouts become optimizer steps.
-        has_turns: Whether episodes may have several turns.
     """
     devices, longest = model.mesh.devices, args.max_completion_length
     chip = chip_of(devices.flat[0].device_kind)
@@ -125,12 +100,7 @@ def time_facts(
 
 
 def data_name(dataset: Any, num_rows: int) -> str:
-    """Returns the source of a dataset: a file, a hub id, or the number of rows that were given in Python.
-
-    Args:
-        dataset: The dataset as the trainer got it.
-        num_rows: Number of its rows.
-    """
+    """Returns the source of a dataset: a file, a hub id, or the number of rows that were given in Python."""
     if isinstance(dataset, (str, os.PathLike)):
         return str(dataset)
     if isinstance(dataset, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in dataset):
@@ -158,3 +128,20 @@ def _parameters(model: Model) -> str:
 def _devices(model: Model) -> str:
     devices = model.mesh.devices
     return f"{devices.size} x {devices.flat[0].device_kind}"
+
+
+def seconds_at_peak(
+    config: ModelConfig,
+    chip: Chip,
+    num_devices: int,
+    rows: Sequence[tuple[int, list[int]]],
+    num_decoded: float,
+    weight_bytes: float,
+) -> float:
+    """Returns the seconds of an optimizer step at the peaks of its devices.
+
+    Decoding reads the weights once per token of a rollout's longest completion, and an update does three times the
+    arithmetic of a forward pass. All else is left out, so that the time is a lower bound.
+    """
+    decode_s = num_decoded * weight_bytes / chip.memory_bytes_per_s
+    return decode_s + 3 * forward_flops(config, rows) / (num_devices * chip.flops)

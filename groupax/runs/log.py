@@ -11,7 +11,7 @@ from groupax.config import RunConfig
 from groupax.events import Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
 from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
-from groupax.parallel.compilation import compilation
+from groupax.parallel.runtime import compilation
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.folder_sink import FolderSink

@@ -1,46 +1,39 @@
 """What surrounds the loop of a trainer: its start, events, evaluations, checkpoints and end."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 
 from groupax.config import GRPOConfig, RunConfig, SFTConfig
 from groupax.errors import DivergedError, RewardError
-from groupax.events import Emit, EventStream, Listener, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
-from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model
-from groupax.models.saving import source_folders
-from groupax.models.specs import Params
+from groupax.events import Emit, EventStream, Message, PhaseStarted, RunDescribed, RunEnded, RunStarted
+from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
-from groupax.parallel.compilation import compilation
-from groupax.parallel.peak import memory_in_use
+from groupax.parallel.memory import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
-from groupax.parallel.runtime import configure_jax
-from groupax.rollouts.pipeline import Policy
+from groupax.parallel.runtime import compilation, configure_jax
 from groupax.rollouts.state import Cursor, Experience
-from groupax.runs.checkpoints.choose import Saved, complete_identity
+from groupax.runs.checkpoints.choose import complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences
 from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
 from groupax.runs.checkpoints.store import LocalStore
-from groupax.runs.diagnostics import Diagnose
 from groupax.runs.files import complete_run, free_name
 from groupax.runs.folder import RunFolder
-from groupax.runs.log import Evaluation, RunLog
+from groupax.runs.log import RunLog
 from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.runs.results import result_folders
 from groupax.runs.trackers.tracker import check_trackers
+from groupax.runs.trainer import Trainer, result_folders
 from groupax.storage.buckets import is_remote
 from groupax.storage.replacing import ForeignFilesError, check_destination
-from groupax.training.adapters import AdapterLearners, PolicyLearner
-from groupax.training.learner import Learner, LearnerSettings, Update
+from groupax.training.learner import Update
 from groupax.training.state import TrainState
 from groupax.types import Row
 
@@ -52,99 +45,6 @@ def with_absolute_paths(args: ConfigT) -> ConfigT:
     named = {name: getattr(args, name, None) for name in ("resume", "rollout_folder")}
     paths = {name: path for name, path in named.items() if path not in (None, "auto", "never") and not is_remote(path)}
     return replace(args, **{name: str(Path(path).expanduser().absolute()) for name, path in paths.items()})
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a user should know of a run before its first step.
-
-    Attributes:
-        facts: Facts by label, which its record has too.
-        plans: The memory that it plans to use, by label; likewise.
-        expectations: What to expect of it, by label, which is only shown.
-        warnings: Texts of warnings.
-        findings: What is wrong with its settings, by the name of the finding (see `diagnostics`).
-    """
-
-    facts: Mapping[str, str]
-    plans: Mapping[str, str]
-    expectations: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
-    findings: Mapping[str, str] = field(default_factory=dict)
-
-
-class Trainer(Protocol):
-    """A trainer, as the run that it owns sees it.
-
-    Attributes:
-        listeners: Called with every event of the run; one that returns True ends the run.
-        start_model: The model that the run starts from.
-        learner: The policy under training.
-        tokenizer: Tokenizer of the model.
-        num_steps: Number of optimizer steps of the run.
-        cursor: Progress of the run.
-    """
-
-    listeners: Sequence[Listener]
-    start_model: Model
-    learner: PolicyLearner
-    tokenizer: Any
-    num_steps: int
-    cursor: Cursor
-
-    @property
-    def args(self) -> RunConfig:
-        """Settings."""
-        ...
-
-    @property
-    def experience(self) -> Experience | None:
-        """The rollout that is not used up, if there are rollouts."""
-        ...
-
-    def describe(self) -> Description:
-        """Returns what a user should know of the run before its first step."""
-        ...
-
-    def identity(self) -> Identity:
-        """Returns everything that a resumed run must have in common with this one."""
-        ...
-
-    def diagnose(self) -> Diagnose:
-        """Returns what finds faults of the run in its metrics."""
-        ...
-
-    def working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
-        """Starts what only runs during training, and stops it at the end."""
-        ...
-
-    def restore(self, saved: Saved, log: RunLog) -> None:
-        """Continues from a checkpoint, after the learner did."""
-        ...
-
-    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
-        """Returns earlier policies that a checkpoint has to keep."""
-        ...
-
-    def evaluate(self) -> Evaluation:
-        """Evaluates the present policy on held-out data."""
-        ...
-
-    def settle(self) -> None:
-        """Is called before the state is saved at another time than between two steps."""
-        ...
-
-    def save_model(self, folder: str | Path | None = None) -> Path:
-        """Saves the current policy, by default in the run's `model/`."""
-        ...
-
-    def host_params(self) -> Params:
-        """Returns the trained weights, on the primary process's host if there are several. All processes call this."""
-        ...
-
-    def write_model(self, params: Params, folder: Path) -> Path:
-        """Writes trained weights as `save_model` does, in this process."""
-        ...
 
 
 class RunHooks:
@@ -192,13 +92,12 @@ class Run:
 
     Attributes:
         hooks: Extension points, which may be replaced before the run starts.
-        folder: The run folder, after `open_folder`.
+        folder: The run folder.
         log: The log, while the run trains; so are `saver` and `stop`, the handler of requests to stop.
         train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
             including that of earlier processes of the run.
     """
 
-    folder: RunFolder
     log: RunLog
     saver: RunSaver
     stop: PreemptionHandler
@@ -210,38 +109,21 @@ class Run:
         self.progress.is_compiling = lambda: compilation().is_under_way
         self.events = EventStream(self.progress)
         self.emit: Emit = self.events.emit
+        self.folder = self._open_folder(args)
         self.train_seconds = 0.0
         self._is_introduced = self._is_reported_complete = False
         self._identity: Identity | None = None
         self._state_before: TrainState | None = None  # while an update is under way
 
-    # -- its parts -----------------------------------------------------------------------------------------------
-
-    def open_folder(self, args: RunConfig, log_bytes: int | None = None) -> RunFolder:
-        """Returns the run folder; processes other than the primary one write to a folder that nobody sees."""
+    def _open_folder(self, args: RunConfig) -> RunFolder:
         folder = args.output_dir
         if processes.is_primary():
             check_trackers(args.report_to)
-        else:
+        else:  # others write to a folder that nobody sees
             self._unseen = tempfile.TemporaryDirectory(prefix="groupax-process-")
             folder = self._unseen.name
-        self.folder = RunFolder(folder, log_bytes, self.emit)
-        return self.folder
-
-    def make_learner(
-        self, settings: LearnerSettings, longest: tuple[int, int], adapters: Sequence[str] = ()
-    ) -> PolicyLearner:
-        """Returns the learner of the trainer's model, or that of several adapters by their names."""
-        trainer, model = self.trainer, self.trainer.start_model
-        learner = (
-            AdapterLearners(model, adapters, settings, trainer.num_steps, longest)
-            if adapters
-            else Learner(model, settings, trainer.num_steps, longest)
-        )
-        if model.adapter is not None and learner.frozen is not None:
-            adapter = replace(model.adapter, frozen=learner.frozen)  # frees those loaded in another dtype
-            trainer.start_model = replace(model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
-        return learner
+        log_gb = args.rollout_log_gb if isinstance(args, GRPOConfig) else None
+        return RunFolder(folder, None if log_gb is None else int(log_gb * 1e9), self.emit)
 
     # -- its start and end ---------------------------------------------------------------------------------------
 

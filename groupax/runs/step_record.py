@@ -66,15 +66,7 @@ class StepRecord:
 def step_record(
     cursor: Cursor, rollouts: Sequence[Rollout], rows: Sequence[Row], update: Update, weights: str
 ) -> StepRecord:
-    """Returns the record of a step.
-
-    Args:
-        cursor: Progress of the run after the step.
-        rollouts: The completions that the step is about.
-        rows: Rows of the update.
-        update: The update.
-        weights: Digest of the weights after it.
-    """
+    """Returns the record of a step."""
     groups = [[*group] for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.prompt_index)]
     metrics = update.metrics
     return StepRecord(

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.serve.api_key import check_key
 from groupax.serve.body import json_body
 from groupax.serve.cross_origin import CallerCheck

@@ -11,7 +11,7 @@ import numpy as np
 from groupax.engine.sequence import Sequence as Completion
 from groupax.models.specs import Params
 from groupax.parallel import processes
-from groupax.parallel.transfer import to_host_on_primary
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.serve.client import RemoteSampler, RemoteSession
 from groupax.settings.sampling import SamplingParams
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
+from groupax.data.chat import check_messages, check_tools, join_text_parts
 from groupax.data.images import without_images
-from groupax.data.messages import check_messages, check_tools, join_text_parts
 from groupax.serve.errors import ApiError
 from groupax.serve.images import image_url
 from groupax.settings.template_kwargs import check_template_kwargs

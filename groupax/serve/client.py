@@ -24,10 +24,9 @@ from groupax.engine.engine import new_sequences
 from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.config import ModelConfig
-from groupax.models.lora import Adapter, adapter_specs
-from groupax.models.named_tensors import host_tensors, param_leaves, specs_by_name, trained_params
-from groupax.models.peft_format import adapter_config_dict
+from groupax.models.lora import Adapter, adapter_config_dict, adapter_specs
 from groupax.models.specs import Params, model_specs
+from groupax.models.weights.saving import host_tensors, param_leaves, specs_by_name, trained_params
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
 from groupax.serve.remote import RefusedError, RemoteServer, reading

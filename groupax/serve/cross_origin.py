@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 
 
 class CallerCheck:

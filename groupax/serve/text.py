@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from groupax.data.tokenizer import REPLACEMENT
-from groupax.engine.stop_strings import text_before_stop
+from groupax.engine.sequence import text_before_stop
 
 
 class TextStream:

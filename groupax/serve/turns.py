@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from groupax.data.tool_arguments import convert_arguments
-from groupax.engine.stop_strings import exempt_length, text_before_stop
+from groupax.engine.sequence import exempt_length, text_before_stop
 from groupax.serve.turn_format import TurnFormat
 from groupax.tools.calls import ParsedTurn, ToolCall
 

@@ -22,9 +22,9 @@ import numpy as np
 
 from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
-from groupax.models.checkpoint import Model
-from groupax.models.saving import save_model
 from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_model
 from groupax.serve.remote import RefusedError, RemoteServer, reading
 from groupax.settings.sampling import SAMPLER, SamplingParams
 

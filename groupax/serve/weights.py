@@ -17,12 +17,11 @@ import jax
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupax.models.adapted import FrozenBase, apply_adapter
-from groupax.models.adapter_stack import Changes, check_finite, stack_adapters
-from groupax.models.checkpoint import Model
+from groupax.models.adapted import Changes, FrozenBase, apply_adapter, check_finite_changes, stack_adapters
 from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
-from groupax.models.named_tensors import param_leaves, replace_tensors
 from groupax.models.specs import Params, model_specs
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import param_leaves, replace_tensors
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, adapter_of
 from groupax.serve.protocol import MAX_PIECE_BYTES, PIECE_BYTES, Extent, checksum, read_manifest, tensors_in
@@ -213,7 +212,7 @@ class Weights:
         new = replace_tensors(specs, trained, tensors)
         if self.loop.engines[model].adapters:
             try:
-                check_finite(new)
+                check_finite_changes(new)
             except ValueError as error:
                 raise ApiError(400, str(error), param="tensors") from error
         return Held(held.base, upload.lora, new)

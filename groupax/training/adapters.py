@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from groupax.models.adapted import apply_adapter
-from groupax.models.adapter_stack import Changes, stack_adapters
-from groupax.models.checkpoint import Model
+from groupax.models.adapted import Changes, apply_adapter, stack_adapters
 from groupax.models.execution import Execution
 from groupax.models.specs import Params
-from groupax.parallel.digest import weights_digest
+from groupax.models.weights.checkpoint import Model
+from groupax.parallel.collectives import weights_digest
 from groupax.training.learner import Learner, LearnerSettings, Update
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row

@@ -14,19 +14,33 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
+from groupax.engine.prefill import joined_features
 from groupax.models.execution import FusedAttention
-from groupax.models.fused_attention import MIN_QUERIES
-from groupax.models.grouped import RaggedBatch, RaggedImages
-from groupax.models.vision.batch import ImageBatch
+from groupax.models.kernels.fused_attention import MIN_QUERIES
+from groupax.models.logprobs import RaggedBatch, RaggedImages
+from groupax.models.specs import Params
 from groupax.models.vision.config import VisionConfig
-from groupax.models.vision.placement import continued, image_blocks
+from groupax.models.vision.placement import continued, image_blocks, num_features
+from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
+from groupax.parallel.collectives import to_host
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_host
 from groupax.settings.compute import SharePrefix
-from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, load, make_bucket, tile_ranges
-from groupax.training.packing import MIN_TOKENS, MicroBatchPlan, group_parts, plan_micro_batches, round_up
+from groupax.training.packing import (
+    MIN_TOKENS,
+    PLAIN,
+    AttentionCost,
+    MicroBatchPlan,
+    RowGroup,
+    Shape,
+    group_parts,
+    load,
+    make_bucket,
+    plan_micro_batches,
+    round_up,
+    tile_ranges,
+)
 from groupax.types import Image, Row
 
 
@@ -99,17 +113,6 @@ def pack(
 ) -> tuple[list[Packed], list[Shape]]:
     """Packs rows into micro-batches of about `micro_batch_tokens` tokens per shard.
 
-    Args:
-        rows: rows in any order.
-        num_shards: number of devices that share each micro-batch.
-        micro_batch_tokens: tokens of a micro-batch on one shard, prompts included.
-        known: shapes that have compiled programs.
-        share_prefix: whether to compute a prompt once for the rows of its group that are on one shard; "auto" takes the
-            cheaper way.
-        longest: tokens of the longest prompt and completion to expect, which new shapes hold where that costs little.
-        attention_cost: cost of attention.
-        vision: part of the model that sees images; None for a model of text.
-
     Returns:
         The micro-batches, and the known shapes with the new ones.
     """
@@ -127,16 +130,7 @@ def pack_parts(
     attention_cost: AttentionCost = PLAIN,
     vision: VisionConfig | None = None,
 ) -> list[Packed]:
-    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards.
-
-    Args:
-        rows: rows of the step.
-        parts: indices of the rows of each part.
-        num_shards: number of devices that share each micro-batch.
-        share_prefix: as for `pack`; "auto" computes a prompt once.
-        attention_cost: cost of attention.
-        vision: part of the model that sees images; None for a model of text.
-    """
+    """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards."""
     groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
     num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
     shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
@@ -350,3 +344,66 @@ def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
     num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
     num_tokens = sum(int(row.mask.sum()) for row in rows)
     return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
+
+
+def with_features(
+    packed: Packed, vision: VisionConfig | None, cache: FeatureCache | None, params: Params, is_differentiated: bool
+) -> MicroBatch:
+    """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
+    if not packed.images:
+        return packed.batch
+    assert vision is not None, "the model sees images"
+    assert cache is not None, "the model sees images"
+    if is_differentiated:
+        return replace(packed.batch, features=computed_features(vision, packed.images))
+    return replace(packed.batch, features=known_features(cache, params["vision"], packed.images))
+
+
+def known_features(cache: FeatureCache, params: dict[str, Any], images: Sequence[Sequence[Image]]) -> Features:
+    """Returns the features of each shard's images, on the host."""
+    return Features(known=joined_features([cache.features(params, own) for own in images]))
+
+
+def computed_features(config: VisionConfig, images: Sequence[Sequence[Image]]) -> Features:
+    """Returns what the features of each shard's images are computed from, on the host."""
+    batches = [batch_images(config, own) if own else None for own in images]
+    shapes = [batch.patches.shape for batch, _ in filter(None, batches)]
+    num_tiles, num_patches = (max(shape[dim] for shape in shapes) for dim in (0, 1))
+    counts = [sum(num_features(config, image) for image in own) for own in images]
+    size = 1 << max(0, max(counts) - 1).bit_length()
+    like = next(batch for batch, _ in filter(None, batches))
+    tiles, rows = [], np.zeros((len(images), size), np.int32)
+    ids = np.zeros((len(images), num_tiles), np.uint32)
+    for shard, (own, given) in enumerate(zip(images, batches, strict=True)):
+        if given is None:
+            tiles.append(jax.tree.map(lambda x: np.zeros((num_tiles, num_patches, *x.shape[2:]), x.dtype), like))
+            continue
+        batch, firsts = given
+        tiles.append(jax.tree.map(lambda x: _padded(x, num_tiles, num_patches), batch))
+        per_tile = batch.patches.shape[1] // config.patches_per_feature
+        index = [
+            first // per_tile * (num_patches // config.patches_per_feature) + _features_of(config, image, num_patches)
+            for first, image in zip(firsts, own, strict=True)
+        ]
+        rows[shard, : counts[shard]] = np.concatenate(index)
+        own_ids = np.concatenate([_image_dropout_ids(image) for image in own])
+        ids[shard, : len(own_ids)] = own_ids
+    joined: ImageBatch = jax.tree.map(lambda *shards: np.concatenate(shards), *tiles)
+    return Features(images=joined, rows=rows.reshape(-1), dropout_ids=ids.reshape(-1))
+
+
+def _image_dropout_ids(image: Image) -> UInt32[np.ndarray, "T"]:
+    """Spreads (image, tile) over 32 bits, the tiles by a large odd factor."""
+    spread = np.arange(image.patches.shape[0], dtype=np.int64) * 0x9E3779B1 + int(image.digest[:8], 16)
+    return (spread & 0xFFFFFFFF).astype(np.uint32)
+
+
+def _padded(x: np.ndarray, num_tiles: int, num_patches: int) -> np.ndarray:
+    return np.pad(x, [(0, num_tiles - x.shape[0]), (0, num_patches - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+
+def _features_of(config: VisionConfig, image: Image, num_patches: int) -> Int[np.ndarray, "F"]:
+    """Returns the indices of an image's features from its first one on, in tiles with this number of patches."""
+    merged, (tiles, own, _) = config.patches_per_feature, image.patches.shape
+    index = np.arange(tiles)[:, None] * (num_patches // merged) + np.arange(own // merged)[None]
+    return index.reshape(-1)

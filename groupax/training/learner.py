@@ -13,51 +13,61 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import Model
 from groupax.models.execution import execution_for
-from groupax.models.fused_attention import select_fused_attention
-from groupax.models.quantize import cast_unquantized
+from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.specs import Params
-from groupax.models.vision.features import FeatureCache
+from groupax.models.vision.tower import FeatureCache
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.quantize import cast_unquantized
 from groupax.objective.aggregation import Denominators
-from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
-from groupax.objective.masks import top_entropy_threshold
+from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.objective.metrics import MetricSums
-from groupax.parallel.digest import weights_digest
-from groupax.parallel.memory import on_devices, on_host
+from groupax.parallel.collectives import on_devices, on_host, to_host, weights_digest
+from groupax.parallel.memory import free_memory_bytes
 from groupax.parallel.mesh import num_data_shards, splits_model
-from groupax.parallel.peak import free_memory_bytes
-from groupax.parallel.transfer import to_host
 from groupax.settings.compute import Checkpointing, UpdateSettings
 from groupax.settings.fields import like
 from groupax.settings.images import VisionSettings
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
-from groupax.training.batch import MicroBatch, Packed, attention_cost_with, denominators, pack, pack_parts, unpack
-from groupax.training.buckets import Shape
-from groupax.training.frozen import check_dropout, frozen_base, untrained_weights
-from groupax.training.images import with_features
+from groupax.training.batch import (
+    MicroBatch,
+    Packed,
+    attention_cost_with,
+    denominators,
+    pack,
+    pack_parts,
+    unpack,
+    with_features,
+)
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
-from groupax.training.offload import offload_state
 from groupax.training.optimizer import make_optimizer, make_schedule
+from groupax.training.packing import Shape
 from groupax.training.state import (
     TrainState,
     apply_update,
     cast_params,
+    check_dropout,
     ema_update,
+    frozen_base,
     init_state,
     norms_and_update_ratios,
+    offload_state,
+    untrained_weights,
 )
 from groupax.training.step import (
     GradAccumulator,
     all_reduce,
+    distribution_metrics,
+    efficiency_metrics,
+    mean_metrics,
     micro_step,
+    policy_loss,
     score,
     shard_batch,
     zero_grads,
 )
-from groupax.training.update_metrics import distribution_metrics, efficiency_metrics, mean_metrics, policy_loss
 from groupax.types import Metrics, Row
 
 
@@ -176,11 +186,7 @@ class Learner:
         return self.settings.micro_batch_tokens or self._memory().fitting_tokens(self.execution.checkpointing)
 
     def planned_update_bytes(self, num_rows: int) -> int:
-        """Returns about how much memory of a device an update takes for a time: gradients and activations.
-
-        Args:
-            num_rows: Rows of an optimizer step.
-        """
+        """Returns about how much memory of a device an update takes for a time: gradients and activations."""
         memory, checkpointing = self._memory(), self.execution.checkpointing
         tokens = self.settings.micro_batch_tokens or memory.fitting_tokens(checkpointing)
         most = -(-num_rows // num_data_shards(self.mesh)) * memory.longest_row
@@ -209,13 +215,10 @@ class Learner:
     def update(self, rows: Sequence[Row]) -> Update:
         """Takes one optimizer step: the gradient of the objective over the rows, in micro-batches."""
         started_s = time.perf_counter()
-        if self.settings.top_entropy_quantile < 1:
-            rows = self._with_policy_masks(rows)
         num_tokens = sum(int(row.mask.sum()) for row in rows)
-        coef = applied_coef(self.entropy, self.settings.entropy)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
+        rows, counts, coef = self._prepared(rows)
         packed = self._pack(rows)
-        counts = denominators(rows, self.settings.masked_rows_in_denominator)
         accumulator, scored = self._accumulate(packed, counts, coef, self.dropout_rate)
         loss, sums, grad_norm, applied, before = self._apply(accumulator)
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
@@ -240,11 +243,9 @@ class Learner:
 
         It takes the program of updates, whose gradient it discards; what later updates compute does not change.
         """
-        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        shapes = self.shapes
         try:
-            if self.settings.top_entropy_quantile < 1:
-                rows = self._with_policy_masks(rows)
-            counts = denominators(rows, self.settings.masked_rows_in_denominator)
+            rows, counts, coef = self._prepared(rows)
             accumulator, _ = self._accumulate(self._pack(rows), counts, coef, 0.0)
             with self._exclusive():
                 accumulator = replace(all_reduce(accumulator, config=self.config, mesh=self.mesh), grads={})
@@ -261,23 +262,24 @@ class Learner:
 
         The gradients of parts that have each row once add up to the step's, but for the load-balancing loss of a
         mixture of experts, which is that of the part alone. What later updates compute does not change.
-
-        Args:
-            rows: Rows of the step.
-            parts: Indices of the rows of each part.
         """
-        shapes, coef = self.shapes, applied_coef(self.entropy, self.settings.entropy)
+        shapes = self.shapes
         try:
-            if self.settings.top_entropy_quantile < 1:
-                rows = self._with_policy_masks(rows)
+            rows, counts, coef = self._prepared(rows)
         finally:
             self.shapes = shapes
-        counts = denominators(rows, self.settings.masked_rows_in_denominator)
-        given = self.settings.share_prefix, attention_cost_with(self.execution.attention), self.config.vision
-        for packed in pack_parts(rows, parts, num_data_shards(self.mesh), *given):
+        num_shards, cost = num_data_shards(self.mesh), attention_cost_with(self.execution.attention)
+        for packed in pack_parts(rows, parts, num_shards, self.settings.share_prefix, cost, self.config.vision):
             accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
             with self._exclusive():
                 yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
+
+    def _prepared(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Denominators, float]:
+        """Returns rows with their policy masks, the step's denominators, and the weight of the entropy bonus."""
+        if self.settings.top_entropy_quantile < 1:
+            rows = self._with_policy_masks(rows)
+        counts = denominators(rows, self.settings.masked_rows_in_denominator)
+        return rows, counts, applied_coef(self.entropy, self.settings.entropy)
 
     def _accumulate(
         self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float, dropout_rate: float

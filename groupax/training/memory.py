@@ -66,13 +66,7 @@ class UpdateMemory:
         return max(1024, min(MAX_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
 
     def checkpointing(self, choice: CheckpointingChoice, micro_batch_tokens: int | None) -> Checkpointing:
-        """Returns what the backward pass recomputes.
-
-        Args:
-            choice: the setting; "auto" recomputes the least among what fits with the longest row and the micro-batches,
-                or everything.
-            micro_batch_tokens: tokens of a micro-batch; None for enough for fast matmuls.
-        """
+        """Returns what the backward pass recomputes."""
         if choice != "auto":
             return choice
         tokens = max(self.longest_row, micro_batch_tokens or EFFICIENT_MICRO_BATCH_TOKENS)
@@ -102,12 +96,6 @@ def explain_out_of_memory(
     packed: Packed, num_shards: int, micro_batch_tokens: int, execution: Execution
 ) -> Iterator[None]:
     """Turns the devices' out-of-memory error into advice.
-
-    Args:
-        packed: micro-batch that is computed in the block.
-        num_shards: number of devices that share it.
-        micro_batch_tokens: value of the setting, or its automatic value.
-        execution: how the pass is executed.
 
     Raises:
         RunError: the devices ran out of memory in the block.

@@ -5,12 +5,14 @@ step adds them up. Gradients of weights that are sharded over a data axis are re
 each device accumulates its own shard.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key
@@ -19,20 +21,22 @@ from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss
-from groupax.models.grouped import gather_with_inverse, grouped_logprobs, local_tokens
-from groupax.models.specs import Params, layout_of
-from groupax.models.split import partition_specs
+from groupax.models.flops import forward_flops
+from groupax.models.logprobs import gather_with_inverse, grouped_logprobs, local_tokens
+from groupax.models.params import layout_of, partition_specs
+from groupax.models.specs import Params
 from groupax.models.vision.tower import encode_images
 from groupax.objective.aggregation import Denominators
 from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
-from groupax.parallel.collectives import psum
+from groupax.parallel.collectives import psum, to_device
+from groupax.parallel.memory import peak_flops, peak_memory_bytes
 from groupax.parallel.mesh import DATA, TOKENS, Layout
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import to_device
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import MicroBatch
+from groupax.training.batch import MicroBatch, Packed
 from groupax.training.state import REPLICATED
+from groupax.types import Metrics, Row
 
 ROWS = PartitionSpec(DATA)
 LOGP_DIFF = "rollout/logp_diff"  # |log-prob of the engine - log-prob of the trainer|, of the same weights
@@ -126,78 +130,54 @@ def micro_step(
 ) -> tuple[GradAccumulator, tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Adds a micro-batch's loss, gradients and metrics to each device's accumulator.
 
-    Args:
-        params: trained weights, in the compute dtype.
-        accumulator: donated.
-        batch: micro-batch on the devices (`shard_batch`).
-        counts: denominators of the whole optimizer step.
-        entropy_coef: weight of the entropy bonus, if the settings have one.
-        frozen: base weights, if an adapter is trained.
-        dropout_key: key of the optimizer step, if there is dropout.
-        config: static, as are all that follow.
-
     Returns:
         The new accumulator, and the log-probs of the batch's targets under `params` with the entropies of their
         distributions.
     """
-    local = partial(
-        _local_micro_step, config=config, settings=settings, layout=layout_of(config, mesh), execution=execution
-    )
+    layout = layout_of(config, mesh)
+
+    def local(
+        params: Params,
+        accumulator: GradAccumulator,
+        batch: MicroBatch,
+        counts: Denominators,
+        entropy_coef: Array,
+        frozen: FrozenBase | None,
+        dropout_key: Array | None,
+    ) -> tuple[GradAccumulator, tuple[Array, Array]]:
+        inputs, dropout, image_dropout = batch.loss_inputs, None, None
+        if dropout_key is not None:
+            dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
+            if batch.features is not None and batch.features.dropout_ids is not None:
+                image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
+
+        def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
+            weights = apply_adapter(frozen, params, dropout, image_dropout)
+            logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
+            loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
+            if config.experts:
+                balance = _balance(routings, batch, layout)
+                loss = loss + router_loss_coef(config, settings) * balance / counts.num_tokens
+                metrics = join(metrics, MetricSums({ROUTER_LOSS: balance}, {}, {}))
+            return loss, (metrics, logp, entropy)
+
+        (loss, (metrics, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        logp_diff = jnp.where(inputs.mask, jnp.abs(old_logprobs(logp, inputs) - inputs.rollout_logp), 0.0)
+        engine = MetricSums({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
+        before = jax.tree.map(lambda x: x[0], accumulator)
+        after = GradAccumulator(
+            grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
+            loss=before.loss + loss,
+            metrics=merge(before.metrics, join(metrics, engine)),
+        )
+        return jax.tree.map(lambda x: x[None], after), (logp, entropy)
+
     params_pspecs = partition_specs(config, mesh, params)
     pspecs = accumulator_pspecs(config, mesh, params, accumulator)
     frozen_pspecs = frozen and _frozen_pspecs(config, mesh, frozen)
     in_specs = (params_pspecs, pspecs, ROWS, REPLICATED, REPLICATED, frozen_pspecs, REPLICATED)
-    program = jax.shard_map(
-        partial(local, dropout_rate=dropout_rate),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=(pspecs, ROWS),
-        check_vma=False,
-    )
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(pspecs, ROWS), check_vma=False)
     return program(params, accumulator, batch, counts, entropy_coef, frozen, dropout_key)
-
-
-def _local_micro_step(
-    params: Params,
-    accumulator: GradAccumulator,
-    batch: MicroBatch,
-    counts: Denominators,
-    entropy_coef: Array,
-    frozen: FrozenBase | None,
-    dropout_key: Array | None,
-    *,
-    config: ModelConfig,
-    settings: ObjectiveSettings,
-    layout: Layout,
-    execution: Execution,
-    dropout_rate: float,
-) -> tuple[GradAccumulator, tuple[Array, Array]]:
-    inputs, dropout, image_dropout = batch.loss_inputs, None, None
-    if dropout_key is not None:
-        dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
-        if batch.features is not None and batch.features.dropout_ids is not None:
-            image_dropout = replace(dropout, tokens=batch.features.dropout_ids)
-
-    def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
-        weights = apply_adapter(frozen, params, dropout, image_dropout)
-        logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
-        loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
-        if config.experts:
-            balance = _balance(routings, batch, layout)
-            loss = loss + router_loss_coef(config, settings) * balance / counts.num_tokens
-            metrics = join(metrics, MetricSums({ROUTER_LOSS: balance}, {}, {}))
-        return loss, (metrics, logp, entropy)
-
-    (loss, (metrics, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    logp_diff = jnp.where(inputs.mask, jnp.abs(old_logprobs(logp, inputs) - inputs.rollout_logp), 0.0)
-    engine = MetricSums({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
-    before = jax.tree.map(lambda x: x[0], accumulator)
-    after = GradAccumulator(
-        grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
-        loss=before.loss + loss,
-        metrics=merge(before.metrics, join(metrics, engine)),
-    )
-    return jax.tree.map(lambda x: x[None], after), (logp, entropy)
 
 
 def router_loss_coef(config: ModelConfig, settings: ObjectiveSettings) -> float:
@@ -261,8 +241,16 @@ def _logprobs(
     batch: MicroBatch,
     layout: Layout,
 ) -> tuple[Array, Array, list[Routing]]:
-    given = settings.temperature, execution, settings.entropy_bonus, layout
-    logp, entropy, routings = grouped_logprobs(config, params, batch.ragged, *given, _features(config, params, batch))
+    logp, entropy, routings = grouped_logprobs(
+        config,
+        params,
+        batch.ragged,
+        settings.temperature,
+        execution,
+        settings.entropy_bonus,
+        layout,
+        _features(config, params, batch),
+    )
     return (
         gather_with_inverse(logp, batch.cells, batch.slots),
         gather_with_inverse(entropy, batch.cells, batch.slots),
@@ -288,3 +276,50 @@ def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Floa
     num_tokens = lax.psum(jnp.sum(batch.loss_inputs.mask).astype(jnp.float32), DATA)
     counted = local_tokens(batch.ragged.slots >= 0, layout)
     return psum(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens
+
+
+def mean_metrics(sums: MetricSums, num_tokens: int) -> Metrics:
+    """Divides sums by the number of loss tokens: NaN without any. Extremes over no rows are 0."""
+    if not num_tokens:
+        return dict.fromkeys((*sums.sums, *sums.minima, *sums.maxima), float("nan"))
+    means = {name: float(total) / num_tokens for name, total in sums.sums.items()}
+    minima = {name: 0.0 if value == np.inf else float(value) for name, value in sums.minima.items()}
+    maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in sums.maxima.items()}
+    return means | minima | maxima
+
+
+def policy_loss(metrics: Metrics, entropy_coef: float, config: ModelConfig, settings: ObjectiveSettings) -> float:
+    """Returns the loss of a step without its entropy bonus and without a mixture's load-balancing loss."""
+    loss = metrics["loss"] + (entropy_coef * metrics["entropy"] if entropy_coef else 0.0)
+    return loss - router_loss_coef(config, settings) * metrics[ROUTER_LOSS] if config.experts else loss
+
+
+def distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
+    """Summarizes the norms and update ratios of all weights, if there are any."""
+    if not distributions:
+        return {}
+    norms, ratios = distributions["weights/norms"], distributions["weights/update_ratios"]
+    return {
+        "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
+        "weights/update_ratio_mean": float(ratios.mean()),
+        "weights/update_ratio_max": float(ratios.max()),
+    }
+
+
+def efficiency_metrics(
+    packed: Sequence[Packed], rows: Sequence[Row], seconds: float, config: ModelConfig, mesh: Mesh, dtype: Any
+) -> Metrics:
+    """Returns padding, throughput, model FLOPs utilization and peak memory of an update."""
+    groups: dict[int, tuple[int, list[int]]] = {}
+    for row in rows:
+        groups.setdefault(row.group, (len(row.prompt), []))[1].append(len(row.completion))
+    flops_per_s = 3.0 * forward_flops(config, groups.values()) / seconds  # backward is twice forward
+    num_tokens = sum(prompt - 1 + sum(lengths) for prompt, lengths in groups.values())
+    return {
+        "padding_frac": 1.0 - num_tokens / sum(part.num_tokens for part in packed),
+        "micro_batches": float(len(packed)),
+        "time/train_s": seconds,
+        "train/tokens_per_s": num_tokens / seconds,
+        "mfu": flops_per_s / peak_flops(mesh, dtype),
+        "memory/peak_bytes": peak_memory_bytes(mesh),
+    }

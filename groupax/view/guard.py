@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from groupax.parallel.sockets import is_loopback
+from groupax.parallel.processes import is_loopback
 from groupax.serve.cross_origin import foreign_page, hostname
 
 HEADERS = {

@@ -20,7 +20,7 @@ from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.models.checkpoint import Model, load_model
+from groupax.models.weights.checkpoint import Model, load_model
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams, SamplingSettings
 

@@ -15,11 +15,10 @@ import numpy as np
 
 from groupax.compat.hf.model import CausalLM
 from groupax.compat.hf.settings import base_weights, warn_inert
-from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
-from groupax.models.lora import adapter_specs, as_lora_config
-from groupax.models.named_tensors import host_tensors, param_leaves
-from groupax.models.peft_format import CONFIG_NAME, read_lora_config
+from groupax.models.lora import ADAPTER_NAME, adapter_specs, as_lora_config, read_lora_config
 from groupax.models.specs import model_specs
+from groupax.models.weights.checkpoint import Model, add_adapter, load_adapter, load_model
+from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.storage.folders import at_revision, read_json, resolve_folder
 
 
@@ -102,7 +101,7 @@ def _saved_adapter(model: Any, folder: Path) -> Path:
     adapter = _adapter_name(model)
     model.save_pretrained(folder, selected_adapters=[adapter])
     own = folder if adapter == "default" else folder / adapter
-    read_lora_config(read_json(own / CONFIG_NAME), own)
+    read_lora_config(read_json(own / ADAPTER_NAME), own)
     return own
 
 

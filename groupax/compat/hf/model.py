@@ -16,13 +16,12 @@ import numpy as np
 from groupax.compat.fields import warn
 from groupax.compat.hf.settings import DEFAULT_NEW_TOKENS, GENERATION, generation_settings, warn_inert
 from groupax.engine.engine import Engine
-from groupax.models.checkpoint import Model
 from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
-from groupax.models.named_tensors import join_tensors, specs_by_name
-from groupax.models.nf4 import Nf4
-from groupax.models.quantize import dense, dense_params, is_quantized
-from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.nf4 import Nf4
+from groupax.models.weights.quantize import dense, dense_params, is_quantized
+from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
 from groupax.parallel import processes
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.compat.fields import warn
-from groupax.models.checkpoint import Model
 from groupax.models.lora import as_lora_config
+from groupax.models.weights.checkpoint import Model
 from groupax.settings.adapter import BaseWeights
 from groupax.settings.fields import nearest
 

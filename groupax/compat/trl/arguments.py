@@ -22,7 +22,7 @@ from groupax.compat.fields import (
     warn,
     warn_replicated,
 )
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
 from groupax.runs.trackers.tracker import PACKAGES, is_installed

@@ -19,7 +19,7 @@ from groupax.compat.trl.overridden import REFUSED
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
 from groupax.metrics.completions import json_numbers
 from groupax.models.lora import count_params
-from groupax.models.saving import source_folders
+from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest

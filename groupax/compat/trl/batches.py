@@ -12,7 +12,7 @@ from typing import Any
 
 from groupax.compat.trl.overridden import Calculate, RevisedRewards
 from groupax.compat.trl.policy import ModelSampler
-from groupax.engine.sampler import Sampler
+from groupax.engine.sequence import Sampler
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
 from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
@@ -20,8 +20,7 @@ from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.rows import advantages_of, masked_ends, row_of
-from groupax.rollouts.schedule import UpdateSchedule
-from groupax.rollouts.state import Cursor, Experience
+from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.settings.sampling import SamplingParams

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupax.data.messages import join_text_parts
+from groupax.data.chat import join_text_parts
 from groupax.episodes.environment import EnvironmentClass
 from groupax.tools.tool import Step, Tool, tools_from, tools_of
 

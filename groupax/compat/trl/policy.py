@@ -14,14 +14,14 @@ from groupax.compat import hf
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.arguments import TrainingArguments
 from groupax.config import GRPOConfig
-from groupax.engine.sampler import PolicySampler
+from groupax.engine.sequence import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
-from groupax.models.checkpoint import Model
 from groupax.models.lora import Adapter, as_lora_config
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.runs.results import PolicyResults
+from groupax.runs.run import Trainer
 from groupax.settings.fields import nearest, shown
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.folders import at_revision
@@ -222,7 +222,7 @@ class TrainedModel:
         seconds: Time that the copies took.
     """
 
-    def __init__(self, owner: Any, trainer: PolicyResults) -> None:
+    def __init__(self, owner: Any, trainer: Trainer) -> None:
         self._trainer, self.seconds = trainer, 0.0
         started = _master_model(trainer)
         self._torch = hf.TorchWeights(owner, started) if hf.is_torch_model(owner) else None
@@ -257,7 +257,7 @@ class TrainedModel:
             )
 
 
-def _master_model(trainer: PolicyResults) -> Model:
+def _master_model(trainer: Trainer) -> Model:
     """Returns the present policy with the weights that updates change, in float32, not with those that sample."""
     model = trainer.model
     learner = trainer.learner

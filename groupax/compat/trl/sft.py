@@ -19,9 +19,8 @@ from groupax.compat.trl.overridden import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.streams import is_stream
 from groupax.config import SFTConfig as NativeConfig
-from groupax.data.assistant import TAG
 from groupax.data.examples import Examples
-from groupax.data.supervised import TrainingSet
+from groupax.data.supervised import TAG, TrainingSet
 from groupax.data.tokenizer import load_tokenizer
 from groupax.sft import SFTTrainer as NativeTrainer
 from groupax.storage.folders import resolve_folder

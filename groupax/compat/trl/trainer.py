@@ -27,7 +27,8 @@ from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.sets import ONLY_SET
 from groupax.events import Event, RolloutScored
-from groupax.objective.masks import on_policy_tokens, top_entropy_threshold
+from groupax.objective.entropy import top_entropy_threshold
+from groupax.objective.losses import on_policy_tokens
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
 from groupax.training.step import router_loss_coef

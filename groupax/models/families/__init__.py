@@ -1,4 +1,7 @@
-"""Readers of Hugging Face `config.json` files, one module per family of models. Imports no jax."""
+"""Readers of Hugging Face `config.json` files, by families of models. Imports no jax.
+
+To add a family, write its reader, in the module of a family that is like it, and enter it in `FAMILIES`.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,72 +10,40 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families import (
-    cohere,
-    cohere2,
-    deepseek_v3,
-    exaone4,
-    gemma2,
-    gemma3,
-    gemma3_vision,
-    glm4,
-    glm4_moe,
-    gpt_oss,
-    granite,
-    idefics3,
-    lfm2,
-    lfm2_moe,
-    llama,
-    llama4,
-    ministral3,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-    seed_oss,
-    smollm3,
-)
-from groupax.models.families.text_part import TEXT_PARTS, has_text_part, text_config, text_settings
+from groupax.models.families import cohere, gemma, glm, gpt_oss, lfm2, llama, mistral, olmo, qwen, vision
 from groupax.models.vision.config import VisionConfig
 from groupax.storage.model_json import validate_config
 from groupax.terminal.printable import short_repr
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
-    "cohere": cohere.read_config,
-    "cohere2": cohere2.read_config,
-    "deepseek_v3": deepseek_v3.read_config,
-    "exaone4": exaone4.read_config,
-    "gemma2": gemma2.read_config,
-    "gemma3_text": gemma3.read_config,
-    "glm4": glm4.read_config,
-    "glm4_moe": glm4_moe.read_config,
-    "gpt_oss": gpt_oss.read_config,
-    "granite": granite.read_config,
-    "lfm2": lfm2.read_config,
-    "lfm2_moe": lfm2_moe.read_config,
-    "llama": llama.read_config,
-    "llama4_text": llama4.read_config,
-    "ministral3": ministral3.read_config,
-    "mistral": mistral.read_config,
-    "mixtral": mixtral.read_config,
-    "olmo2": olmo2.read_config,
-    "olmo3": olmo3.read_config,
-    "phi3": phi3.read_config,
-    "qwen2": qwen2.read_config,
-    "qwen3": qwen3.read_config,
-    "qwen3_5_moe_text": qwen3_5.read_moe_config,
-    "qwen3_5_text": qwen3_5.read_config,
-    "qwen3_moe": qwen3_moe.read_config,
-    "qwen3_next": qwen3_next.read_config,
-    "seed_oss": seed_oss.read_config,
-    "smollm3": smollm3.read_config,
+    "cohere": cohere.read_cohere,
+    "cohere2": cohere.read_cohere2,
+    "deepseek_v3": glm.read_deepseek_v3,
+    "exaone4": olmo.read_exaone4,
+    "gemma2": gemma.read_gemma2,
+    "gemma3_text": gemma.read_gemma3,
+    "glm4": glm.read_glm4,
+    "glm4_moe": glm.read_glm4_moe,
+    "gpt_oss": gpt_oss.read_gpt_oss,
+    "granite": llama.read_granite,
+    "lfm2": lfm2.read_lfm2,
+    "lfm2_moe": lfm2.read_lfm2_moe,
+    "llama": llama.read_llama,
+    "llama4_text": llama.read_llama4,
+    "ministral3": mistral.read_ministral3,
+    "mistral": mistral.read_mistral,
+    "mixtral": mistral.read_mixtral,
+    "olmo2": olmo.read_olmo2,
+    "olmo3": olmo.read_olmo3,
+    "phi3": llama.read_phi3,
+    "qwen2": qwen.read_qwen2,
+    "qwen3": qwen.read_qwen3,
+    "qwen3_5_moe_text": qwen.read_qwen3_5_moe,
+    "qwen3_5_text": qwen.read_qwen3_5,
+    "qwen3_moe": qwen.read_qwen3_moe,
+    "qwen3_next": qwen.read_qwen3_next,
+    "seed_oss": llama.read_seed_oss,
+    "smollm3": llama.read_smollm3,
 }
 
 
@@ -94,14 +65,91 @@ class VisionFamily:
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "gemma3": VisionFamily(("gemma3_text",), gemma3.read_text_part, gemma3_vision.read_vision, tied=True),
-    "idefics3": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
-    "qwen3_5": VisionFamily(("qwen3_5_text",), qwen3_5.read_text, qwen3_5.read_vision),
-    "qwen3_5_moe": VisionFamily(("qwen3_5_moe_text",), qwen3_5.read_moe_text, qwen3_5.read_vision),
-    "qwen3_vl": VisionFamily(("qwen3_vl_text",), qwen3_vl.read_text, qwen3_vl.read_vision),
-    "qwen3_vl_moe": VisionFamily(("qwen3_vl_moe_text",), qwen3_vl.read_moe_text, qwen3_vl.read_vision),
-    "smolvlm": VisionFamily(("llama",), llama.read_config, idefics3.read_vision),
+    "gemma3": VisionFamily(("gemma3_text",), gemma.read_gemma3_text, gemma.read_gemma3_vision, tied=True),
+    "idefics3": VisionFamily(("llama",), llama.read_llama, vision.read_idefics3_vision),
+    "qwen3_5": VisionFamily(("qwen3_5_text",), qwen.read_qwen3_5_text, qwen.read_qwen3_5_vision),
+    "qwen3_5_moe": VisionFamily(("qwen3_5_moe_text",), qwen.read_qwen3_5_moe_text, qwen.read_qwen3_5_vision),
+    "qwen3_vl": VisionFamily(("qwen3_vl_text",), qwen.read_qwen3_vl_text, qwen.read_qwen3_vl_vision),
+    "qwen3_vl_moe": VisionFamily(("qwen3_vl_moe_text",), qwen.read_qwen3_vl_moe_text, qwen.read_qwen3_vl_vision),
+    "smolvlm": VisionFamily(("llama",), llama.read_llama, vision.read_idefics3_vision),
 }
+
+# The models of which only the text part is supported: its kinds, with the class that transformers loads alone.
+TEXT_PARTS: dict[str, dict[str, str]] = {
+    "mistral3": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+    "llama4": {"llama4_text": "Llama4ForCausalLM"},
+}
+# Sizes that files of models that see images may leave out of the text part.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama4_text": {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 256,
+    },
+    "qwen3_5_text": {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,
+    },
+    "qwen3_vl_text": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 128000,
+    },
+}
+# Numbers of layers that predict several tokens ahead.
+_AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+# Keys of the whole file that hold for its text part, unless that has its own.
+_SHARED = ("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype")
 
 _MAKER = re.compile(r"\A[a-z]+")  # the letters that a family's name begins with
 # For families of makers without a supported one, the family that is most like them.
@@ -146,15 +194,15 @@ def _read_with_vision(family: VisionFamily, hf: Mapping[str, Any]) -> ModelConfi
     if hf.get("quantization_config"):
         raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
     text = family.read_text(validate_config(text_settings(hf, family.text_kinds, family.tied)))
-    vision = family.read_vision(hf)
+    images = family.read_vision(hf)
     if text.num_labels:
         raise ValueError(f"groupax does not support classifiers of {hf['model_type']} models")
-    if vision.num_levels > 1 + text.num_layers:
+    if images.num_levels > 1 + text.num_layers:
         raise ValueError(
-            f"vision_config gives features to {vision.num_levels - 1} layers of the decoder, which has "
+            f"vision_config gives features to {images.num_levels - 1} layers of the decoder, which has "
             f"{text.num_layers}"
         )
-    return replace(text, model_type=hf["model_type"], vision=vision)
+    return replace(text, model_type=hf["model_type"], vision=images)
 
 
 def _nearest(model_type: Any) -> str:
@@ -169,3 +217,71 @@ def _nearest(model_type: Any) -> str:
     likest = max(same, key=lambda each: SequenceMatcher(None, each, model_type[:64]).ratio(), default=None)
     found = NEAREST.get(model_type, likest)
     return "" if found is None else f" (nearest is {found})"
+
+
+# -- the text part of models that also see images
+
+
+def has_text_part(hf: Mapping[str, Any]) -> bool:
+    """Returns whether a parsed `config.json` describes a model that also sees images, and whose text part is read."""
+    return isinstance(hf.get("model_type"), str) and hf["model_type"] in TEXT_PARTS
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a `config.json` without what is neither read nor saved.
+
+    That is layers that predict several tokens ahead, and the part that sees images if only the text part is supported.
+
+    Raises:
+        ValueError: The file has no text part, or one of an unsupported kind.
+    """
+    if has_text_part(hf):
+        hf = _text_part(hf)
+    text = hf.get("text_config")
+    return _without_ahead({**hf, "text_config": _without_ahead(text)} if isinstance(text, Mapping) else hf)
+
+
+def _without_ahead(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**hf, **{key: 0 for key in _AHEAD if hf.get(key)}}
+
+
+def _text_part(hf: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = TEXT_PARTS[hf["model_type"]]
+    text = text_settings(hf, tuple(kinds))
+    tied = (hf.get("text_config") or {}).get("tie_word_embeddings")
+    tied = {} if tied is None else {"tie_word_embeddings": tied}
+    return {**text, **tied, "architectures": [kinds[text["model_type"]]]}
+
+
+def text_settings(hf: Mapping[str, Any], kinds: tuple[str, ...], tied: bool = False) -> dict[str, Any]:
+    """Returns the settings of the text part of a model that also sees images, as those of a model of its kind.
+
+    Args:
+        hf: Parsed `config.json` of the whole model.
+        kinds: Supported kinds of text models, the family's default first.
+        tied: Whether the family's head is the embedding if the file does not say. As in transformers, it is up to the
+            whole model, not to its text part.
+
+    Raises:
+        ValueError: The file has no text part, or one of an unsupported kind.
+    """
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config of config.json is {short_repr(text)}; it must be an object")
+    kind = text.get("model_type", kinds[0])
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(
+            f"text_config of config.json has model_type={short_repr(kind)}; supported in a {hf['model_type']} model "
+            f"are {', '.join(kinds)}"
+        )
+    architectures = hf.get("architectures") or []
+    if not isinstance(architectures, list) or any("SequenceClassification" in str(name) for name in architectures):
+        raise ValueError(
+            f"architectures of config.json are {short_repr(architectures)}; of {hf['model_type']} models groupax reads "
+            "causal language models only"
+        )
+    shared = {key: hf[key] for key in _SHARED if hf.get(key) is not None}
+    own = {key: value for key, value in text.items() if value is not None and key != "architectures"}
+    whole = hf.get("tie_word_embeddings")
+    own["tie_word_embeddings"] = tied if whole is None else whole
+    return {**_DEFAULTS.get(kind, {}), **shared, **own, "model_type": kind}

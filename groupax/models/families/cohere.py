@@ -1,35 +1,60 @@
-"""Command R and Aya 23 (Cohere)."""
+"""Cohere's families: Command R and Aya 23, Command R7B, Command A and Aya Expanse."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import head_dim_of, model_config, needed
-from groupax.models.families.rope import read_rope
+from groupax.models.families.fields import (
+    biases,
+    every_nth_is_full,
+    head_dim_of,
+    layer_windows,
+    model_config,
+    needed,
+    read_rope,
+    require,
+    sliding_layers,
+)
 
-KEYS = ("attention_bias", "layer_norm_eps", "logit_scale")
+KEYS = "attention_bias layer_norm_eps logit_scale "
+# Keys of Cohere 2's released files whose values the architecture fixes.
+FIXED = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+    "use_qk_norm": False,
+}
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+def read_cohere(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads Cohere: attention and feed-forward in parallel after one layer norm, and scaled logits."""
     hf = {"rope_theta": 500_000.0, "tie_word_embeddings": True, **hf}
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
-    return model_config(
-        hf,
-        (*KEYS, "use_qk_norm"),
-        ropes=(rope,) * needed(hf, "num_hidden_layers"),
-        qk_norm="each_head" if hf.get("use_qk_norm") else "none",
-        **overrides(hf),
-    )
+    qk_norm = "each_head" if hf.get("use_qk_norm") else "none"
+    ropes = (rope,) * needed(hf, "num_hidden_layers")
+    return model_config(hf, KEYS + "use_qk_norm", ropes=ropes, qk_norm=qk_norm, **_parallel(hf))
 
 
-def overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields in which Cohere's families differ from Llama."""
+def read_cohere2(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Cohere 2: Cohere with sliding windows; layers without a window have no positions."""
+    hf = {"tie_word_embeddings": True, **hf}
+    require(hf, FIXED)
+    windows = layer_windows(sliding_layers(hf, every_nth_is_full(hf, 4)), hf.get("sliding_window", 4096))
+    rope = read_rope(hf, head_dim_of(hf), interleaved=True)
+    ropes = tuple(None if window is None else rope for window in windows)
+    reads = KEYS + "sliding_window sliding_window_pattern layer_types " + " ".join(FIXED)
+    return model_config(hf, reads, ropes=ropes, windows=windows, **_parallel(hf))
+
+
+def _parallel(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "block": "parallel",
         "norm": "layer",
         "norm_eps": hf.get("layer_norm_eps", 1e-5),
         "logit_scale": hf.get("logit_scale", 0.0625),
-        "qkv_bias": hf.get("attention_bias", False),
-        "o_bias": hf.get("attention_bias", False),
+        **biases(hf),
     }

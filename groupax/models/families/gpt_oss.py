@@ -4,21 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ClampedSwiglu, Experts, ModelConfig
-from groupax.models.families.fields import layer_windows, model_config, needed, require, sliding_layers
+from groupax.models.families.fields import biases, layer_windows, model_config, needed, require, sliding_layers
 
+# The last two are in released files and say again what others do.
 KEYS = (
-    "attention_bias",
-    "layer_types",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "router_aux_loss_coef",
-    "sliding_window",
-    "swiglu_alpha",
-    "swiglu_limit",
+    "attention_bias layer_types num_experts num_experts_per_tok num_local_experts router_aux_loss_coef sliding_window "
+    "swiglu_alpha swiglu_limit experts_per_token initial_context_length"
 )
-# Keys of released files that say again what others do.
-UNUSED = ("experts_per_token", "initial_context_length")
 DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -28,7 +20,7 @@ DEFAULTS = {
     "attention_bias": True,
     "max_position_embeddings": 131072,
 }
-# The table of rotary parameters of a file without one.
+# The rotary parameters of a file without any.
 ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -39,20 +31,19 @@ ROPE = {
 }
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+def read_gpt_oss(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads gpt-oss: sinks, windows in every other layer, and experts with biases and a clamped activation."""
     hf = {**DEFAULTS, **without_mxfp4(hf)}
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
         hf["rope_scaling"] = ROPE
     hf.setdefault("rope_theta", 150_000.0)
-    require(hf, "hidden_act", "silu")
-    num_layers, bias = needed(hf, "num_hidden_layers"), hf["attention_bias"]
+    require(hf, {"hidden_act": "silu"})
     experts = Experts(
         num=hf.get("num_local_experts") or hf.get("num_experts") or 128,
         per_token=hf["num_experts_per_tok"],
         ffn_size=needed(hf, "intermediate_size"),
         norm_topk_prob=True,  # the same as a softmax over the logits of the chosen ones
-        layers=tuple(range(num_layers)),
+        layers=tuple(range(needed(hf, "num_hidden_layers"))),
         # released files have a coefficient of 0.9, which is meant for training from the start, and switch it off
         aux_loss_coef=hf.get("router_aux_loss_coef", 0.9) if hf.get("output_router_logits") else 0.0,
         has_bias=True,
@@ -64,13 +55,12 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     )
     return model_config(
         hf,
-        (*KEYS, *UNUSED),
+        KEYS,
         windows=layer_windows(sliding_layers(hf, lambda index: index % 2 == 0), hf["sliding_window"]),
-        qkv_bias=bias,
-        o_bias=bias,
         sinks=True,
         activation=ClampedSwiglu(hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0)),
         experts=experts,
+        **biases(hf),
     )
 
 

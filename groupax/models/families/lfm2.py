@@ -1,11 +1,10 @@
-"""LFM2 (dense)."""
+"""LFM2, dense and with a mixture of experts."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.models.config import ModelConfig, Rope, ShortConvolution
-from groupax.models.families.fields import head_dim_of, mixer_layers, model_config, needed, require
-from groupax.models.families.rope import read_rope
+from groupax.models.config import Experts, ModelConfig, ShortConvolution
+from groupax.models.families.fields import head_dim_of, mixer_layers, model_config, needed, read_rope, require
 
 MODULE_NAMES = (
     ("attention_norm", "operator_norm"),
@@ -18,26 +17,20 @@ MODULE_NAMES = (
     ("up", "feed_forward.w3"),
     ("down", "feed_forward.w2"),
 )
-KEYS = ("conv_L_cache", "conv_bias", "full_attn_idxs", "layer_types", "norm_eps", "tie_embedding")
-FEED_FORWARD = ("block_auto_adjust_ff_dim", "block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
+KEYS = "conv_L_cache conv_bias full_attn_idxs layer_types norm_eps tie_embedding "
+FEED_FORWARD = "block_auto_adjust_ff_dim block_ff_dim block_ffn_dim_multiplier block_multiple_of"
 # Keys of released files that repeat others, or say how the model was initialized.
 UNUSED = (
-    "block_dim",
-    "block_mlp_init_scale",
-    "block_norm_eps",
-    "block_out_init_scale",
-    "block_use_swiglu",
-    "block_use_xavier_init",
-    "conv_dim",
-    "conv_dim_out",
-    "conv_use_xavier_init",
-    "num_heads",
-    "theta",
-    "use_pos_enc",
+    "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init "
+    "conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc "
+)
+EXPERT_KEYS = (
+    "moe_intermediate_size norm_topk_prob num_dense_layers num_experts num_experts_per_tok num_local_experts "
+    "routed_scaling_factor router_aux_loss_coef use_expert_bias"
 )
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+def read_lfm2(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads LFM2: short convolutions in most layers, attention in the others."""
     hf = {"intermediate_size": 12288, **hf}
     layers = range(needed(hf, "num_hidden_layers"))
@@ -45,43 +38,56 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         given = hf.get("full_attn_idxs")
         attending = set(layers if given is None else given)
         hf["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in layers]
-    return lfm2_config(hf, FEED_FORWARD, ffn_size=_ffn_size(hf))
+    return _lfm2(hf, FEED_FORWARD, ffn_size=_ffn_size(hf))
 
 
-def lfm2_config(hf: Mapping[str, Any], reads: tuple[str, ...], **overrides: Any) -> ModelConfig:
-    """Returns the architecture of an LFM2 model of either kind.
+def read_lfm2_moe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads LFM2 MoE: LFM2 with experts chosen by sigmoids in all but the first layers."""
+    needed(hf, "layer_types")
+    layers = tuple(range(hf.get("num_dense_layers", 2), needed(hf, "num_hidden_layers")))
+    if not layers:
+        return _lfm2(hf, EXPERT_KEYS)
+    experts = Experts(
+        num=needed(hf, "num_experts", "num_local_experts"),
+        per_token=needed(hf, "num_experts_per_tok"),
+        ffn_size=needed(hf, "moe_intermediate_size"),
+        norm_topk_prob=hf.get("norm_topk_prob", True),
+        layers=layers,
+        aux_loss_coef=hf.get("router_aux_loss_coef", 0.0),
+        scores="sigmoid",
+        scale=hf.get("routed_scaling_factor", 1.0),
+        has_correction=hf.get("use_expert_bias", True),
+        sum_eps=1e-6,
+        router_name="feed_forward.gate",
+        gate_name="feed_forward.experts.{expert}.w1",
+        up_name="feed_forward.experts.{expert}.w3",
+        down_name="feed_forward.experts.{expert}.w2",
+        correction_name="feed_forward.expert_bias",
+    )
+    return _lfm2(hf, EXPERT_KEYS, experts=experts)
 
-    Args:
-        hf: Parsed `config.json`, with `layer_types`.
-        reads: Further keys that the calling family interprets itself.
-        overrides: Fields of `ModelConfig` that differ.
-    """
+
+def _lfm2(hf: Mapping[str, Any], reads: str, **overrides: Any) -> ModelConfig:
     hf = {"rope_theta": 1_000_000.0, "tie_word_embeddings": True, "max_position_embeddings": 128_000, **hf}
     if hf.get("tie_embedding") is not None:
         hf["tie_word_embeddings"] = hf["tie_embedding"]
-    require(hf, "hidden_act", "silu")
-    convolving = mixer_layers(hf, "conv")
-    rope: Rope = read_rope(hf, head_dim_of(hf))
+    require(hf, {"hidden_act": "silu"})
+    layers, rope = mixer_layers(hf, "conv"), read_rope(hf, head_dim_of(hf))
+    size, has_bias = hf.get("conv_L_cache", 3), hf.get("conv_bias", False)
     return model_config(
         hf,
-        (*KEYS, *UNUSED, *reads),
-        **{
-            "ropes": tuple(None if layer in convolving else rope for layer in range(hf["num_hidden_layers"])),
-            "norm_eps": hf.get("norm_eps", 1e-5),
-            "qk_norm": "head",
-            "module_names": MODULE_NAMES,
-            "recurrent": ShortConvolution(
-                layers=convolving, size=hf.get("conv_L_cache", 3), has_bias=hf.get("conv_bias", False)
-            )
-            if convolving
-            else None,
-            **overrides,
-        },
+        KEYS + UNUSED + reads,
+        ropes=tuple(None if layer in layers else rope for layer in range(hf["num_hidden_layers"])),
+        norm_eps=hf.get("norm_eps", 1e-5),
+        qk_norm="head",
+        module_names=MODULE_NAMES,
+        recurrent=ShortConvolution(layers=layers, size=size, has_bias=has_bias) if layers else None,
+        **overrides,
     )
 
 
 def _ffn_size(hf: Mapping[str, Any]) -> int:
-    """Returns the hidden size of feed-forward layers, of which files may state one and a half times as much."""
+    """Returns the hidden size of feed-forward layers, which files may state one and a half times as large."""
     size = hf.get("block_ff_dim") or needed(hf, "intermediate_size")
     if not hf.get("block_auto_adjust_ff_dim", True):
         return size

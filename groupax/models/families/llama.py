@@ -1,14 +1,160 @@
-"""Llama 2, 3, 3.1 and 3.2."""
+"""Llama, families that differ from it in few fields (Phi 3, Granite, Seed-OSS, SmolLM 3), and the text of Llama 4."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from groupax.models.config import ModelConfig
-from groupax.models.families.fields import model_config
+from groupax.models.config import Chunks, Experts, ModelConfig, QueryGrowth
+from groupax.models.families.fields import (
+    biases,
+    head_dim_of,
+    layer_windows,
+    layers_with_rope,
+    model_config,
+    needed,
+    read_rope,
+    require,
+    sliding_layers,
+)
+
+# The last one is in released files, and no forward pass reads it.
+LLAMA4_KEYS = (
+    "attention_bias attention_chunk_size attn_scale attn_temperature_tuning floor_scale interleave_moe_layer_step "
+    "intermediate_size_mlp layer_types moe_layers no_rope_layer_interval no_rope_layers num_experts_per_tok "
+    "num_local_experts router_aux_loss_coef router_jitter_noise use_qk_norm for_llm_compressor"
+)
+LLAMA4_DEFAULTS = {
+    "attention_chunk_size": 8192,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "intermediate_size_mlp": 16384,
+    "interleave_moe_layer_step": 1,
+    "no_rope_layer_interval": 4,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "use_qk_norm": True,
+}
+CHUNKED, FULL = "chunked_attention", "full_attention"
+LLAMA4_NAMES = tuple((name, f"feed_forward.{name}_proj") for name in ("gate", "up", "down"))
 
 
-def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Reads Llama: RMS norms, rotary embeddings and SwiGLU, with biases if the file says so."""
-    bias = hf.get("attention_bias", False)
-    mlp_bias = hf.get("mlp_bias", False)
-    return model_config(hf, ("attention_bias", "mlp_bias"), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+def read_llama(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Llama 2 to 3.2: RMS norms, rotary embeddings and SwiGLU, with biases if the file says so."""
+    return model_config(hf, "attention_bias mlp_bias", mlp_bias=hf.get("mlp_bias", False), **biases(hf))
+
+
+def read_phi3(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Phi 3: Llama with fused projections, a sliding window in all layers, and partial rotary embeddings."""
+    hf = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **hf}
+    # both are older names of longrope
+    rope = read_rope(hf, head_dim_of(hf), kinds={"su": "longrope", "yarn": "longrope"}, partial=True)
+    num_layers = needed(hf, "num_hidden_layers")
+    windows = (hf.get("sliding_window"),) * num_layers
+    fused = {"fused_qkv": True, "fused_gate_up": True}
+    return model_config(hf, "sliding_window", ropes=(rope,) * num_layers, windows=windows, **fused)
+
+
+def read_granite(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+    return model_config(
+        hf,
+        "attention_bias attention_multiplier embedding_multiplier logits_scaling mlp_bias residual_multiplier",
+        attention_scale=float(hf.get("attention_multiplier", 1.0)),
+        embedding_scale=float(hf.get("embedding_multiplier", 1.0)),
+        residual_scale=float(hf.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / hf.get("logits_scaling", 1.0),
+        mlp_bias=hf.get("mlp_bias", False),
+        **biases(hf),
+    )
+
+
+def read_seed_oss(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Seed-OSS: Llama with biases of the query, key and value projections by default, and heads of 128 dims."""
+    return model_config(
+        {"head_dim": 128, **hf},
+        "attention_bias attention_out_bias mlp_bias residual_dropout",
+        qkv_bias=hf.get("attention_bias", True),
+        o_bias=hf.get("attention_out_bias", False),
+        mlp_bias=hf.get("mlp_bias", False),
+    )
+
+
+def read_smollm3(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads SmolLM 3: Llama in which every fourth layer, or those that the file lists, have no positions."""
+    hf = {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4, **hf}
+    rope, has_rope = read_rope(hf, head_dim_of(hf)), layers_with_rope(hf)
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    return model_config(
+        hf,
+        "attention_bias layer_types max_window_layers mlp_bias no_rope_layer_interval no_rope_layers sliding_window "
+        "use_sliding_window",
+        ropes=tuple(rope if each else None for each in has_rope),
+        windows=layer_windows(sliding_layers(hf, lambda index: not has_rope[index]), window),
+        mlp_bias=hf.get("mlp_bias", False),
+        **biases(hf),
+    )
+
+
+def read_llama4(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Llama 4: attention to chunks in layers with positions, growing queries in those without, and experts.
+
+    The load-balancing loss is left to the setting: transformers has none for this family, whatever its file says.
+    """
+    hf = {**LLAMA4_DEFAULTS, **hf}
+    require(hf, {"router_jitter_noise": 0.0})
+    rope, has_rope = read_rope(hf, head_dim_of(hf), interleaved=True), layers_with_rope(hf)
+    growth = QueryGrowth(hf["attn_scale"], hf["floor_scale"], offset=1, only_without_rope=True)
+    return model_config(
+        hf,
+        LLAMA4_KEYS,
+        ropes=tuple(rope if each else None for each in has_rope),
+        windows=tuple(Chunks(hf["attention_chunk_size"]) if each else None for each in _chunked_layers(hf, has_rope)),
+        ffn_size=needed(hf, "intermediate_size_mlp"),
+        qk_norm="after_rope" if hf["use_qk_norm"] else "none",
+        query_growth=growth if hf["attn_temperature_tuning"] else None,
+        experts=_experts(hf),
+        module_names=LLAMA4_NAMES,
+        **biases(hf),
+    )
+
+
+def _chunked_layers(hf: Mapping[str, Any], has_rope: list[bool]) -> list[bool]:
+    has_size, kinds = hf["attention_chunk_size"] is not None, hf.get("layer_types")
+    if not kinds:
+        return [each and has_size for each in has_rope]
+    unknown = sorted(set(kinds) - {CHUNKED, FULL})
+    if unknown:
+        raise ValueError(f"layer_types has {unknown}; supported for {hf['model_type']} are {CHUNKED} and {FULL}")
+    if CHUNKED in kinds and not has_size:
+        raise ValueError(f"layer_types has {CHUNKED}, but attention_chunk_size is null")
+    return [kind == CHUNKED for kind in kinds]
+
+
+def _experts(hf: Mapping[str, Any]) -> Experts | None:
+    num_layers, step = needed(hf, "num_hidden_layers"), hf["interleave_moe_layer_step"]
+    listed = hf.get("moe_layers")
+    layers = tuple(range(step - 1, num_layers, step) if listed is None else (i for i in listed if i < num_layers))
+    if not layers:
+        return None
+    size = needed(hf, "intermediate_size")
+    return Experts(
+        num=hf["num_local_experts"],
+        per_token=hf["num_experts_per_tok"],
+        ffn_size=size,
+        norm_topk_prob=False,
+        layers=layers,
+        scores="sigmoid",
+        shared_ffn_size=size,
+        weighs_inputs=True,
+        fused="halves",
+        router_name="feed_forward.router",
+        gate_name="feed_forward.experts.gate_up_proj",
+        up_name="feed_forward.experts.gate_up_proj",
+        down_name="feed_forward.experts.down_proj",
+        shared_name="feed_forward.shared_expert",
+    )

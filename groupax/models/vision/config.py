@@ -47,6 +47,14 @@ class TowerConfig:
     final_norm: bool = True
     has_head: bool = False
 
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"vision_config has hidden_size={self.hidden_size}, which {self.num_heads} heads do not divide"
+            )
+        if self.positions_per_side < 1:
+            raise ValueError(f"vision_config has patches of {self.patch_size} pixels, larger than an image")
+
     @property
     def patch_dims(self) -> int:
         """Number of values of a patch."""

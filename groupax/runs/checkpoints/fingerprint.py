@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, RunConfig, SFTConfig, config_class
-from groupax.models.checkpoint import Model
-from groupax.parallel.digest import weights_digest
+from groupax.models.weights.checkpoint import Model
+from groupax.parallel.collectives import weights_digest
 
 # How each setting may change when a run is resumed (see `settings.fields.Resume`).
 _RESUME = {

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.checkpoint import Model
 from groupax.models.families import read_config
-from groupax.models.saving import save_model
 from groupax.models.specs import model_specs
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_model
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.runtime import configure_jax
 from groupax.runs.checkpoints import arrays

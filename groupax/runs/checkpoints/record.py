@@ -29,10 +29,10 @@ from groupax.episodes.as_json import (
     turns_as_json,
     turns_from_json,
 )
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.objective.entropy import EntropyState
+from groupax.parallel.collectives import to_host_on_primary
 from groupax.parallel.processes import num_processes
-from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
@@ -40,8 +40,8 @@ from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
 from groupax.training.adapters import AdapterLearners, PolicyLearner
-from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
+from groupax.training.packing import Shape
 from groupax.training.state import TrainState
 from groupax.types import PromptImages, Rollout, Row
 

@@ -17,7 +17,7 @@ from groupax.config import GRPOConfig, RunConfig
 from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
 from groupax.events import Emit, Message
-from groupax.models.checkpoint import Model
+from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.pipeline import Policy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from groupax.evaluation.paired import p_text
-from groupax.metrics.trend import first_and_last
+from groupax.metrics.completions import first_and_last
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
 from groupax.runs.report.charts import number, numbers

@@ -8,7 +8,7 @@ The analysis is reasoning; the final channel and commentary without a recipient 
 
 import re
 
-from groupax.data.strict_json import read_json, skip_space
+from groupax.data.tool_arguments import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, MAX_CALLS, named_call
 

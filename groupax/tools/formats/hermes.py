@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from groupax.data.strict_json import skip_space
+from groupax.data.tool_arguments import skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, THINK, json_call, read_marked
 

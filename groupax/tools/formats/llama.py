@@ -7,7 +7,7 @@ be JSON too. Imports no jax.
 import re
 from dataclasses import replace
 
-from groupax.data.strict_json import read_json, skip_space
+from groupax.data.tool_arguments import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import MAX_CALLS, THINK, json_call, read_marked
 

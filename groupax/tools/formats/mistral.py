@@ -6,7 +6,7 @@ The second form may have `[CALL_ID]...` before its arguments. Imports no jax.
 import re
 from dataclasses import replace
 
-from groupax.data.strict_json import read_json, skip_space
+from groupax.data.tool_arguments import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, MAX_CALLS, call_of, named_call, read_marked
 

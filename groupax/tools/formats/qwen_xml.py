@@ -7,7 +7,7 @@ them, so that a call without one of these is a fault, and not a longer value. Im
 import re
 from dataclasses import replace
 
-from groupax.data.strict_json import skip_space
+from groupax.data.tool_arguments import skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, THINK, read_marked
 

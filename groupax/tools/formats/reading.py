@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupax.data.strict_json import read_json, skip_space
+from groupax.data.tool_arguments import read_json, skip_space
 from groupax.tools.calls import ParsedTurn, ToolCall
 
 MAX_CALLS = 128  # of a turn; what follows them is one more call, with a fault

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from groupax.data.template_process import TEMPLATES, TemplateError
+from groupax.data.chat import TEMPLATES, TemplateError
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.formats.reading import CUT_OFF, call_of
 

@@ -1,0 +1,58 @@
+"""Families with norms after attention and feed-forward: OLMo 2 and 3, and EXAONE 4."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupax.models.config import ModelConfig
+from groupax.models.families.fields import (
+    biases,
+    every_nth_is_full,
+    head_dim_of,
+    layer_windows,
+    model_config,
+    read_rope,
+    read_ropes_by_kind,
+    sliding_layers,
+)
+
+
+def read_olmo2(hf: Mapping[str, Any], reads: str = "", **overrides: Any) -> ModelConfig:
+    """Reads OLMo 2: norms after attention and feed-forward, and over all query and all key heads of a token.
+
+    Args:
+        hf: Parsed `config.json`.
+        reads, overrides: What a family that is like it has besides (see `fields.model_config`).
+    """
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    return model_config(
+        hf, "attention_bias " + reads, block="post_norm", qk_norm="all_heads", **biases(hf), **overrides
+    )
+
+
+def read_olmo3(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads OLMo 3: OLMo 2 with a sliding window in three of four layers, whose rotary embeddings are not scaled."""
+    theta = hf.get("rope_theta") or 500_000.0
+    sliding = sliding_layers(hf, every_nth_is_full({}, 4))
+    local, full = read_ropes_by_kind(hf, head_dim_of(hf), theta, theta)
+    ropes = tuple(local if slides else full for slides in sliding)
+    windows = layer_windows(sliding, hf.get("sliding_window", 4096))
+    return read_olmo2(hf, "sliding_window layer_types", ropes=ropes, windows=windows)
+
+
+def read_exaone4(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads EXAONE 4: norms after attention and feed-forward, and of each head's queries and keys.
+
+    Where some layers have a sliding window, the others have no positions.
+    """
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    window = hf.get("sliding_window", 4096)
+    sliding = sliding_layers(hf, (lambda _: False) if window is None else every_nth_is_full(hf, 4))
+    rope = read_rope(hf, head_dim_of(hf))
+    return model_config(
+        hf,
+        "sliding_window sliding_window_pattern layer_types",
+        block="post_norm",
+        qk_norm="head",
+        ropes=tuple(rope if window is None or slides else None for slides in sliding),
+        windows=layer_windows(sliding, window),
+    )

@@ -1,0 +1,298 @@
+"""Qwen 2 and 2.5, Qwen 3, Qwen3-Next, Qwen3.5 and Qwen 3 VL, dense and with mixtures of experts."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from groupax.models.config import Experts, GatedDeltaNet, ModelConfig
+from groupax.models.families.fields import (
+    biases,
+    head_dim_of,
+    layer_windows,
+    mixer_layers,
+    model_config,
+    needed,
+    read_rope,
+    require,
+    rope_table,
+    sliding_layers,
+)
+from groupax.models.families.vision import tower_activation, vision_settings
+from groupax.models.vision.config import PatchMerger, TowerConfig, VisionConfig
+from groupax.terminal.printable import short_repr
+
+WINDOW_KEYS = "use_sliding_window sliding_window max_window_layers layer_types "
+EXPERT_KEYS = "moe_intermediate_size num_experts num_experts_per_tok num_local_experts router_aux_loss_coef "
+LINEAR_KEYS = (
+    "attention_bias attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype "
+)
+# Keys of layers that predict several tokens ahead.
+AHEAD_KEYS = "mtp_num_hidden_layers mtp_use_dedicated_embeddings "
+# Rotary parameters that tell apart the axes of images.
+AXES = ("mrope_interleaved", "mrope_section")
+# Values of a tower that a file may leave out.
+TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "rope_parameters": None,
+}
+
+
+# -- Qwen 2 and 3
+
+
+def read_qwen2(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen 2: Llama with biases of the query, key and value projections, whatever the file says."""
+    return model_config(hf, WINDOW_KEYS, windows=_windows(hf), qkv_bias=True)
+
+
+def read_qwen3(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen 3: Llama with RMS norms of each head's queries and keys."""
+    hf = {**hf, "head_dim": hf.get("head_dim") or 128}  # the family's default, which is not hidden_size / num_heads
+    return model_config(hf, "attention_bias " + WINDOW_KEYS, windows=_windows(hf), qk_norm="head", **biases(hf))
+
+
+def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Returns the windows of all layers: sliding from layer `max_window_layers` on, if they are enabled."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    return layer_windows(sliding_layers(hf, lambda index: index >= hf.get("max_window_layers", 28)), window)
+
+
+def read_qwen3_moe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen 3 MoE: experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    return model_config(
+        hf,
+        "attention_bias decoder_sparse_step max_window_layers mlp_only_layers norm_topk_prob sliding_window "
+        "use_sliding_window " + EXPERT_KEYS,
+        windows=(window,) * hf.get("num_hidden_layers", 0),
+        qk_norm="head",
+        experts=_experts(hf, _sparse_layers(hf), hf.get("norm_topk_prob", False)),
+        **biases(hf),
+    )
+
+
+def _sparse_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    return tuple(i for i in range(hf.get("num_hidden_layers", 0)) if (i + 1) % step == 0 and i not in dense)
+
+
+def _experts(hf: Mapping[str, Any], layers: tuple[int, ...], norm_topk_prob: bool, **others: Any) -> Experts:
+    return Experts(
+        num=needed(hf, "num_experts", "num_local_experts"),
+        per_token=needed(hf, "num_experts_per_tok"),
+        ffn_size=needed(hf, "moe_intermediate_size"),
+        norm_topk_prob=norm_topk_prob,
+        layers=layers,
+        aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
+        **others,
+    )
+
+
+# -- Qwen3-Next and Qwen3.5
+
+
+def read_qwen3_next(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts with a gated shared one."""
+    require(hf, {"use_sliding_window": False})
+    needed(hf, "num_hidden_layers")
+    layers = _sparse_layers(hf) if hf.get("num_experts", 512) else ()
+    experts = _with_shared_expert(hf, layers, hf.get("norm_topk_prob", True)) if layers else None
+    own = "decoder_sparse_step mlp_only_layers norm_topk_prob use_sliding_window shared_expert_intermediate_size "
+    return _linear_attention(hf, own + EXPERT_KEYS, fused=True, experts=experts)
+
+
+def read_qwen3_5(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen3.5: Qwen3-Next with separate matrices, and feed-forward layers in place of experts."""
+    return _linear_attention(_without_axes_of_images(hf), AHEAD_KEYS)
+
+
+def read_qwen3_5_moe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads Qwen3.5 with experts in all layers."""
+    experts = _with_shared_expert(hf, tuple(range(needed(hf, "num_hidden_layers"))), norm_topk_prob=True)
+    hf = {**_without_axes_of_images(hf), "intermediate_size": experts.ffn_size}  # which no layer has
+    return _linear_attention(hf, AHEAD_KEYS + EXPERT_KEYS + "shared_expert_intermediate_size", experts=experts)
+
+
+def _with_shared_expert(hf: Mapping[str, Any], layers: tuple[int, ...], norm_topk_prob: bool) -> Experts:
+    """Returns the experts of these layers, besides which there is one for every token, with a gate."""
+    size = needed(hf, "shared_expert_intermediate_size")
+    shared = {"shared_ffn_size": size, "has_shared_gate": True, "shared_name": "mlp.shared_expert"}
+    return _experts(hf, layers, norm_topk_prob, **shared)
+
+
+def _linear_attention(hf: Mapping[str, Any], reads: str, fused: bool = False, **overrides: Any) -> ModelConfig:
+    """Returns the architecture of a model of Qwen3-Next's kind.
+
+    Args:
+        hf: Parsed `config.json`.
+        reads, overrides: Keys and fields of the calling family (see `model_config`).
+        fused: Whether the matrices of a gated delta net are fused (see `GatedDeltaNet`).
+    """
+    hf = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32_768, **hf}
+    require(hf, {"attn_output_gate": True, "mamba_ssm_dtype": "float32"})
+    layers = range(needed(hf, "num_hidden_layers"))
+    if not hf.get("layer_types"):
+        interval = hf.get("full_attention_interval", 4)
+        hf["layer_types"] = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers]
+    linear = mixer_layers(hf, "linear_attention")
+    net = GatedDeltaNet(
+        layers=linear,
+        size=hf.get("linear_conv_kernel_dim", 4),
+        num_key_heads=hf.get("linear_num_key_heads", 16),
+        num_value_heads=hf.get("linear_num_value_heads", 32),
+        key_dims=hf.get("linear_key_head_dim", 128),
+        value_dims=hf.get("linear_value_head_dim", 128),
+        fused=fused,
+    )
+    rope = read_rope(hf, head_dim_of(hf), partial=True)
+    return model_config(
+        hf,
+        LINEAR_KEYS + reads,
+        ropes=tuple(None if layer in linear else rope for layer in layers),
+        norm="zero_centered_rms",
+        qk_norm="head",
+        attention_gate=True,
+        recurrent=net if linear else None,
+        **biases(hf),
+        **overrides,
+    )
+
+
+def _without_axes_of_images(hf: Mapping[str, Any]) -> dict[str, Any]:
+    tables = {name: _without_axes(hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    return {**hf, **tables}
+
+
+def _without_axes(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in AXES}
+
+
+# -- models that see images
+
+
+def read_qwen3_vl_text(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text part: Qwen 3, whose positions in images have three coordinates (arXiv:2511.21631)."""
+    return _with_axes(_read_qwen3(hf, read_qwen3), hf, (24, 20, 20))
+
+
+def read_qwen3_vl_moe_text(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text part with experts, whose router's weights always add up to 1, in fused tensors."""
+    config = _read_qwen3({**hf, "norm_topk_prob": True}, read_qwen3_moe)
+    assert config.experts is not None, "the reader gives all models experts"
+    fused = "mlp.experts.gate_up_proj"
+    names = {"gate_name": fused, "up_name": fused, "down_name": "mlp.experts.down_proj"}
+    experts = replace(config.experts, fused="halves", squares_are_kept=True, **names)
+    return _with_axes(replace(config, experts=experts), hf, (24, 20, 20))
+
+
+def read_qwen3_5_text(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text part of a Qwen3.5 that sees images: positions in images have three coordinates."""
+    return _with_axes(read_qwen3_5(hf), hf, (11, 11, 10))
+
+
+def read_qwen3_5_moe_text(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads the text part, with experts in all layers, of a Qwen3.5 that sees images."""
+    return _with_axes(read_qwen3_5_moe(hf), hf, (11, 11, 10))
+
+
+def read_qwen3_vl_vision(hf: Mapping[str, Any]) -> VisionConfig:
+    """Reads a tower over images of any size, whose features of several layers are merged (arXiv:2511.21631)."""
+    kinds = ("qwen3_vl_vision", "qwen3_vl", "qwen3_vl_moe_vision", "qwen3_vl_moe")
+    return _merging_tower(hf, kinds, (8, 16, 24), (151655, 151656))
+
+
+def read_qwen3_5_vision(hf: Mapping[str, Any]) -> VisionConfig:
+    """Reads the tower of Qwen 3 VL, where only the last layer's features are merged."""
+    kinds = ("qwen3_5_vision", "qwen3_5", "qwen3_5_moe_vision", "qwen3_5_moe")
+    vision = _merging_tower(hf, kinds, (), (248056, 248057))
+    if levels := hf["vision_config"].get("deepstack_visual_indexes"):
+        raise ValueError(
+            f"vision_config has deepstack_visual_indexes={short_repr(levels)}; models of {hf['model_type']} have none"
+        )
+    return vision
+
+
+def _read_qwen3(hf: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> ModelConfig:
+    table = _without_axes(rope_table(hf) or {})
+    theta = table.get("rope_theta") or hf.get("rope_theta") or 500_000.0
+    left = {key: value for key, value in hf.items() if key not in ("rope_parameters", "rope_scaling", "layer_types")}
+    return read({**left, "use_sliding_window": False, "rope_parameters": {**table, "rope_theta": theta}})
+
+
+def _with_axes(config: ModelConfig, hf: Mapping[str, Any], default: tuple[int, int, int]) -> ModelConfig:
+    """Returns a text part whose positions in images have three coordinates.
+
+    Args:
+        config: Text part, all of whose positions have one.
+        hf: Its parsed `config.json`.
+        default: Number of pairs of dims that turn with a frame, a row and a column, if the file does not say.
+    """
+    sections = tuple((rope_table(hf) or {}).get("mrope_section") or default)
+    if len(sections) != 3:
+        raise ValueError(f"config.json has mrope_section={list(sections)}; it must have three numbers")
+    ropes = tuple(None if rope is None else replace(rope, sections=sections) for rope in config.ropes)
+    return replace(config, ropes=ropes)
+
+
+def _merging_tower(
+    hf: Mapping[str, Any], kinds: tuple[str, ...], levels: tuple[int, ...], image_tokens: tuple[int, int]
+) -> VisionConfig:
+    """Reads a tower of Qwen 3 VL's kind.
+
+    Args:
+        hf: Parsed `config.json` of the whole model.
+        kinds: Values that the `model_type` of its `vision_config` may have.
+        levels: Layers of the tower whose features the decoder's first layers add, if the file does not say.
+        image_tokens: Tokens that stand for features of images and of videos, if the file does not say.
+    """
+    settings = vision_settings(hf, kinds, {**TOWER, "deepstack_visual_indexes": levels})
+    rope = dict(settings["rope_parameters"] or {})
+    if rope.get("rope_type", "axial") != "axial" or set(rope) - {"rope_type", "rope_theta"}:
+        raise ValueError(f"vision_config has rope_parameters={short_repr(rope)}; groupax supports only 'axial' ones")
+    layers, positions = tuple(settings["deepstack_visual_indexes"]), settings["num_position_embeddings"]
+    side = math.isqrt(positions)
+    if list(layers) != sorted(set(layers)) or max(layers, default=0) >= settings["depth"]:
+        raise ValueError(
+            f"vision_config has deepstack_visual_indexes={list(layers)}, which must be increasing layers below its "
+            f"depth of {settings['depth']}"
+        )
+    if side**2 != positions:
+        raise ValueError(f"vision_config has num_position_embeddings={positions}; groupax supports only squares")
+    tower = TowerConfig(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
+        num_layers=settings["depth"],
+        num_heads=settings["num_heads"],
+        channels=settings["in_channels"],
+        patch_size=settings["patch_size"],
+        frames=settings["temporal_patch_size"],
+        positions_per_side=side,
+        norm_eps=1e-6,
+        activation=tower_activation(settings),
+        interpolated=True,
+        rope_theta=float(rope.get("rope_theta", 1e4)),
+        fused_qkv=True,
+        final_norm=False,
+    )
+    image_token, video_token = image_tokens
+    image_token = hf.get("image_token_id", image_token)
+    return VisionConfig(
+        tower=tower,
+        projector=PatchMerger(settings["spatial_merge_size"], layers),
+        image_token_id=image_token,
+        placeholder_ids=(image_token, hf.get("video_token_id", video_token)),
+        text_prefix="model.language_model.",
+        has_grid_positions=True,
+    )

@@ -1,0 +1,1 @@
+"""Kernels for accelerators, imported where one of them is used."""

@@ -1,0 +1,228 @@
+"""Attention in updates and in decoding, by the form that suits a device: kernels or plain.
+
+`models.attention` defines the computation. Modules with kernels are imported lazily; cuDNN's are called here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from groupax.models import attention
+from groupax.models.attention import LayerCache, attend_past
+from groupax.models.config import AttentionConfig, Chunks, ModelConfig
+from groupax.models.execution import FusedAttention
+from groupax.parallel.runtime import cuda_capability
+from groupax.settings.compute import AttnImplementation
+
+# By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of
+# the plain form's time with 128 queries, the same time with 64, and twice the time with 32, since a block has 128.
+MIN_QUERIES = 128
+# cuDNN computes the scores of padding queries too. With five times the needed scores its arithmetic, at 60 % of an
+# H100's stated peak, takes the same time as the memory traffic of plain scores.
+MAX_EXTRA_SCORES = 4
+# The first compute capability of GPUs with these kernels and its most dims per head; and the one from which heads may
+# have more dims.
+_FIRST_CAPABILITY, _FEW_DIMS = (8, 0), 128
+_WIDE_CAPABILITY, _MANY_DIMS = (9, 0), 256
+
+
+def select_fused_attention(
+    implementation: AttnImplementation, device: Any, config: ModelConfig, dtype: Any
+) -> FusedAttention | None:
+    """Selects the attention kernel for updates on a device; None for the plain form.
+
+    Args:
+        implementation: The setting `GRPOConfig.attn_implementation`.
+        device: Device of jax, or a description of one.
+        config: Architecture of the model.
+        dtype: Dtype of the forward pass.
+
+    Raises:
+        ValueError: "fused" is requested and no kernel supports it.
+    """
+    if implementation == "plain":
+        return None
+    reason = _unsupported_reason(device, config, str(dtype))
+    if reason is None:
+        return FusedAttention("splash" if device.platform == "tpu" else "cudnn")
+    if implementation == "fused":
+        raise ValueError(f"attn_implementation is 'fused', but {reason}; set it to 'auto' or 'plain'")
+    return None
+
+
+def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | None:
+    """Returns why there is no kernel, or None if there is one."""
+    if any(isinstance(window, Chunks) for window in config.windows):
+        return "no kernel has the mask of chunks that this model attends to, which start with each row"
+    if device.platform == "tpu":
+        return None
+    if device.platform not in ("gpu", "cuda"):
+        return f"there is no fused attention for a {device.platform} device, only for TPUs and NVIDIA GPUs"
+    version = cuda_capability(device)
+    if version is None:
+        return f"there is no fused attention for {device.device_kind}, only for TPUs and NVIDIA GPUs"
+    if version < _FIRST_CAPABILITY:
+        return f"cuDNN's kernel needs compute capability 8.0, and {device.device_kind} has {version[0]}.{version[1]}"
+    if dtype != "bfloat16":
+        return f"cuDNN's kernel computes in bfloat16, and dtype is {dtype}"
+    if config.attention_softcap is not None:
+        return f"cuDNN's kernel has no softcap, and this model's softcap is {config.attention_softcap}"
+    if config.sinks:
+        return "cuDNN's kernel has no sinks, and this model has them"
+    dims, most = config.update_heads[1], _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
+    if dims > most or dims % 8:
+        return (
+            f"cuDNN's kernel needs a head_dim of at most {most} that is a multiple of 8 on {device.device_kind}, and "
+            f"this model's is {dims}"
+        )
+    return None
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    starts: Int[Array, "B"],
+    attn: AttentionConfig,
+    fused: FusedAttention | None,
+    blocks: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Computes `attention.attend`, fused where that is faster; queries before their row's start are then undefined.
+
+    No kernel has a mask in which images see themselves: with `blocks` it is plain.
+    """
+    if blocks is not None:
+        return attention.attend(q, k, v, starts, attn, blocks, sinks)
+    if fused is None or not _is_faster(fused, q.shape[1], 0):
+        return attention.attend(q, k, v, starts, attn, sinks=sinks)
+    if fused.kernel == "splash":
+        from groupax.models.kernels import splash
+
+        return splash.attend(q, k, v, starts, attn, fused.emulated, sinks)
+    return cudnn_attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
+
+
+def attend_with_prompt(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
+    prompt_k: Float[Array, "B S K H"],
+    prompt_v: Float[Array, "B S K H"],
+    prompt_starts: Int[Array, "B"],
+    attn: AttentionConfig,
+    fused: FusedAttention | None,
+    sinks: Float[Array, "N"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Computes `attention.attend_with_prompt`, fused where that is faster."""
+    arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
+    if fused is None or not _is_faster(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
+        return attention.attend_with_prompt(*arrays, attn, sinks)
+    if fused.kernel == "splash":
+        from groupax.models.kernels import splash
+
+        return splash.attend_with_prompt(*arrays, attn, fused.emulated, sinks)
+    return cudnn_attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")
+
+
+def _is_faster(fused: FusedAttention, queries: int, before: int) -> bool:
+    """Estimates whether this number of queries after this number of columns takes less time fused."""
+    needed, computed = queries * (2 * before + queries), (before + queries) ** 2
+    extra = fused.kernel == "cudnn" and computed > MAX_EXTRA_SCORES * needed
+    return queries >= MIN_QUERIES and not extra
+
+
+TRITON_CAPABILITY = (8, 0)  # the first compute capability of GPUs that multiply bfloat16
+
+# (attention settings, the columns that are visible, the layer's cache, queries [B, N, H], keys [B, K, H], values
+# [B, K, H], sinks [N] if the model has them) -> (outputs [B, N, H], the layer's cache with the keys and values written)
+AttendPast = Callable[..., tuple[Array, LayerCache]]
+
+
+def select_attend_past(device: Any, config: ModelConfig | None = None, by_block: bool = False) -> AttendPast:
+    """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one.
+
+    Kernels always compute by blocks of columns; with `by_block` the plain form does so too. It is the only one for
+    latent attention, whose heads have more dims than the kernels support, and for sinks and chunks.
+    """
+    if config is not None and _needs_plain(config):
+        return partial(attend_past, by_block=by_block)
+    if device.platform == "tpu":
+        from groupax.models.kernels import tpu_attention
+
+        return tpu_attention.attend_past
+    capability = cuda_capability(device)
+    if capability is None or capability < TRITON_CAPABILITY:
+        return partial(attend_past, by_block=by_block)
+    from groupax.models.kernels import triton_attention
+
+    return triton_attention.attend_past
+
+
+def _needs_plain(config: ModelConfig) -> bool:
+    return config.latent is not None or config.sinks or any(isinstance(each, Chunks) for each in config.windows)
+
+
+# cuDNN's kernel, or XLA's lowering of the same call, which runs on any device.
+Implementation = Literal["cudnn", "xla"]
+
+
+def cudnn_attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    starts: Int[Array, "B"],
+    attn: AttentionConfig,
+    implementation: Implementation = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """Computes `attention.attend` without a softcap; queries before their row's start get undefined results."""
+    assert attn.softcap is None, "cuDNN has no softcap"
+    assert not isinstance(attn.window, Chunks), "cuDNN has no chunks"
+    window = None if attn.window is None else (attn.window - 1, 0)
+    out = jax.nn.dot_product_attention(
+        *(_roll_left(x, starts) for x in (q, k, v)),
+        scale=attn.scale,
+        is_causal=True,
+        local_window_size=window,
+        implementation=implementation,
+    )
+    return _roll_left(out, -starts)
+
+
+def cudnn_attend_with_prompt(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
+    prompt_k: Float[Array, "B S K H"],
+    prompt_v: Float[Array, "B S K H"],
+    prompt_starts: Int[Array, "B"],
+    attn: AttentionConfig,
+    implementation: Implementation = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """Computes `attention.attend_with_prompt`."""
+    before = prompt_k.shape[1] + k.shape[1] - q.shape[1]
+    queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
+    keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
+    return cudnn_attend(queries, keys, values, prompt_starts, attn, implementation)[:, before:]
+
+
+@jax.custom_vjp
+def _roll_left(x: Float[Array, "B C N H"], shift: Int[Array, "B"]) -> Float[Array, "B C N H"]:
+    """Rolls the columns of each row to the left by its shift."""
+    columns = (jnp.arange(x.shape[1])[None, :] + shift[:, None]) % x.shape[1]
+    return jnp.take_along_axis(x, columns[:, :, None, None], axis=1)
+
+
+def _roll_forward(x: Array, shift: Array) -> tuple[Array, Array]:
+    return _roll_left(x, shift), shift
+
+
+def _roll_backward(shift: Array, gradient: Array) -> tuple[Array, None]:
+    return _roll_left(gradient, -shift), None
+
+
+_roll_left.defvjp(_roll_forward, _roll_backward)

@@ -1,0 +1,1 @@
+"""Weights on disk and in memory: loading, saving and quantization."""

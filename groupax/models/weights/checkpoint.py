@@ -1,0 +1,419 @@
+"""Loading of models and adapters from Hugging Face folders. Never unpickles, never runs remote code."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from groupax.models.adapted import FrozenBase, apply_adapter
+from groupax.models.config import ModelConfig
+from groupax.models.families import read_config, text_config
+from groupax.models.families.gpt_oss import without_mxfp4
+from groupax.models.lora import Adapter, LoRAConfig, adapter_base, init_adapter, read_adapter, read_lora_config
+from groupax.models.params import init_params, param_shardings, shard_params, split_dims
+from groupax.models.specs import HEAD, Params, Spec, embedding_name, model_specs, num_params, spec_leaves
+from groupax.models.weights.mxfp4 import dequantized_tensors
+from groupax.models.weights.nf4 import FURTHER, is_nf4, read_nf4, without_nf4
+from groupax.models.weights.quantize import is_quantized, quantizer
+from groupax.models.weights.tensor_files import (
+    DTYPES,
+    TensorFile,
+    Tensors,
+    cast,
+    check_finite,
+    find_tensors,
+    own_tensors,
+)
+from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
+from groupax.settings.adapter import BaseWeights
+from groupax.storage.folders import ADAPTER_NAME, read_json, resolve_folder
+from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
+from groupax.terminal.printable import short_repr
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in memory: its architecture, its weights on a mesh, and the settings of its files.
+
+    Attributes:
+        config: Architecture.
+        params: Weights (see `models.specs`), including an adapter's.
+        mesh: Devices of the weights.
+        hf_config: Parsed `config.json`.
+        generation_config: Parsed `generation_config.json`; empty if there was none.
+        source: Folder that it was loaded from, which also has the tokenizer; None for a new model.
+        name: Folder or hub id that it was loaded by; None for a new model.
+        adapter: The adapter and its base, if the model has an adapter.
+    """
+
+    config: ModelConfig
+    params: Params
+    mesh: Mesh
+    hf_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    source: Path | None = None
+    name: str | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def processor_folder(self) -> Path | None:
+        """The folder with the settings of the image processor; None for a model of text, and for a new one."""
+        return self.source if self.config.vision else None
+
+
+def init_model(
+    hf_config: Mapping[str, Any],
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    replicated: Collection[str] = (),
+) -> Model:
+    """Returns a model with random weights.
+
+    Args:
+        hf_config: Contents of a `config.json`.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+        mesh: Devices of the weights (see `load_model`).
+        replicated: Dims that may be replicated (see `load_model`).
+    """
+    config = read_config(hf_config)
+    mesh = mesh or default_mesh(num_params(config) * jnp.dtype(dtype).itemsize)
+    _check_mesh(config, mesh, replicated)
+    return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    weights: BaseWeights = "same",
+    base: str | os.PathLike[str] | None = None,
+    max_positions: int | None = None,
+    replicated: Collection[str] = (),
+) -> Model:
+    """Loads a causal language model from a folder or, if there is no such folder, from the Hugging Face Hub.
+
+    Each device receives its shard of each tensor directly from the file, so that no host holds a second copy.
+
+    Args:
+        name_or_path: Folder with `config.json` and safetensors files, or with a PEFT adapter; or a hub id like
+            "Qwen/Qwen3-0.6B".
+        dtype: Dtype of the weights in memory; None keeps each tensor's own.
+        mesh: Devices of the weights; by default every device has a copy (see `parallel.mesh.default_mesh`).
+        weights: "int8", "float8" or "nf4" to quantize the layers' matrices as they are read.
+        base: Base of an adapter, if it is not the one that `adapter_config.json` names.
+        max_positions: Longest sequence; None for the value in `config.json`, or for the original context if longer
+            sequences need other rotary embeddings ("longrope"). It applies to all sequences (see `rope.frequencies`).
+        replicated: Dims that may be replicated if they are not divisible by the mesh.
+
+    Raises:
+        ValueError: The folder is not a model's, its config or weights are unsupported, damaged or incomplete, or its
+            dims are not divisible by the mesh.
+        ImportError: 8-bit weights are requested and qwix is not installed.
+    """
+    folder = resolve_folder(name_or_path)
+    if (folder / ADAPTER_NAME).is_file():
+        options = {"dtype": dtype, "mesh": mesh, "weights": weights, "max_positions": max_positions}
+        return _load_with_base(name_or_path, folder, base, {**options, "replicated": replicated})
+    if base is not None:
+        raise ValueError(f"{name_or_path} is a model and not an adapter; it has no base ({base})")
+    whole_config, generation_config, config = _read_settings(folder)
+    hf_config = text_config(whole_config)
+    in_4_bits = is_nf4(hf_config.get("quantization_config"))
+    if in_4_bits and weights not in ("same", "nf4"):
+        raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
+    hf_config = without_mxfp4(without_nf4(hf_config))
+    config = config if max_positions is None else replace(config, max_positions=max_positions)
+    found = own_tensors(whole_config, config, dequantized_tensors(find_tensors(folder)), folder)
+    stored, tensors, quantized = _find_weights(config, found, folder, in_4_bits)
+    if stored != config:
+        config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
+    mesh = mesh or default_mesh(4 * num_params(config))
+    _check_mesh(config, mesh, replicated, in_4_bits or weights != "same")
+    load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
+    params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
+    return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
+
+
+def _read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], ModelConfig]:
+    """Returns the parsed `config.json` and `generation_config.json` (empty if there is none), and the architecture."""
+    hf_config = read_json(folder / "config.json")
+    path = folder / "generation_config.json"
+    generation_config = validate(read_json(path), GENERATION, str(path)) if path.is_file() else {}
+    try:
+        config = read_config(without_nf4(hf_config))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
+        outside = out_of_vocabulary(content, config.vocab_size)
+        if outside:
+            logger.warning(
+                "%s names the end-of-sequence tokens %s, but the vocabulary has %s tokens: they end no completion",
+                *(folder / name, short_repr(outside), config.vocab_size),
+            )
+    return hf_config, generation_config, config
+
+
+def _absolute(name_or_path: str | os.PathLike[str]) -> str:
+    path = Path(name_or_path).expanduser()
+    return str(path.resolve()) if path.is_dir() else str(name_or_path)
+
+
+def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
+    """Returns the model with an adapter from a folder or the hub; the model's weights are not copied.
+
+    Raises:
+        ValueError: It is not an adapter, does not fit the model, or the model has one already.
+    """
+    folder = resolve_folder(name_or_path)
+    if not (folder / ADAPTER_NAME).is_file():
+        raise ValueError(f"{name_or_path} is not an adapter: it has no {ADAPTER_NAME}")
+    if model.adapter is not None:
+        raise ValueError(f"{model.name or 'the model'} has an adapter already; load its base instead")
+    lora = read_lora_config(read_json(folder / ADAPTER_NAME), folder)
+    trained = read_adapter(model.config, lora, folder, _replicated(model.mesh))
+    return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
+
+
+def _find_weights(
+    config: ModelConfig, tensors: Tensors, folder: Path, in_4_bits: bool
+) -> tuple[ModelConfig, Tensors, set[str]]:
+    """Returns the architecture by the files' tensors, these tensors, and the names of the 4-bit weights."""
+    stored, tensors = resolve_tied_head(config, tensors, folder)
+    quantized = {name for name in tensors if in_4_bits and f"{name}.{FURTHER[0]}" in tensors}
+    check_tensors(stored, tensors, folder, quantized)
+    return stored, tensors, quantized
+
+
+def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: Any, options: Mapping[str, Any]) -> Model:
+    base_name = base if base is not None else adapter_base(read_json(folder / ADAPTER_NAME), folder)
+    try:
+        base_folder = resolve_folder(base_name)
+        if (base_folder / ADAPTER_NAME).is_file():
+            raise ValueError(f"{base_name} is an adapter too; merge it first")
+        model = load_model(base_name, **options)
+    except ValueError as error:
+        raise ValueError(f"the base of the adapter in {folder} cannot be loaded: {error}") from error
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return replace(load_adapter(model, name_or_path), source=folder if has_tokenizer else model.source)
+
+
+def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
+    """Returns the model with a new adapter, which changes nothing yet; the base's weights are not copied.
+
+    Raises:
+        ValueError: The model has an adapter already, or the adapter's settings do not fit it.
+    """
+    if model.adapter is not None:
+        raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
+    trained = init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
+    return _with_adapter(model, lora, trained)
+
+
+def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
+    trained = shard_params(model.config, model.mesh, trained)
+    return _adapted(model, Adapter(lora, FrozenBase(model.params, np.float32(lora.scale)), trained, model.name))
+
+
+def _check_mesh(config: ModelConfig, mesh: Mesh, replicated: Collection[str], is_quantized: bool = False) -> None:
+    if is_quantized and mesh.shape["tp"] * mesh.shape["ep"] > 1:
+        raise ValueError(
+            f"mesh {format_mesh(mesh)}: quantized weights are replicated and cannot be sharded over tp or ep; set both "
+            "to 1, or keep the base as it is stored"
+        )
+    check_divisible(split_dims(config), mesh, replicated)
+
+
+def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
+    """Returns the model on another mesh.
+
+    Args:
+        model: Model to move.
+        mesh: Devices of the new weights.
+        replicated: Dims that may be replicated if they are not divisible by the mesh.
+
+    Raises:
+        ValueError: The model's dims are not divisible by the mesh.
+    """
+    if mesh == model.mesh:
+        return model
+    _check_mesh(model.config, mesh, replicated, is_quantized(model.params))
+    if model.adapter is None:
+        return replace(model, params=shard_params(model.config, mesh, model.params), mesh=mesh)
+    adapter = model.adapter
+    frozen = replace(adapter.frozen, params=shard_params(model.config, mesh, adapter.frozen.params))
+    adapter = replace(adapter, frozen=frozen, trained=shard_params(model.config, mesh, adapter.trained))
+    return _adapted(replace(model, params=frozen.params, mesh=mesh), adapter)
+
+
+def _adapted(model: Model, adapter: Adapter) -> Model:
+    like_base = jax.tree.map(lambda x: x.astype(model.params["embed"].dtype), adapter.trained)
+    return replace(model, params=apply_adapter(adapter.frozen, like_base), adapter=adapter)
+
+
+def _replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+logger = logging.getLogger(__name__)
+COMPARED_ROWS = 4096
+# Tensors that some exporters write and no forward pass needs.
+DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tuple[ModelConfig, Tensors]:
+    """Reconciles a head that `config.json` ties to the embedding with the tensors of the files.
+
+    As in transformers, a single tensor is used for both, whichever of the two names it has, and two tensors that differ
+    are two weights.
+
+    Args:
+        config: Architecture by `config.json`.
+        tensors: Tensors of the folder.
+        folder: Folder of the model, for the log.
+    """
+    if not config.tie_embeddings or config.num_labels or HEAD not in tensors:
+        return config, tensors
+    embedding = embedding_name(config)
+    if embedding not in tensors:
+        return config, {**tensors, embedding: TensorFile(tensors[HEAD].path, {embedding: HEAD})}
+    if _are_equal(tensors, embedding, HEAD):
+        return config, tensors
+    logger.warning(
+        "%s: config.json has tie_word_embeddings, but %s and %s differ; they are loaded as two weights. If that is "
+        "intended, set it to false",
+        *(folder, embedding, HEAD),
+    )
+    return replace(config, tie_embeddings=False), tensors
+
+
+def _are_equal(tensors: Tensors, first: str, second: str) -> bool:
+    """Compares two tensors with only a few rows of them in memory at a time."""
+
+    def rows(name: str, start: int) -> np.ndarray:
+        block = tensors[name].get_slice(name)[start : min(start + COMPARED_ROWS, shape[0])]
+        tensors[name].close()
+        return block
+
+    slices = [tensors[name].get_slice(name) for name in (first, second)]
+    shape, other = (each.get_shape() for each in slices)
+    if shape != other or len(shape) != 2 or any(each.get_dtype() not in DTYPES for each in slices):
+        return False
+    starts = range(0, shape[0], COMPARED_ROWS)
+    return all(np.array_equal(rows(first, start), rows(second, start)) for start in starts)
+
+
+def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
+    """Checks that a folder has a model's weights in their shapes, and no others.
+
+    Args:
+        config: Architecture of the model.
+        tensors: Tensors of the folder.
+        folder: Folder of the model, for an error.
+        quantized: Names of the 4-bit weights.
+
+    Raises:
+        ValueError: A weight is missing, unknown, or of another shape or dtype.
+    """
+    leaves = list(spec_leaves(config))
+    num_expected = len({spec.name for spec in leaves if not spec.is_stacked}) + sum(
+        spec.shape[0] for spec in leaves if spec.is_stacked
+    )
+    if num_expected > 2 * len(tensors) + 1000:  # too many to build their names
+        raise ValueError(
+            f"{folder}: config.json describes a model of {num_expected:,} tensors ({config.num_layers} layers), but "
+            f"its files contain {len(tensors):,}; they belong to different models"
+        )
+    specs = {name: spec for spec in leaves for name in spec.tensor_names}
+    missing = [name for name in specs if name not in tensors]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
+    for name, spec in specs.items():
+        if name in quantized:
+            _check_quantized(name, spec, tensors, folder)
+        else:
+            _check_tensor(name, spec, tensors[name], folder)
+    known = {*specs, *([HEAD] if config.tie_embeddings else [])}
+    known |= {f"{name}.{further}" for name in quantized for further in FURTHER}
+    unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
+    if unknown:
+        raise ValueError(
+            f"{folder} has weights that are not part of a {config.model_type} model: {short_repr(unknown)}"
+        )
+
+
+def _check_tensor(name: str, spec: Spec, file: TensorFile, folder: Path) -> None:
+    found = file.get_slice(name).get_shape()
+    if found != list(spec.tensor_shape):
+        raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(spec.tensor_shape)}")
+    dtype = file.get_slice(name).get_dtype()
+    if dtype not in DTYPES:
+        raise ValueError(f"{folder}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
+
+
+def _check_quantized(name: str, spec: Spec, tensors: Tensors, folder: Path) -> None:
+    if not (spec.is_layer_matrix or spec.is_vision_matrix) or spec.num_rows is not None:
+        raise ValueError(f"{folder}: {name} is a 4-bit weight, which groupax only supports for single matrices")
+    for stored in (name, *(f"{name}.{further}" for further in FURTHER)):
+        if stored in tensors and tensors[stored].get_slice(stored).get_dtype() not in ("U8", "F32"):
+            raise ValueError(f"{folder}: {stored} has a dtype other than U8 and F32, those of 4-bit weights")
+
+
+def make_weight_loader(
+    mesh: Mesh, tensors: Tensors, dtype: Any, weights: BaseWeights, quantized: set[str]
+) -> Callable[[Spec, Any], Any]:
+    """Returns a function that loads a weight to its devices; quantized weights are replicated.
+
+    Args:
+        mesh: Devices of the weights.
+        tensors: Tensors of the folder.
+        dtype: Dtype of the weights in memory; None keeps each tensor's own.
+        weights: Format that the layers' matrices are quantized to.
+        quantized: Names of the weights that are in 4 bits already.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    quantize = None if weights == "same" else jax.jit(quantizer(weights), out_shardings=replicated)
+
+    def load(spec: Spec, sharding: Any) -> Any:
+        if spec.name in quantized:
+            try:
+                return read_nf4(spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), replicated)
+            except ValueError as error:
+                raise ValueError(f"{tensors[spec.name].path}: {error}") from error
+        array = _load(spec, sharding, tensors, dtype)
+        return array if quantize is None or not spec.is_layer_matrix else jax.block_until_ready(quantize(array))
+
+    return load
+
+
+def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
+    def read(index: Any) -> np.ndarray:
+        stored = _read_shard(spec, tensors, index)
+        check_finite(stored, f"{tensors[spec.tensor_names[0]].path}: {spec.name}")
+        return cast(stored, np.float32 if spec.is_float32 else dtype)
+
+    array = jax.make_array_from_callback(spec.shape, sharding, read)
+    for name in spec.tensor_names:
+        tensors[name].close()
+    return array
+
+
+def _read_shard(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
+    """Reads the shard of a weight at a tuple of slices, directly from the files."""
+    if spec.is_stacked:
+        return np.stack([tensors[name].get_slice(name)[index[1:]] for name in spec.tensor_names[index[0]]])
+    stored = tensors[spec.name].get_slice(spec.name)
+    index = spec.stored_index(index)
+    steps = tuple(slice(None, None, each.step) for each in index)  # which slices of files do not have
+    return spec.reordered(stored[tuple(slice(each.start, each.stop) for each in index)][steps])

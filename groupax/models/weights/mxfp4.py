@@ -1,0 +1,111 @@
+"""The 4-bit weights of experts in gpt-oss checkpoints (mxfp4), which are dequantized as they are read.
+
+Two tensors have a weight: blocks, each byte of which has two numbers of 4 bits, the first one in its lower half, and
+the exponent of each 32 numbers, in 8 bits. Source: OCP Microscaling Formats Specification 1.0, sections 5.2 and 5.3.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from groupax.models.weights.tensor_files import TensorFile, Tensors
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+# The sixteen numbers of 4 bits: a sign, two bits of exponent and one of mantissa.
+_CODE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# The factors of the 256 scales, powers of two.
+_FACTORS = np.append(np.ldexp(np.float32(1.0), np.arange(255) - 127), np.float32(np.nan))
+
+
+def dequantized_tensors(tensors: Tensors) -> Tensors:
+    """Returns tensors by the names of the weights, with those of 4 bits as files that dequantize what is read.
+
+    Raises:
+        ValueError: A weight has blocks without scales.
+    """
+    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    lacking = [name for name in names if name + _SCALES not in tensors]
+    if lacking:
+        raise ValueError(f"{tensors[lacking[0] + _BLOCKS].path} has {lacking[0]}{_BLOCKS}, but there are no scales")
+    quantized = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}
+    whole = {name: file for name, file in tensors.items() if name not in quantized}
+    return whole | {name: _DequantizedFile(tensors[name + _BLOCKS], tensors[name + _SCALES]) for name in names}
+
+
+class _DequantizedFile(TensorFile):
+    """The files with the blocks and scales of one weight, which is read in bfloat16, that has all its numbers.
+
+    Args:
+        blocks, scales: Files with these.
+    """
+
+    def __init__(self, blocks: TensorFile, scales: TensorFile) -> None:
+        super().__init__(blocks.path)
+        self.blocks, self.scales = blocks, scales
+
+    def get_slice(self, name: str) -> "_DequantizedSlice":
+        """Returns the weight, [E, I, O], that can be read in slices."""
+        return _DequantizedSlice(self.blocks.get_slice(name + _BLOCKS), self.scales.get_slice(name + _SCALES), name)
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Reads the weight."""
+        return self.get_slice(name)[:, :, :]
+
+    def close(self) -> None:
+        """Unmaps both files."""
+        self.blocks.close()
+        self.scales.close()
+
+
+class _DequantizedSlice:
+    """A weight [E, I, O] that is stored as blocks [E, O, I / 32, 16] and scales [E, O, I / 32].
+
+    Raises:
+        ValueError: The tensors have other shapes or dtypes.
+    """
+
+    def __init__(self, blocks: Any, scales: Any, name: str) -> None:
+        self.blocks, self.scales = blocks, scales
+        shape, of_scales = blocks.get_shape(), scales.get_shape()
+        if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3]:
+            raise ValueError(
+                f"{name} has blocks of shape {shape} and scales of shape {of_scales}; 4-bit weights need [E, O, G, 16] "
+                "and [E, O, G]"
+            )
+        if (blocks.get_dtype(), scales.get_dtype()) != ("U8", "U8"):
+            raise ValueError(
+                f"{name} has blocks of dtype {blocks.get_dtype()} and scales of dtype {scales.get_dtype()}; 4-bit "
+                "weights need U8"
+            )
+
+    def get_shape(self) -> list[int]:
+        """Returns the shape of the weight."""
+        E, O, G, _ = self.blocks.get_shape()  # noqa: E741 - the dim of outputs
+        return [E, 32 * G, O]
+
+    def get_dtype(self) -> str:
+        """Returns the dtype of the weight, by its name in safetensors files."""
+        return "BF16"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        expert, inputs, outputs = index
+        first, end, _ = inputs.indices(self.get_shape()[1])
+        groups = slice(first // 32, -(-end // 32))
+        weight = dequantize(self.blocks[expert, outputs, groups], self.scales[expert, outputs, groups])
+        return weight[:, :, first - 32 * groups.start : end - 32 * groups.start].swapaxes(1, 2)
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns the numbers of blocks [E, O, G, 16] with scales [E, O, G] as bfloat16 [E, O, 32 G], expert by expert.
+
+    A scale of 255 stands for NaN, and numbers beyond the range of bfloat16 become infinite; loading refuses both.
+    """
+    E, O, G, _ = blocks.shape  # noqa: E741 - the dim of outputs
+    weight = np.empty((E, O, G, 16, 2), jnp.bfloat16)
+    code = _CODE.astype(jnp.bfloat16)
+    for out, block, scale in zip(weight, blocks, scales, strict=True):
+        factor = _FACTORS[scale][..., None]
+        for half, nibbles in enumerate((block & 0x0F, block >> 4)):
+            np.multiply(code[nibbles].astype(np.float32), factor, out=out[..., half], casting="unsafe")
+    return weight.reshape(E, O, 32 * G)

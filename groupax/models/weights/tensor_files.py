@@ -1,0 +1,360 @@
+"""Safetensors files of a folder: which tensors they contain, by the names in the table of weights, and reading them."""
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from groupax.models.config import ModelConfig
+from groupax.models.families import VISION_FAMILIES, has_text_part
+from groupax.storage.folders import list_names, read_json
+from groupax.storage.model_json import MAX_EXPERTS
+from groupax.terminal.printable import error_line, short_repr
+
+logger = logging.getLogger(__name__)
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_NAME = re.compile(r"[^/\\\0]*\.safetensors")
+CHECKED_NUMBERS = 1 << 18  # checked at a time, to fit in the processor's caches
+# Dtypes of weights, each with its bits of the exponent, which are all set in numbers that are not finite.
+DTYPES = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
+
+
+@dataclass(frozen=True)
+class StackedRows:
+    """Rows of one matrix of a stack, which stand for a tensor of their own.
+
+    Attributes:
+        name: Name of the stack in its file.
+        matrix: Index of the matrix.
+        part, num_parts: Number of the part, of equally many rows, and the number of parts.
+    """
+
+    name: str
+    matrix: int
+    part: int = 0
+    num_parts: int = 1
+
+
+class TensorFile:
+    """A safetensors file that is memory-mapped only while a weight is read.
+
+    Pages that were read of a mapped file count as memory of the process, like a second copy of the weights.
+
+    Args:
+        path: Path of the file.
+        stored_names: Names of tensors in the file, by the names under which they are requested, if these differ.
+        rows: Rows of stacks that are requested as tensors, by name.
+        transposed: Names of tensors that are requested with their last two dims in the other order.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stored_names: Mapping[str, str] | None = None,
+        rows: Mapping[str, StackedRows] | None = None,
+        transposed: Collection[str] = (),
+    ) -> None:
+        self.path = path
+        self.stored_names = stored_names or {}
+        self.rows = rows or {}
+        self.transposed = transposed
+        self._file: Any = None
+
+    @property
+    def file(self) -> Any:
+        """File handle, which is opened if necessary.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        if self._file is None:
+            try:
+                self._file = safe_open(self.path, framework="np")
+            except (SafetensorError, OSError, ValueError) as error:
+                size = self.path.stat().st_size
+                raise ValueError(
+                    f"{self.path} ({size} bytes) is damaged or truncated: {error_line(error)}; download the file again"
+                ) from error
+        return self._file
+
+    def get_slice(self, name: str) -> Any:
+        """Returns a tensor that can be read in slices."""
+        if rows := self.rows.get(name):
+            return _RowsSlice(self.file.get_slice(rows.name), rows)
+        stored = self.file.get_slice(self.stored_names.get(name, name))
+        return _TransposedSlice(stored) if name in self.transposed else stored
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Reads a tensor."""
+        return self.file.get_tensor(self.stored_names.get(name, name))
+
+    def close(self) -> None:
+        """Unmaps the file, which is opened again when it is needed."""
+        self._file = None
+
+
+class _RowsSlice:
+    """Rows of a stack, with the interface of a slice of safetensors."""
+
+    def __init__(self, stack: Any, rows: StackedRows) -> None:
+        self.stack, self.rows = stack, rows
+
+    def get_shape(self) -> list[int]:
+        _, num_rows, *others = self.stack.get_shape()
+        return [num_rows // self.rows.num_parts, *others]
+
+    def get_dtype(self) -> str:
+        return self.stack.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        num_rows = self.get_shape()[0]
+        first, end, _ = index[0].indices(num_rows)
+        start = self.rows.part * num_rows
+        matrix = slice(self.rows.matrix, self.rows.matrix + 1)
+        return self.stack[(matrix, slice(start + first, start + end), *index[1:])][0]
+
+
+class _TransposedSlice:
+    """A tensor with its last two dims in the other order, with the interface of a slice of safetensors."""
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+
+    def get_shape(self) -> list[int]:
+        *others, rows, columns = self.stored.get_shape()
+        return [*others, columns, rows]
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        *others, rows, columns = index
+        return self.stored[(*others, columns, rows)].swapaxes(-1, -2)
+
+
+Tensors = dict[str, TensorFile]  # files by the names of their tensors
+
+
+def find_tensors(folder: Path) -> Tensors:
+    """Returns the tensors of a model's folder, from the headers of its files.
+
+    Raises:
+        ValueError: There are no safetensors files, one is missing, the index names a file outside of the folder, or the
+            index and the files disagree.
+    """
+    weight_map = _weight_map(folder)
+    files = {name: TensorFile(folder / name) for name in sorted(set(weight_map.values()))}
+    missing = [name for name, file in files.items() if not file.path.is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} is incomplete: {INDEX_NAME} names {list_names(missing)}, which is missing; download it again"
+        )
+    tensors: Tensors = {}
+    for file_name, file in files.items():
+        for name in file.file.keys():  # noqa: SIM118 - not a mapping
+            if name in tensors:
+                raise ValueError(
+                    f"{folder}: {short_repr(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must "
+                    "be in one file"
+                )
+            tensors[name] = file
+        file.close()
+    absent = [name for name, file_name in weight_map.items() if tensors.get(name) is not files[file_name]]
+    if absent:
+        raise ValueError(
+            f"{folder / INDEX_NAME} says that {short_repr(weight_map[absent[0]])} contains {short_repr(absent[0])}, "
+            "which it does not; the index and the files belong to different models"
+        )
+    return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Returns the names of all tensors, each with the name of its file.
+
+    Raises:
+        ValueError: There are no such files, or there are two whole sets of them.
+    """
+    shards = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    if (folder / INDEX_NAME).is_file():
+        weight_map = _read_index(folder / INDEX_NAME)
+        if (folder / SINGLE_NAME).is_file() and SINGLE_NAME not in weight_map.values():
+            raise ValueError(
+                f"{folder} has two sets of weights, {SINGLE_NAME} and the shards of {INDEX_NAME}, as a folder has that "
+                f"a model was saved to twice; delete {SINGLE_NAME}, or {INDEX_NAME} with its shards"
+            )
+    elif (folder / SINGLE_NAME).is_file():
+        weight_map = dict.fromkeys(TensorFile(folder / SINGLE_NAME).file.keys(), SINGLE_NAME)
+    else:
+        pickled = next(iter(folder.glob("*.bin")), None)
+        if shards:
+            reason = f"{list_names(shards)} without {INDEX_NAME}, which says what they contain; download it too"
+        elif pickled:
+            reason = f"only {list_names([pickled.name])}, a pickle, which is never loaded; convert it"
+        else:
+            reason = f"no {SINGLE_NAME}"
+        raise ValueError(f"{folder} has no safetensors weights: {reason}")
+    if left := shards - set(weight_map.values()):
+        logger.warning("%s has the shards %s, which are not of its model and are not read", folder, list_names(left))
+    return weight_map
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{index} has weight_map={short_repr(weight_map)}; it must be an object with the file of each tensor"
+        )
+    for name in weight_map.values():
+        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
+            raise ValueError(
+                f"{index} names {short_repr(name)}, which is not a safetensors file in its folder and is never opened"
+            )
+    return weight_map
+
+
+def check_finite(array: np.ndarray, name: str) -> None:
+    """Refuses weights with infinite numbers or NaN; checking takes about a second per 10 GB.
+
+    Raises:
+        ValueError: There are such numbers.
+    """
+    kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    word, exponent = DTYPES[kinds[array.dtype.name]]
+    bits = np.ascontiguousarray(array).view(word).reshape(-1)
+    for start in range(0, bits.size, CHECKED_NUMBERS):
+        if (bits[start : start + CHECKED_NUMBERS] & word(exponent)).max() == exponent:
+            num = int((~np.isfinite(array.astype(np.float32))).sum())
+            raise ValueError(
+                f"{name} has {num:,} numbers of {array.size:,} that are infinite or NaN; the model is damaged, or its "
+                "training diverged: use an earlier checkpoint"
+            )
+
+
+def cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns the array in a dtype; None keeps its own."""
+    return array if dtype is None else array.astype(dtype)
+
+
+logger = logging.getLogger(__name__)
+# Prefixes of text models within others, with what stands there in a text model alone.
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+# Older prefixes in models that see images, with those of today's.
+_OLDER_PREFIXES = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("model.vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+# Tensors of the parts that see images.
+_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+# Layers of these models that predict several tokens ahead, which have names of their own.
+_AHEAD = re.compile(r"mtp\.")
+_WITH_AHEAD = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+# Experts that released models of these kinds have in stacks, and files of transformers one by one.
+_STACKS = re.compile(r"(model\.(?:language_model\.)?layers\.\d{1,4}\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_WITH_STACKS = frozenset({"qwen3_5_moe", "qwen3_5_moe_text"})
+# Released models of these kinds have stacks whose last two dims are in the other order than in files of transformers.
+_WITH_EITHER_ORDER = frozenset({"qwen3_vl_moe"})
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
+
+
+def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, folder: Path) -> Tensors:
+    """Returns the tensors of a model by the names of its specs.
+
+    Left out are layers that predict several tokens ahead, and the parts of a model that see images if only its text
+    part is supported.
+
+    Args:
+        hf: Parsed `config.json`, of the whole model.
+        config: Architecture of the model.
+        tensors: All tensors of the folder.
+        folder: Folder of the model, for the log.
+    """
+    found = dict(tensors)
+    if has_text_part(hf):
+        found = _renamed({name: file for name, file in tensors.items() if not _IMAGES.match(name)}, _TEXT_PREFIXES)
+    elif hf.get("model_type") in VISION_FAMILIES:
+        found = _renamed(tensors, _OLDER_PREFIXES)
+    if num_ahead := hf.get("num_nextn_predict_layers") or 0:
+        ahead = range(config.num_layers, config.num_layers + num_ahead)
+        found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
+    if hf.get("model_type") in _WITH_AHEAD:
+        found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
+    num_left = len(found)
+    if hf.get("model_type") in _WITH_STACKS:
+        found = _unstacked(found)
+    if hf.get("model_type") in _WITH_EITHER_ORDER:
+        found = _in_released_order(found, config.hidden_size)
+    if num_left < len(tensors):
+        logger.warning(
+            "%s: %d of its %d tensors are of parts that groupax does not have, which see images or predict several "
+            "tokens ahead; they are neither read nor saved",
+            *(folder, len(tensors) - num_left, len(tensors)),
+        )
+    return found
+
+
+def _renamed(tensors: Tensors, prefixes: tuple[tuple[str, str], ...]) -> dict[str, TensorFile]:
+    found = {}
+    for name, file in tensors.items():
+        own = next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), name)
+        found[own] = file if own == name else TensorFile(file.path, {own: name})
+    return found
+
+
+def _unstacked(tensors: Tensors) -> Tensors:
+    """Returns the tensors with the matrices of stacked experts by the names that each expert's would have."""
+    found: Tensors = {}
+    for name, file in tensors.items():
+        match = _STACKS.fullmatch(name)
+        shape = file.get_slice(name).get_shape() if match else []
+        if match is None or len(shape) != 3 or not 1 <= shape[0] <= MAX_EXPERTS:
+            found[name] = file
+            continue
+        parts, stored = match[2].removesuffix("_proj").split("_"), file.stored_names.get(name, name)
+        rows = {
+            f"{match[1]}.{expert}.{part}_proj.weight": StackedRows(stored, expert, index, len(parts))
+            for expert in range(shape[0])
+            for index, part in enumerate(parts)
+        }
+        file.close()
+        found |= dict.fromkeys(rows, TensorFile(file.path, rows=rows))
+    return found
+
+
+def _in_released_order(tensors: Tensors, hidden_size: int) -> Tensors:
+    """Returns the tensors with stacks of experts in the order of released models, if their shape tells the order.
+
+    Released are [E, D, 2 F] for gates and [E, F, D] for the matrices after them.
+
+    Args:
+        tensors: Tensors by name.
+        hidden_size: D.
+    """
+    found = dict(tensors)
+    for name, file in tensors.items():
+        if match := _STACKS.fullmatch(name):
+            _, *sizes = file.get_slice(name).get_shape() or [0]
+            file.close()
+            is_gate = match[2] == "gate_up_proj"
+            if len(sizes) == 2 and sizes[0] != sizes[1] and sizes[is_gate] == hidden_size:
+                found[name] = TensorFile(file.path, {name: file.stored_names.get(name, name)}, transposed={name})
+    return found
+
+
+def _layer_index(name: str) -> int:
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1

@@ -1,0 +1,230 @@
+"""What all trainers have: answers to the run that they own, and the policy as a model, in folders and on the hub."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from groupax.events import Emit, Listener
+from groupax.models.adapted import apply_adapter
+from groupax.models.lora import count_params, trainable_params_line
+from groupax.models.specs import Params
+from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.saving import save_adapter, save_model
+from groupax.parallel import processes
+from groupax.parallel.collectives import to_host_on_primary
+from groupax.parallel.preemption import PreemptionHandler
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints.choose import Saved
+from groupax.runs.checkpoints.fingerprint import Identity
+from groupax.runs.checkpoints.record import stored_dtype
+from groupax.runs.diagnostics import Diagnose
+from groupax.runs.folder import RunFolder
+from groupax.runs.log import Evaluation, RunLog
+from groupax.runs.model_card import shown_name
+from groupax.storage.hub import push_folder
+from groupax.storage.replacing import replace_card
+from groupax.training.adapters import AdapterLearners, PolicyLearner
+from groupax.training.learner import Learner, LearnerSettings
+from groupax.types import Metrics
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a user should know of a run before its first step.
+
+    Attributes:
+        facts: Facts by label, which its record has too.
+        plans: The memory that it plans to use, by label; likewise.
+        expectations: What to expect of it, by label, which is only shown.
+        warnings: Texts of warnings.
+        findings: What is wrong with its settings, by the name of the finding (see `diagnostics`).
+    """
+
+    facts: Mapping[str, str]
+    plans: Mapping[str, str]
+    expectations: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+    findings: Mapping[str, str] = field(default_factory=dict)
+
+
+class Trainer(ABC):
+    """What every trainer has: the state of its loop, answers to its run, and the policy as its result.
+
+    Attributes:
+        args: Settings.
+        listeners: Called with every event of the run; one that returns True ends the run.
+        emit: Emits an event of the run.
+        run_folder: Folder of the run.
+        start_model: The model that the run starts from; weights that the learner has copied are dropped.
+        learner: The policy under training.
+        tokenizer: Tokenizer of the model.
+        num_steps: Number of optimizer steps of the run.
+        cursor: Progress of the run.
+        experience: The rollout that is not used up, if there are rollouts.
+        last_metrics: Metrics of the last logged step.
+    """
+
+    listeners: Sequence[Listener]
+    emit: Emit
+    run_folder: RunFolder
+    start_model: Model
+    learner: PolicyLearner
+    tokenizer: Any
+    num_steps: int
+    cursor = Cursor()
+    experience: Experience | None = None
+    last_metrics: Metrics = {}  # noqa: RUF012 - replaced, never changed
+    args: Any
+
+    @abstractmethod
+    def describe(self) -> Description:
+        """Returns what a user should know of the run before its first step."""
+
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Returns everything that a resumed run must have in common with this one."""
+
+    @abstractmethod
+    def diagnose(self) -> Diagnose:
+        """Returns what finds faults of the run in its metrics."""
+
+    @abstractmethod
+    def restore(self, saved: Saved, log: RunLog) -> None:
+        """Continues from a checkpoint, after the learner did."""
+
+    @abstractmethod
+    def evaluate(self) -> Evaluation:
+        """Evaluates the present policy on held-out data."""
+
+    @abstractmethod
+    def card(self) -> str:
+        """Returns the card of the model."""
+
+    def working(self, stop: PreemptionHandler) -> AbstractContextManager[object]:
+        """Starts what only runs during training, and stops it at the end."""
+        del stop
+        return nullcontext()
+
+    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        """Returns earlier policies that a checkpoint has to keep."""
+        del cursor
+        return {}
+
+    def settle(self) -> None:  # noqa: B027
+        """Is called before the state is saved at another time than between two steps."""
+
+    # -- the policy ------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """Returns the model, the progress and the folder in one line; fields that are not created yet are left out."""
+        own = vars(self)
+        parts = [shown_name(self.start_model.name)] if "start_model" in own else []
+        parts += [f"step {self.cursor.step:,} of {self.num_steps:,}"] if "num_steps" in own else []
+        parts += [self.run_folder.uri] if "run_folder" in own else []
+        return f"<{type(self).__name__}: {', '.join(parts)}>"
+
+    @property
+    def model(self) -> Model:
+        """The present policy.
+
+        Raises:
+            ValueError: the run trains several adapters (see `adapters`).
+        """
+        if names := adapter_names(self.learner):
+            raise ValueError(f"this run has a policy for each of its adapters: use adapters[{names[0]!r}]")
+        return self._model_with(self.learner.state.params, self.learner.policy)
+
+    @property
+    def adapters(self) -> dict[str, Model]:
+        """The present policies of a run that trains several adapters, by their names; empty for other runs."""
+        return {name: self._adapter(self.learner.state.params[name]) for name in adapter_names(self.learner)}
+
+    def save_model(self, folder: str | Path | None = None) -> Path:
+        """Saves the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
+
+        If an adapter is trained, only the adapter is saved, in PEFT's format; each of several ones in a folder of its
+        name. All processes must call this; the primary one writes.
+        """
+        params, target = self.host_params(), Path(folder or self.run_folder.path / "model")
+        return processes.run_on_primary(lambda: self.write_model(params, target))
+
+    def host_params(self) -> Params:
+        """Returns the trained weights, on the primary process's host if there are several. All processes call this."""
+        params = self.learner.state.params
+        return to_host_on_primary(params) if processes.num_processes() > 1 else params
+
+    def write_model(self, params: Params, folder: Path) -> Path:
+        """Writes trained weights as `save_model` does, in this process."""
+        if names := adapter_names(self.learner):
+            for name in names:
+                save_adapter(self._adapter(params[name]), folder / name, self.tokenizer, self.card())
+            return folder
+        if self.start_model.adapter is not None:
+            return save_adapter(self._model_with(params, {}), folder, self.tokenizer, self.card())
+        trained = replace(self.start_model, params={**self.learner.untrained, **params})
+        dtype = jnp.dtype(stored_dtype(self.start_model))
+        return save_model(trained, folder, self.tokenizer, dtype, card=self.card())
+
+    def push_to_hub(self, repo_id: str, private: bool = True) -> str:
+        """Saves the current policy in the run's `model/`, uploads it, and returns its address (see `hub.push_folder`).
+
+        Args:
+            repo_id: "owner/name".
+            private: Whether a new repository is private.
+
+        Raises:
+            ValueError: the run trains several adapters, each of which is pushed by itself (`groupax push`).
+        """
+        if adapter_names(self.learner):
+            raise ValueError("push each adapter by itself: groupax push RUN/model/NAME OWNER/REPOSITORY")
+        folder = self.save_model()
+        return processes.run_on_primary(lambda: push_folder(folder, repo_id, private))
+
+    def write_card(self) -> None:
+        """Rewrites the card of the run's `model/` with the evaluations since it was saved."""
+        for folder in result_folders(self.run_folder.path / "model", self.learner):
+            processes.run_on_primary(partial(replace_card, folder, self.card()))
+
+    def print_trainable_parameters(self) -> None:
+        """Prints the number of trained parameters in PEFT's format."""
+        adapter = self.start_model.adapter
+        print(trainable_params_line(*count_params(self.start_model.config, adapter and adapter.config)))
+
+    def _model_with(self, trained: Params, policy: Params) -> Model:
+        adapter = self.start_model.adapter and replace(self.start_model.adapter, trained=trained)
+        return replace(self.start_model, params=policy, adapter=adapter)
+
+    def _adapter(self, trained: Params) -> Model:
+        assert self.start_model.adapter is not None, "the model has an adapter"
+        return self._model_with(trained, apply_adapter(self.start_model.adapter.frozen, trained))
+
+
+def make_learner(trainer: Trainer, settings: LearnerSettings, longest: tuple[int, int]) -> PolicyLearner:
+    """Returns the learner of a trainer's model, or that of the several adapters that its settings name."""
+    model, adapters = trainer.start_model, getattr(trainer.args, "adapters", ())
+    learner = (
+        AdapterLearners(model, adapters, settings, trainer.num_steps, longest)
+        if adapters
+        else Learner(model, settings, trainer.num_steps, longest)
+    )
+    if model.adapter is not None and learner.frozen is not None:
+        adapter = replace(model.adapter, frozen=learner.frozen)  # frees those loaded in another dtype
+        trainer.start_model = replace(model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
+    return learner
+
+
+def adapter_names(learner: PolicyLearner) -> Sequence[str]:
+    """Returns the names of the adapters that are trained together; none for a run that trains one policy."""
+    return [*learner.each] if isinstance(learner, AdapterLearners) else []
+
+
+def result_folders(folder: Path, learner: PolicyLearner) -> list[Path]:
+    """Returns the folders of a run's results: the given one, or one in it for each of several adapters."""
+    return [folder / name for name in adapter_names(learner)] or [folder]
