@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dev import trl_world
-from tests import trl_images
+from dev import trl_images, trl_world
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "qwen"
@@ -114,9 +113,7 @@ def mended_for_qwen3_vl(source: str) -> str:
     ):
         assert old in source, f"the notebook has no {old}"
         source = source.replace(old, new)
-    load = (
-        "import functools, tests.trl_images\n_load = functools.partial(tests.trl_images.load_processor, 'qwen3_vl')\n"
-    )
+    load = "import functools, dev.trl_images\n_load = functools.partial(dev.trl_images.load_processor, 'qwen3_vl')\n"
     return load + re.sub(r"AutoProcessor\.from_pretrained\((\w+)[^)]*\)", r"_load(\1)", source)
 
 
