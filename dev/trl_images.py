@@ -146,7 +146,7 @@ def main() -> None:
         arrays |= own
         print(family, {name: numbers[family][name] for name in ("loss", "grad_norm", "tower_grad_norm")})
     (GOLDEN / "trl_images.json").write_text(json.dumps(numbers) + "\n")
-    np.savez_compressed(GOLDEN / "trl_images.npz", **arrays)
+    np.savez_compressed(GOLDEN / "trl_images.npz", **arrays)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":
