@@ -68,7 +68,7 @@ def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
         getattr(config, wrong)
 
 
-@pytest.mark.parametrize("make", [trl.GRPOConfig, ed.GRPOConfig])
+@pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
 def test_every_field_without_effect_warns_with_the_reason(make):
     fields = make.FIELDS
     assert fields.of("inert").keys() <= fields.defaults.keys()
@@ -205,7 +205,7 @@ def test_what_trl_settings_cannot_become_is_refused(settings, message):
         trl.GRPOConfig(**settings).to_native()
 
 
-@pytest.mark.parametrize("make", [trl.GRPOConfig, ed.GRPOConfig])
+@pytest.mark.parametrize("make", [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, ed.GRPOConfig])
 def test_every_field_that_cannot_be_honoured_is_refused_with_the_remedy(make):
     for name, why in make.FIELDS.of("refused").items():
         make(**{name: make.FIELDS.defaults[name]})

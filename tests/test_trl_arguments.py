@@ -198,6 +198,8 @@ def test_dataclasses_have_the_fields_of_trl_in_order_with_their_defaults():
 
     for own, other in (
         (trl.GRPOConfig, theirs.GRPOConfig),
+        (trl.RLOOConfig, theirs.RLOOConfig),
+        (trl.SFTConfig, theirs.SFTConfig),
         (trl.ScriptArguments, theirs.ScriptArguments),
         (trl.ModelConfig, theirs.ModelConfig),
         (trl.DatasetMixtureConfig, theirs.DatasetMixtureConfig),
