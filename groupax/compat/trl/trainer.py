@@ -263,7 +263,7 @@ class GRPOTrainer(Overridable, BaseTrainer):
         """
         counted = mask.bool()
         padding = np.float32(-1e9)  # an entropy that no token has
-        padded = self.accelerator.pad_across_processes(entropies[counted].float(), pad_index=float(padding))
+        padded = self.accelerator.pad_across_processes(entropies[counted].float(), dim=0, pad_index=-1e9)
         everything = self.accelerator.gather(padded).detach().cpu().numpy()
         bound = top_entropy_threshold([everything[everything != padding]], 1.0 - threshold)
         return (entropies >= entropies.new_tensor(bound)) & counted
