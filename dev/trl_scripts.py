@@ -2,8 +2,8 @@
 
     python dev/trl_scripts.py PATH_OF_A_TRL_CHECKOUT [part of a name ...] [--library trl]
 
-Imports are changed, sizes made small (`tests/trl_scripts.py`), models, datasets and environments are local
-(`tests/trl_world.py`). A script counts as run if it ended, and what it saved loads with transformers and PEFT, and has
+Imports are changed, sizes made small (`dev/trl_runs.py`), models, datasets and environments are local
+(`dev/trl_world.py`). A script counts as run if it ended, and what it saved loads with transformers and PEFT, and has
 other weights than the model before.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests import trl_scripts, trl_snippets
+from dev import trl_runs, trl_snippets
 
 MODEL = ("--model_name_or_path", "Qwen/Qwen3-0.6B", "--output_dir", "out")
 EYES = ("--model_name_or_path", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", "--output_dir", "out")
@@ -127,7 +127,7 @@ def _print_rows(cases: Sequence[Case], folder: Path, given: argparse.Namespace) 
     for number, case in enumerate(cases):
         world = (given.worlds or folder).absolute() / case.turns
         if not world.exists():
-            trl_scripts.make_world(world, case.turns)
+            trl_runs.make_world(world, case.turns)
         shutil.copytree(world, folder / str(number), symlinks=True)
         start = time.monotonic()
         outcomes = run_case(case, folder / str(number), given.checkout, given.library)
@@ -143,7 +143,7 @@ def _print_rows(cases: Sequence[Case], folder: Path, given: argparse.Namespace) 
                 print(outcome.output)
 
 
-def run_case(case: Case, folder: Path, checkout: Path, library: str) -> dict[str, trl_scripts.Outcome]:
+def run_case(case: Case, folder: Path, checkout: Path, library: str) -> dict[str, trl_runs.Outcome]:
     """Runs a script, or the snippets of a page; returns what became of each, by its name."""
     text = (checkout / case.path).read_text()
     if case.path.startswith(INSTALLED):
@@ -152,15 +152,15 @@ def run_case(case: Case, folder: Path, checkout: Path, library: str) -> dict[str
         return trl_snippets.run_page(folder, text, case.path, library)
     for file in (checkout / case.path).parent.glob("*.txt"):
         (folder / file.name).write_bytes(file.read_bytes())
-    source = trl_scripts.notebook_source(text) if case.path.endswith(".ipynb") else text
-    source = trl_scripts.made_small(trl_scripts.with_import_changed(source, library))
+    source = trl_runs.notebook_source(text) if case.path.endswith(".ipynb") else text
+    source = trl_runs.made_small(trl_runs.with_import_changed(source, library))
     if case.turns == "images":
-        source = trl_scripts.without_system_prompt(source)
-    change = trl_scripts.mended_for_qwen3_vl if case.turns == "qwen3_vl" else trl_scripts.without_parts
+        source = trl_runs.without_system_prompt(source)
+    change = trl_runs.mended_for_qwen3_vl if case.turns == "qwen3_vl" else trl_runs.without_parts
     source = change(source)
     peft = " --use_peft" if "--use_peft" in case.arguments else ""
     name = re.sub(r"^examples/(scripts/)?", "", case.path) + peft
-    return {f"`{name}`": trl_scripts.run_script(folder, source, case.arguments)}
+    return {f"`{name}`": trl_runs.run_script(folder, source, case.arguments)}
 
 
 if __name__ == "__main__":

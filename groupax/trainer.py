@@ -66,7 +66,7 @@ from groupax.runs.diagnostics import (
 from groupax.runs.header import data_name, memory_facts, run_facts, time_facts
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
-from groupax.runs.progress.display import Progress, headline_text, short_number
+from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record

@@ -10,8 +10,7 @@ import pytest
 
 from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
-from groupax.replay.causes import halved, ratio, to_blame
-from groupax.replay.expression import parsed_condition
+from groupax.replay.causes import halved, parsed_condition, ratio, to_blame
 from groupax.replay.influence import influence_of
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of

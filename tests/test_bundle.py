@@ -17,11 +17,11 @@ from safetensors.numpy import load_file, save_file
 
 from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
 from groupax.cli.main import main
-from groupax.replay import completions
-from groupax.replay.archive import pack, unpack
+from groupax.replay import recorded
+from groupax.replay.bundle import pack, unpack
 from groupax.replay.bundled import open_bundle
-from groupax.replay.changed import changed_target, replay_changed
 from groupax.replay.recorded import RecordedRun, recorded_run
+from groupax.replay.session import changed_target, replay_changed
 
 from .stopped_run import letters
 from .test_config_and_data import a_tokenizer
@@ -338,7 +338,7 @@ def bomb(table):
     ids=["lacking", "type", "null", "index", "lengths", "turns", "bomb", "garbage"],
 )
 def test_completions_that_are_none_are_refused_in_one_line(archive, tmp_path, change, fault, monkeypatch):
-    monkeypatch.setattr(completions, "LEAST_BYTES", 10**8)
+    monkeypatch.setattr(recorded, "LEAST_BYTES", 10**8)
     unpack(archive, tmp_path / "bundle", 10**9)
     path = tmp_path / "bundle/run/rollouts/step_000003.parquet"
     if change is None:

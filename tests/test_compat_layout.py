@@ -9,8 +9,8 @@ import pytest
 
 from groupax import init_model, load_model, save_model
 from groupax.compat import trl
-from groupax.compat.callbacks import Control, State
-from groupax.compat.trl.layout import Flow, check_output_dir, checkpoint_to_resume
+from groupax.compat.callbacks import State
+from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_to_resume
 from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.report.record import read_run
@@ -152,7 +152,7 @@ def test_checkpoints_are_kept_as_transformers_keeps_them(tmp_path, steps, best, 
         (tmp_path / HF.name_of(step) / HF.inside).mkdir(parents=True)
     (tmp_path / "checkpoint-9").mkdir()  # of another program
     state = State(best_global_step=best)
-    flow = Flow(tmp_path, state, Control(), limit=limit)
+    flow = TRLFolders(tmp_path, state, limit=limit)
     flow.note_best(steps[-1])
     assert state.best_model_checkpoint == (best and str(tmp_path / f"checkpoint-{best}"))
     flow.rotate(limit)

@@ -8,7 +8,7 @@ import pytest
 
 from groupax import init_model, save_model
 from groupax.compat import hf, trl
-from groupax.compat.hf.torch_models import read_torch_model
+from groupax.compat.hf.loading import read_torch_model
 from groupax.compat.trl.policy import policy_of
 
 from .conftest import TINY, one_device_mesh

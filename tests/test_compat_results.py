@@ -10,10 +10,8 @@ from groupax import init_model, save_model
 from groupax.compat import trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
-from groupax.compat.trl.accelerator import Accelerator
-from groupax.compat.trl.advice import warn_about_losses
-from groupax.compat.trl.own_generate import own_generate
-from groupax.compat.trl.reports import Reports
+from groupax.compat.trl.base import Accelerator, BaseTrainer
+from groupax.compat.trl.policy import own_generate
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
 
@@ -94,7 +92,7 @@ def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_be
 
 
 def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path, capsys):
-    reports = Reports()
+    reports = BaseTrainer()
     reports.args, reports._output_dir, reports.state = None, str(tmp_path / "run"), State(global_step=3)
     reports.log_metrics("train", {"train_runtime": 3723.456, "train_loss": 0.123456, "rows": 8})
     assert capsys.readouterr().out.splitlines() == [
@@ -138,14 +136,8 @@ def test_an_accelerator_has_what_scripts_use_of_it(capsys):
     ],
 )
 def test_losses_that_do_not_fit_to_their_ratios_are_reported(loss_type, level, text, caplog):
-    warn_about_losses(trl.GRPOConfig(loss_type=loss_type, importance_sampling_level=level))
+    trl.GRPOConfig(loss_type=loss_type, importance_sampling_level=level).to_native()
     assert (text in caplog.text) if text else not caplog.text
-
-
-def test_cispo_has_trls_bound_by_default():
-    config = trl.GRPOConfig(loss_type="cispo", epsilon=0.3)
-    with pytest.warns(CompatWarning, match="caps ratios at epsilon = 0.3, as TRL does"):
-        assert config.to_native().epsilon_high == 0.3
 
 
 # -- streams
@@ -272,7 +264,7 @@ def test_masks_of_tensors_are_trls():
     trainer = pytest.importorskip("trl").GRPOTrainer
     draw = torch.Generator().manual_seed(0)
     entropies, mask = torch.rand((3, 7), generator=draw), (torch.rand((3, 7), generator=draw) < 0.8).int()
-    accelerated: Any = Reports()
+    accelerated: Any = BaseTrainer()
     for threshold in (0.0, 0.3, 0.8, 1.0):
         theirs = trainer.get_high_entropy_mask(accelerated, entropies, mask, threshold)
         assert torch.equal(trl.GRPOTrainer.get_high_entropy_mask(accelerated, entropies, mask, threshold), theirs)

@@ -1,6 +1,5 @@
 """TRL's `SFTTrainer` and `SFTConfig` in `compat`: the same losses as TRL's, the same folders, and what is refused."""
 
-import dataclasses
 import functools
 import json
 
@@ -9,7 +8,6 @@ import pytest
 
 from groupax import init_model
 from groupax.compat import hf, trl
-from groupax.compat.fields import CompatWarning
 from groupax.data.examples import visit_order
 
 from .conftest import SHARED, TINY
@@ -135,36 +133,11 @@ def test_overrides_that_are_never_called_are_refused(tmp_path, name):
         a_trainer(tmp_path, kind=own)
 
 
-def test_a_method_that_is_replaced_on_the_trainer_is_refused(tmp_path):
-    with pytest.raises(AttributeError, match="compute_loss of SFTTrainer is assigned"):
-        a_trainer(tmp_path).compute_loss = lambda *_: 0.0
-
-
 def test_a_model_that_has_an_adapter_is_trained_in_place(tmp_path):
     model = hf.get_peft_model(hf.CausalLM(small_model()), hf.LoraConfig(r=2, lora_alpha=4))
     trainer = a_trainer(tmp_path, model=model)
     assert trainer.model is model
     assert trainer.native.model.adapter.config.r == 2
-
-
-def test_settings_of_padding_are_accepted_with_their_reason(tmp_path):
-    with pytest.warns(CompatWarning, match="padding_free=True changes nothing in groupax: tokens are packed"):
-        a_config(tmp_path, padding_free=True)
-
-
-def test_other_trainers_are_refused_by_name():
-    for name in ("DPOTrainer", "RewardTrainer", "KTOTrainer"):
-        with pytest.raises(ImportError, match=f"groupax.compat.trl has no {name}"):
-            getattr(trl, name)
-
-
-@pytest.mark.parity
-@pytest.mark.filterwarnings("default")
-def test_fields_are_those_of_trl():
-    theirs = pytest.importorskip("trl")
-    known = {field.name: (field.default, field.default_factory) for field in dataclasses.fields(theirs.SFTConfig)}
-    own = {f.name: (f.default, f.default_factory) for f in dataclasses.fields(trl.SFTConfig) if f.name in known}
-    assert list(own.items()) == list(known.items())
 
 
 @pytest.mark.parity

@@ -104,27 +104,14 @@ def test_trainers_and_mixtures_that_groupax_does_not_have_are_refused(folder, tm
         eLargeModel(_described(folder, tmp_path, esurge={"max_num_seqs": 16}))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"benchmarks": [{"name": "gsm8k"}]}, "runs no lm-eval: pass an eval_dataset"),
-        ({"quantization_mode": "nf4"}, "trains without simulating quantization"),
-        ({"frozen_parameters": ".*embed.*"}, "adapters are how groupax trains some weights"),
-        ({"training_time_limit": "1d"}, "set max_training_steps"),
-        ({"presence_penalty": 0.5}, "without these penalties"),
-        ({"custom_scheduler": lambda step: 1.0}, "set scheduler to none, linear or cosine"),
-    ],
-)
-def test_what_easydel_settings_cannot_become_is_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig(**settings)
-
-
 def test_lengths_and_optimizers_of_easydel_become_native_ones():
     config = GRPOConfig(max_length=4096, max_prompt_length=1024, extra_optimizer_kwargs={"b1": 0.8, "eps": 1e-6})
     native = config.to_native()
     assert (native.max_completion_length, native.adam_beta1, native.adam_epsilon) == (3072, 0.8, 1e-6)
     assert (native.temperature, native.top_p, native.top_k) == (1.0, 1.0, 0)
+    with pytest.raises(ValueError, match="max_training_steps=0 trains nothing; leave it out"):
+        GRPOConfig(max_training_steps=0).to_native()
+    assert GRPOConfig(max_steps=3).max_steps == 3
     with pytest.raises(ValueError, match="max_length 100 is too short for max_prompt_length 512"):
         GRPOConfig(max_length=100).to_native()
     with pytest.raises(ValueError, match="extra_optimizer_kwargs has 'beta1'"):

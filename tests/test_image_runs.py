@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from groupax import bundle_step, replay_bundle, replay_step
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
 from groupax.data.files import read_rows
@@ -33,7 +34,6 @@ from groupax.models.params import init_params
 from groupax.models.vision.placement import continued, num_features, place_images
 from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.parallel.mesh import make_mesh
-from groupax.replay.from_python import bundle_step, replay_bundle, replay_step
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
 from groupax.trainer import GRPOTrainer

@@ -11,7 +11,7 @@ import pytest
 
 from groupax.compat import hf, trl
 from groupax.compat.fields import CompatWarning
-from groupax.compat.trl.model_kwargs import resolve_model
+from groupax.compat.trl.policy import resolve_model
 
 YAML = """
 env: {A_VARIABLE_OF_THE_SCRIPT: 3}
@@ -198,6 +198,8 @@ def test_dataclasses_have_the_fields_of_trl_in_order_with_their_defaults():
 
     for own, other in (
         (trl.GRPOConfig, theirs.GRPOConfig),
+        (trl.RLOOConfig, theirs.RLOOConfig),
+        (trl.SFTConfig, theirs.SFTConfig),
         (trl.ScriptArguments, theirs.ScriptArguments),
         (trl.ModelConfig, theirs.ModelConfig),
         (trl.DatasetMixtureConfig, theirs.DatasetMixtureConfig),

@@ -7,10 +7,18 @@ import numpy as np
 import pytest
 
 from groupax.compat import trl
-from groupax.compat.trl.overrides import HONOURED, PLAIN, REFUSED
+from groupax.compat.trl.overridden import REFUSED
 
 from .test_compat import folder  # noqa: F401 - a fixture
 from .test_trainer import PROMPTS
+
+# Methods whose overrides take part in a run, or that only scripts call; then attributes that are no methods.
+HONOURED = {
+    *("_calculate_rewards", "log", "add_callback", "evaluate", "get_num_trainable_parameters"),
+    *("is_local_process_zero", "is_world_process_zero", "log_metrics", "metrics_format", "pop_callback", "push_to_hub"),
+    *("remove_callback", "save_metrics", "save_model", "save_state", "train"),
+}
+PLAIN = {"_name", "_paper", "_tag_names", "_template_file"}
 
 
 def count_a(completions, **columns):

@@ -29,9 +29,8 @@ def bisect(arguments: Sequence[str]) -> None:
     """Runs `groupax bisect`."""
     command = parsed(Bisect, "bisect", arguments)
 
-    from groupax.replay.bisect import bisected, first_line
-    from groupax.replay.bisection import bisection_lines, opening
-    from groupax.replay.expression import parsed_condition
+    from groupax.replay.bisect import bisected, bisection_lines, first_line, opening
+    from groupax.replay.causes import parsed_condition
     from groupax.replay.recorded import recorded_run
     from groupax.replay.session import settings_of
 

@@ -95,8 +95,7 @@ def _replayed(
     weights_text: "Callable[[ReplayTrainer], str] | None" = None,
 ) -> int:
     """Computes a step again and prints what differs, or what is under changes; returns the exit status."""
-    from groupax.replay.changed import changed_settings, changed_target, replay_changed
-    from groupax.replay.session import replay_target
+    from groupax.replay.session import changed_settings, changed_target, replay_changed, replay_target
 
     run, step = target.run, target.step
     changed = changed_settings(_parsed_changes(command.with_), settings(step), command.model is not None)

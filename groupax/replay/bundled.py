@@ -4,6 +4,8 @@ Rewards and answers of tools are those of the record. Settings that name functio
 states that the bundle only refers to, until the user says where these are.
 """
 
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +20,14 @@ from groupax.episodes.record import NOT_RECORDED
 from groupax.events import Message
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.runtime import configure_jax
-from groupax.replay.archive import unpack
-from groupax.replay.bundle import BundleCollector, restore_state
-from groupax.replay.foreign import plain_json
-from groupax.replay.manifest import Manifest, read_manifest
+from groupax.replay.bundle import TREES, Manifest, check_state, plain_json, read_manifest, unpack
+from groupax.replay.outcome import Outcome
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.session import target_of
-from groupax.replay.trainer import ReplayTrainer, Target
+from groupax.replay.session import replay_target, target_of
+from groupax.replay.trainer import ReplayCollector, ReplayTrainer, Target
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.fingerprint import Identity
-from groupax.runs.checkpoints.store import OWN, STATE
+from groupax.runs.checkpoints.store import OWN, STATE, seal
 from groupax.runs.files import parsed_record
 from groupax.runs.step_record import Stage
 from groupax.settings.objective import AdvantageEstimator, KLEstimator, LossType
@@ -214,6 +214,55 @@ def _is_state(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
+def restore_state(folder: Path, manifest: Manifest) -> None:
+    """Writes the state of an unpacked bundle as a checkpoint of its run folder.
+
+    Raises:
+        ValueError: It is damaged, or of another run.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    check_state(folder / "state", manifest)
+    place = folder / "run" / "checkpoints" / OWN.name_of(manifest.start)
+    place.mkdir(parents=True)
+    shutil.copy(folder / "state" / STATE, place / STATE)
+    for name in TREES:
+        path = folder / "state" / f"{name}.safetensors"
+        if path.is_file():
+            try:
+                tree = load_file(path)
+            except SafetensorError as error:
+                raise ValueError(f"state/{path.name} of the bundle is damaged: {error}") from error
+            arrays.start_writing(place / name, tree)()
+    seal(place)
+
+
+class BundleCollector(ReplayCollector):
+    """A `ReplayCollector` whose prompts are the few that a bundle has.
+
+    Args:
+        collector: Collector of the replay.
+        visits: Index of a prompt by its position in the run.
+        num_examples: Number of rows of the run's dataset.
+    """
+
+    def __init__(self, collector: ReplayCollector, visits: Mapping[str, int], num_examples: int) -> None:
+        vars(self).update(vars(collector))
+        self.visits, self.num_examples = visits, num_examples
+
+    def visited(self, first: int, count: int) -> list[int]:
+        """Returns the indices of the examples at these positions of the run.
+
+        Raises:
+            ValueError: The bundle does not have one.
+        """
+        found = [self.visits.get(str(position)) for position in range(first, first + count)]
+        if any(index is None for index in found):
+            raise ValueError("the replay asks for prompts that the bundle does not have: its step visited others")
+        return [index for index in found if index is not None]
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedReward:
     """A reward that is what the run had for a completion with the same tokens, and None for another one.
@@ -329,3 +378,29 @@ def _lora(content: Mapping[str, Any]) -> LoRAConfig:
         return LoRAConfig(**content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the adapter that bundle.json describes is none: {error_line(error)}") from error
+
+
+def replay_bundle(
+    path: str | Path,
+    base: str | None = None,
+    state: str | None = None,
+    stage: Stage | None = None,
+    allow_code: bool = False,
+) -> Outcome:
+    """Replays a bundle, whose rewards and tools' answers are those of the record, and compares it with that.
+
+    Args:
+        path: The file.
+        base: Folder or hub id of the model that the run started from; None for the one in the bundle.
+        state: Run folder or checkpoint that has the weights before the step; None for those in the bundle.
+        stage: First stage to compute again; None for the first that needs no code of the run.
+        allow_code: Whether to import the functions that its settings name, such as an own loss. Do so only with
+            functions that you know.
+
+    Raises:
+        ValueError: It is no bundle, is damaged, or lacks what is not given.
+    """
+    with tempfile.TemporaryDirectory(prefix="groupax-bundle-") as scratch:
+        bundle = open_bundle(Path(path), Path(scratch) / "bundle", base, state, allow_code)
+        target = Target(bundle.run, bundle.manifest.step, stage or bundle.stage)
+        return replay_target(target, bundle.make, bundle.settings, weights_text=bundle.weights_text)

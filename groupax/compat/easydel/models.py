@@ -7,9 +7,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from groupax.compat import hf
-from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, named
-from groupax.compat.fields import native_attention, warn
-from groupax.compat.meshes import warn_replicated
+from groupax.compat.easydel.config import CHECKPOINTING, AttentionMechanisms, named
+from groupax.compat.fields import native_attention, warn, warn_replicated
 from groupax.engine.core import indivisible_dims
 from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh

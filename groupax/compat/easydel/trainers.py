@@ -1,4 +1,263 @@
-"""The names of `easydel.trainers`."""
+"""EasyDeL's `GRPOTrainer`, a wrapper around the native trainer, and its `vInference`, which samples completions."""
 
-from groupax.compat.easydel.config import GRPOConfig as GRPOConfig
-from groupax.compat.easydel.trainer import GRPOTrainer as GRPOTrainer
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import groupax.trainer as native
+from groupax.compat import hf
+from groupax.compat.easydel.config import GRPOConfig
+from groupax.compat.easydel.models import EasyDeLModel, decoding_tp_of
+from groupax.compat.fields import warn
+from groupax.compat.trl.policy import TrainedModel
+from groupax.data.chat import render
+from groupax.data.examples import load_examples
+from groupax.data.prompts import row_template_kwargs
+from groupax.data.tokenizer import is_conversational, prepare_tokenizer
+from groupax.engine.engine import Engine
+from groupax.models.weights.checkpoint import Model, load_model
+from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams, SamplingSettings
+
+# Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
+SAMPLING = {
+    "max_new_tokens": "max_completion_length",
+    "num_return_sequences": "num_return_sequences",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+KNOWN = (*SAMPLING, "do_sample", "seed")
+# Settings of a `vInferenceConfig` without effect in groupax, each with the reason.
+UNUSED = {
+    "streaming_chunks": "completions are not streamed",
+    "bos_token_id": "the tokenizer decides how prompts start",
+    "eos_token_id": "the model and its tokenizer decide where completions end",
+    "pad_token_id": "completions are not padded",
+}
+
+
+class vInference:  # noqa: N801 - EasyDeL's name
+    """A model with sampling settings, for a trainer and for `generate`.
+
+    Args:
+        model: Model to sample from.
+        tokenizer: Tokenizer of prompts that are text.
+        processor_class: Alternative name of `tokenizer`.
+        generation_config: Object or dict with the settings below, or with `sampling_params` that contain them.
+        settings: Sampling settings: the keys of `SAMPLING`, `do_sample` and `seed`.
+
+    Raises:
+        TypeError: A setting is unknown.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        processor_class: Any = None,
+        generation_config: Any = None,
+        **settings: Any,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer or processor_class
+        _check_known("vInference", settings, KNOWN)
+        settings = _settings_of(generation_config) | settings
+        self.given = {name: value for name, value in settings.items() if name in SAMPLING}
+        self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
+
+    def generate(self, prompts: Any) -> list[list[str]]:
+        """Returns the completions of each prompt as text."""
+        given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
+        given |= {} if self.do_sample else {"temperature": 0.0}
+        params = SamplingParams(
+            n=self.given.get("num_return_sequences", 1),
+            max_tokens=self.given.get("max_new_tokens", GRPOConfig.FIELDS.defaults["max_completion_length"]),
+            seed=self.seed,
+            **given,
+        )
+        return [[completion.text or "" for completion in group] for group in self._engine.generate(prompts, params)]
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        model = hf.as_model(self.model)
+        model = model if isinstance(model, Model) else load_model(model)
+        return Engine.of(model, self.tokenizer, tp=decoding_tp_of(model))
+
+
+def _settings_of(config: Any) -> dict[str, Any]:
+    """Returns the settings in a `vInferenceConfig`, a dict or another object; other attributes of the latter are
+    ignored."""
+    if config is None:
+        return {}
+    given = dict(config if isinstance(config, Mapping) else vars(config))
+    if isinstance(config, (Mapping, vInferenceConfig)):
+        _check_known("vInferenceConfig", given, (*KNOWN, *UNUSED, "sampling_params"))
+        for name in UNUSED:
+            if given.get(name) is not None:
+                warn(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
+    sampling = given.get("sampling_params")
+    nested = dict(sampling if isinstance(sampling, Mapping) else vars(sampling)) if sampling is not None else {}
+    nested |= {"max_new_tokens": nested["max_tokens"]} if nested.get("max_tokens") is not None else {}
+    return {name: each[name] for each in (nested, given) for name in KNOWN if each.get(name) is not None}
+
+
+def _check_known(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{owner} has no setting {name!r}{nearest(name, known)}")
+
+
+class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name
+    """The settings of `vInference(generation_config=...)`."""
+
+
+# Columns with the prompts of well-known datasets that have no column `prompt`.
+QUESTION_COLUMNS = ("question", "problem")
+
+
+class GRPOTrainer:
+    """EasyDeL's trainer, implemented with the native trainer in its attribute `native`.
+
+    Args:
+        arguments: Settings.
+        vinference: Sampling settings, which `arguments` overrides.
+        model: Folder, hub id, or loaded model, which is trained in place; by default the model of `vinference`.
+        reward_funcs: One or several reward functions or reward models.
+        reward_processing_classes: Tokenizers of the reward models.
+        train_dataset: Prompts to train on, in a column `prompt`, `question` or `problem`.
+        eval_dataset: Prompts to evaluate on.
+        processing_class: Tokenizer.
+        data_tokenize_fn: Function of a batch of examples with rendered prompts, the tokenizer and the tools, which
+            returns `input_ids` and optionally `attention_mask` and further columns.
+
+    Raises:
+        ValueError: A setting is not supported by groupax.
+    """
+
+    def __init__(
+        self,
+        arguments: GRPOConfig | None = None,
+        vinference: vInference | None = None,
+        model: Any = None,
+        reward_funcs: Any = None,
+        reward_processing_classes: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        data_tokenize_fn: Callable[..., Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.arguments = arguments = arguments or GRPOConfig()
+        model = vinference.model if model is None and vinference is not None else model
+        settings = with_sampling(arguments, vinference).to_native()
+        if isinstance(model, EasyDeLModel):
+            settings = replace(settings, **model.trainer_settings)
+        processing_class = processing_class or (vinference and vinference.tokenizer)
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        examples = {
+            name: _examples(dataset, name, data_tokenize_fn, processing_class, arguments.tools)
+            for name, dataset in datasets.items()
+            if dataset is not None
+        }
+        listeners: list[Any] = []
+        self.native = native.GRPOTrainer(
+            hf.as_model(model),
+            reward_funcs,
+            settings,
+            examples.get("train_dataset"),
+            examples.get("eval_dataset"),
+            processing_class,
+            reward_processing_classes,
+            listeners=listeners,
+        )
+        self._trained = TrainedModel(model if isinstance(model, hf.CausalLM) else None, self.native)
+        listeners.append(self._trained)
+
+    @property
+    def model(self) -> hf.CausalLM:
+        """The policy with the present weights: the given model, if it was loaded."""
+        return self._trained.model
+
+    @property
+    def model_state(self) -> SimpleNamespace:
+        """The policy, in the attribute `model`."""
+        return SimpleNamespace(model=self.model)
+
+    def train(self) -> native.TrainResult:
+        """Trains the policy and saves it in the run's `model/`."""
+        return self.native.train()
+
+    def evaluate(self) -> Any:
+        """Evaluates the current policy on `eval_dataset`."""
+        return self.native.evaluate()
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Writes the current policy to a folder for transformers; other files in it are kept."""
+        hf.save_policy(self.native, folder)
+
+
+def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOConfig:
+    """Returns the settings, with missing sampling settings filled in from a `vInference`."""
+    if vinference is None:
+        return arguments
+    if not vinference.do_sample:
+        warn("vInference's do_sample=False: a trainer always samples, as greedy completions would all be the same")
+    merged = copy.deepcopy(arguments)
+    for name, value in vinference.given.items():
+        own = SAMPLING[name]
+        if own not in arguments.given:
+            setattr(merged, own, value)
+        elif getattr(arguments, own) != value:
+            warn(f"GRPOConfig's {own}={getattr(arguments, own)!r} overrides vInference's {name}={value!r}")
+    return merged
+
+
+def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
+    """Returns the examples with a column `prompt` and, if there is a `data_tokenize_fn`, with its columns."""
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list) and "prompt" not in columns:
+        found = [column for column in QUESTION_COLUMNS if column in columns]
+        if found:
+            warn(f"{name} has no column 'prompt'; {found[0]!r} is used instead")
+            dataset = dataset.rename_column(found[0], "prompt")
+    examples = load_examples(dataset, name)
+    if tokenize is None:
+        return examples
+    if tokenizer is None:
+        raise ValueError("data_tokenize_fn needs a tokenizer; pass it as processing_class")
+    return _tokenized([dict(examples[index]) for index in range(len(examples))], tokenize, tokenizer, tools)
+
+
+def _tokenized(
+    rows: list[dict[str, Any]], tokenize: Callable[..., Any], tokenizer: Any, tools: Any
+) -> list[dict[str, Any]]:
+    """Returns the rows with the columns of a `data_tokenize_fn` and unpadded `prompt_ids`."""
+    tokenizer = prepare_tokenizer(tokenizer)
+    texts = [
+        render(tokenizer, row["prompt"], f"prompt {index}", template_kwargs=row_template_kwargs(row))
+        if is_conversational(row["prompt"])
+        else row["prompt"]
+        for index, row in enumerate(rows)
+    ]
+    batch = {column: [row[column] for row in rows] for column in rows[0]} | {"prompt": texts}
+    columns = dict(tokenize(batch, tokenizer, tools))
+    if "input_ids" not in columns:
+        raise ValueError(f"data_tokenize_fn must return input_ids, it returned {', '.join(columns)}")
+    ids, masks = columns.pop("input_ids"), columns.pop("attention_mask", None)
+    if len(ids) != len(rows):
+        raise ValueError(f"data_tokenize_fn returned {len(ids)} rows of input_ids for {len(rows)} examples")
+    kept = [np.asarray(row) for row in ids]
+    if masks is not None:
+        kept = [row[np.asarray(mask) > 0] for row, mask in zip(kept, masks, strict=True)]
+    more = [
+        {column: np.asarray(values[index]).tolist() for column, values in columns.items()} for index in range(len(rows))
+    ]
+    return [
+        {**row, **extra, "prompt_ids": tokens.tolist()} for row, extra, tokens in zip(rows, more, kept, strict=True)
+    ]

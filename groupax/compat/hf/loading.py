@@ -1,15 +1,217 @@
-"""Loading models and adapters with the arguments of transformers and PEFT."""
+"""Loading models and adapters with the arguments of transformers and PEFT, and models of PyTorch.
 
-from dataclasses import replace
+The weights of a PyTorch model are read, and the trained ones are written back in place. PyTorch is imported only where
+such a model is given.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from groupax.compat.hf.model import CausalLM
 from groupax.compat.hf.settings import base_weights, warn_inert
-from groupax.compat.hf.torch_models import is_torch_model, read_torch_model
-from groupax.models.lora import as_lora_config
+from groupax.models.lora import ADAPTER_NAME, adapter_specs, as_lora_config, read_lora_config
+from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import Model, add_adapter, load_adapter, load_model
-from groupax.storage.folders import at_revision, resolve_folder
+from groupax.models.weights.saving import host_tensors, param_leaves
+from groupax.storage.folders import at_revision, read_json, resolve_folder
+
+
+def is_torch_model(model: Any) -> bool:
+    """Returns whether the object is a PyTorch model with the methods of transformers."""
+    return hasattr(model, "save_pretrained") and hasattr(model, "state_dict") and hasattr(model, "named_modules")
+
+
+def is_peft_model(model: Any) -> bool:
+    """Returns whether the PyTorch model is one of PEFT."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def wrap_with_peft(model: Any, peft_config: Any, seed: int) -> Any:
+    """Returns the PyTorch model with a new adapter, wrapped by PEFT.
+
+    Args:
+        model: Model of transformers.
+        peft_config: A `LoraConfig` of PEFT, of `compat.hf` or of groupax.
+        seed: Seed of the adapter's weights, which PEFT draws from PyTorch's global state; that state is left as it was.
+
+    Raises:
+        ValueError: The config is none of these, or is not supported by groupax.
+        ImportError: PEFT is not installed.
+    """
+    import torch  # which the model is of
+
+    lora = as_lora_config(peft_config)  # refuses what groupax does not support
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            "an adapter of a PyTorch model needs PEFT: pip install peft, or pass the model's folder or hub id"
+        ) from error
+    if not isinstance(peft_config, peft.PeftConfig):
+        settings = {**asdict(lora), "modules_to_save": list(lora.modules_to_save) or None}
+        names = lora.target_modules
+        settings["target_modules"] = names if isinstance(names, str) else list(names)
+        peft_config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return peft.get_peft_model(model, peft_config)
+
+
+def read_torch_model(model: Any) -> Model:
+    """Returns the weights that a PyTorch model has now, through a temporary folder.
+
+    A base that bitsandbytes has quantized is quantized again from the files that it was loaded from.
+
+    Raises:
+        ValueError: The model has an adapter that groupax cannot train.
+    """
+    if hasattr(model, "peft_config") and not is_peft_model(model):
+        raise ValueError(
+            "the adapter was added with transformers' add_adapter, which groupax does not read; pass the model without "
+            "it and peft_config to the trainer, or wrap the model with peft.get_peft_model"
+        )
+    base = model.get_base_model() if is_peft_model(model) else model
+    name = base.config.name_or_path
+    quantized = getattr(base.config, "quantization_config", None)
+    with tempfile.TemporaryDirectory() as temporary:
+        adapter = _saved_adapter(model, Path(temporary) / "adapter") if is_peft_model(model) else None
+        folder = Path(temporary) / "model"
+        if is_peft_model(model) and quantized is not None:
+            loaded = load_model(name, weights=base_weights(quantized))
+        else:
+            base.save_pretrained(folder, **({"state_dict": _base_tensors(base)} if is_peft_model(model) else {}))
+            base.config.save_pretrained(folder)
+            loaded = load_model(folder)
+        loaded = replace(loaded, source=resolve_folder(name) if name else None, name=name or None)
+        return loaded if adapter is None else replace(load_adapter(loaded, adapter), name=loaded.name)
+
+
+def _saved_adapter(model: Any, folder: Path) -> Path:
+    """Writes the active adapter, and returns its folder.
+
+    Raises:
+        ValueError: groupax cannot train it.
+    """
+    adapter = _adapter_name(model)
+    model.save_pretrained(folder, selected_adapters=[adapter])
+    own = folder if adapter == "default" else folder / adapter
+    read_lora_config(read_json(own / ADAPTER_NAME), own)
+    return own
+
+
+def _base_tensors(base: Any) -> dict[str, Any]:
+    """Returns the tensors of a PEFT model's base under the names that they had before PEFT wrapped its modules."""
+    return {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
+        for name, tensor in base.state_dict().items()
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
+
+
+def _adapter_name(model: Any) -> str:
+    active = model.active_adapter
+    if not isinstance(active, str):
+        raise ValueError(f"the model has the active adapters {', '.join(active)}; activate the one to train")
+    return active
+
+
+class TorchWeights:
+    """The trained weights of a PyTorch model, which `write` replaces in place.
+
+    Args:
+        torch_model: Model of transformers or PEFT.
+        model: The weights that groupax read from it.
+
+    Raises:
+        ValueError: The weights that require gradients are not those that groupax trains.
+    """
+
+    def __init__(self, torch_model: Any, model: Model) -> None:
+        self.torch_model = torch_model
+        specs = model_specs(model.config)
+        if model.adapter is not None:
+            specs = adapter_specs(model.config, model.adapter.config)
+        self._specs = specs
+        found = dict(torch_model.named_parameters())
+        names = {name: self._parameter_name(name, found) for name in _tensor_names(specs)}
+        # transformers may store the weights of experts otherwise than their files do
+        self._by_name = {name: found[own] for name, own in names.items() if own} if all(names.values()) else None
+        self._check_trainable(found, set(filter(None, names.values())))
+
+    def _parameter_name(self, name: str, found: Mapping[str, Any]) -> str:
+        """Returns the parameter of a tensor in the model's files; empty if there is none."""
+        if is_peft_model(self.torch_model):
+            adapter = self.torch_model.active_adapter
+            module, _, kind = name.rpartition(".")
+            candidates = (f"{module}.{adapter}.{kind}", f"{module}.modules_to_save.{adapter}.{kind}", name)
+            return next((candidate for candidate in candidates if candidate in found), "")
+        return name if name in found else ""
+
+    def _check_trainable(self, found: Mapping[str, Any], own: set[str]) -> None:
+        trainable = {name for name, parameter in found.items() if parameter.requires_grad}
+        if is_peft_model(self.torch_model):
+            if not own <= trainable:
+                raise ValueError(
+                    "the adapter's weights do not require gradients, as PEFT loads an adapter for inference; load it "
+                    "with PeftModel.from_pretrained(..., is_trainable=True)"
+                )
+            more = sorted(trainable - own)
+            if more:
+                raise ValueError(
+                    f"{len(more)} weights outside of the adapter require gradients ({', '.join(more[:3])}); groupax "
+                    "trains them only if modules_to_save of the adapter's config names them"
+                )
+            return
+        frozen = sorted(found.keys() - trainable)
+        if frozen:
+            raise ValueError(
+                f"{len(frozen)} of the model's {len(found)} weights have requires_grad=False "
+                f"({', '.join(frozen[:3])}); groupax trains all weights or an adapter: pass "
+                "peft_config=LoraConfig(...) to train few weights, or leave requires_grad as it was"
+            )
+
+    def write(self, model: Model) -> None:
+        """Copies the model's trained weights, in the dtypes and on the devices of the PyTorch model."""
+        import torch
+
+        params = model.adapter.trained if model.adapter is not None else model.params
+        tensors = host_tensors(self._specs, param_leaves(self._specs, params))
+        if self._by_name is None:
+            self._convert(tensors)
+            return
+        with torch.no_grad():
+            for name, parameter in self._by_name.items():
+                parameter.copy_(_as_torch(tensors[name]))
+
+    def _convert(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Writes tensors that transformers names or fuses differently, through a second model that it loads."""
+        import torch
+
+        own = self.torch_model
+        named = {name: _as_torch(tensor) for name, tensor in tensors.items()}
+        converted = type(own).from_pretrained(
+            None, config=own.config, state_dict=named, dtype=own.dtype, trust_remote_code=False
+        )
+        with torch.no_grad():
+            for parameter, new in zip(own.parameters(), converted.parameters(), strict=True):
+                parameter.copy_(new)
+
+
+def _tensor_names(specs: Any) -> list[str]:
+    return list(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in spec.tensor_names))
+
+
+def _as_torch(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(np.array(array, np.float32))
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 

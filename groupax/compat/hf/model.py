@@ -2,36 +2,158 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from groupax.compat.fields import warn
-from groupax.compat.hf.generation import (
-    GENERATION,
-    append_completions,
-    generation_settings,
-    max_completion_tokens,
-    sampling_params,
-    unpadded_prompts,
-)
-from groupax.compat.hf.parameters import Layer, as_parameter, parameters_of, tied_name
-from groupax.compat.hf.saving import save_into
-from groupax.compat.hf.settings import warn_inert
+from groupax.compat.hf.settings import DEFAULT_NEW_TOKENS, GENERATION, generation_settings, warn_inert
 from groupax.engine.engine import Engine
-from groupax.models.lora import PREFIX, count_params, trainable_params_line
-from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name
+from groupax.models.lora import PREFIX, adapter_specs, count_params, trainable_params_line
+from groupax.models.specs import CORRECTION_NAMES, HEAD, embedding_name, model_specs
 from groupax.models.weights.checkpoint import Model
 from groupax.models.weights.nf4 import Nf4
-from groupax.models.weights.quantize import dense_params, is_quantized
-from groupax.models.weights.saving import save_adapter, save_model, source_folders
+from groupax.models.weights.quantize import dense, dense_params, is_quantized
+from groupax.models.weights.saving import join_tensors, save_adapter, save_model, source_folders, specs_by_name
+from groupax.parallel import processes
 from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
+from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
+
+_CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:
+    """Yields the name of each parameter, its value, and whether it is trained.
+
+    Names are those of the checkpoint; with an adapter they are those of `peft.PeftModel`. Quantized weights are
+    dequantized.
+    """
+    adapter = model.adapter
+    if adapter is None:
+        yield from ((name, tensor, True) for name, tensor in _tensors(model_specs(model.config), model.params))
+        return
+    specs = adapter_specs(model.config, adapter.config)
+    trained = {name.removeprefix(PREFIX): tensor for name, tensor in _tensors(specs, adapter.trained)}
+    adapted = {name.rpartition(".lora_A.")[0] for name in trained if ".lora_A." in name}
+    for name, tensor in _tensors(model_specs(model.config), adapter.frozen.params):
+        module, _, kind = name.rpartition(".")
+        if name in trained and kind == "weight":
+            yield f"{PREFIX}{module}.original_module.{kind}", tensor, False
+            yield f"{PREFIX}{module}.modules_to_save.default.{kind}", trained[name], True
+        elif module in adapted:
+            own = f"{module}.base_layer.{kind}"
+            yield PREFIX + own, trained.get(own, tensor), own in trained
+        else:
+            yield PREFIX + name, trained.get(name, tensor), name in trained
+        if module in adapted and kind == "weight":
+            for part in ("lora_A", "lora_B"):
+                yield f"{PREFIX}{module}.{part}.default.weight", trained[f"{module}.{part}.weight"], True
+
+
+def tied_name(model: Model) -> tuple[str, str] | None:
+    """Returns the second name of an embedding that is also the head, and its first one; None if it is not."""
+    if not model.config.tie_embeddings or model.config.num_labels:
+        return None
+    prefix = "" if model.adapter is None else PREFIX
+    return prefix + HEAD, prefix + embedding_name(model.config)
+
+
+def _tensors(specs: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    leaves = jax.tree.structure(specs).flatten_up_to(params)
+    for parts in specs_by_name(specs).values():
+        yield from join_tensors([(spec, _dense(leaves[index])) for index, spec in parts]).items()
+
+
+def _dense(weight: Any) -> np.ndarray:
+    return np.asarray(weight if isinstance(weight, (jax.Array, np.ndarray)) else dense(weight, jnp.float32))
+
+
+def as_parameter(array: np.ndarray, is_trained: bool) -> Any:
+    """Returns a copy of a weight as a PyTorch parameter that refuses to be changed.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+    """
+    cls = _parameter_class()
+    return cls._make_subclass(cls, _as_torch(array), is_trained)
+
+
+@cache
+def _parameter_class() -> Any:
+    """Returns the class of these parameters, which needs PyTorch."""
+    import torch
+
+    class ReadOnlyParameter(torch.Tensor):
+        """A copy of a weight; changes of it are refused, since they would not reach the model."""
+
+        _is_param = True
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = function.__name__
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if (is_in_place or name in _CHANGING) and isinstance(args[0], cls):
+                raise RuntimeError(
+                    f"{name} would change a copy of a weight of compat.hf's model, not the model; train with an "
+                    "adapter to freeze weights, or load the model with transformers and pass that to the trainer"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+    return ReadOnlyParameter
+
+
+def _as_torch(array: np.ndarray) -> Any:
+    import torch
+
+    if array.dtype == jnp.bfloat16:
+        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def save_policy(trainer: Any, folder: Any) -> None:
+    """Saves a native trainer's current policy into a folder that may hold other files, even the run's own folder.
+
+    All processes must call this; the primary process writes.
+    """
+    own = trainer.run_folder.path
+    if Path(folder).resolve() == own.resolve():
+        warn(f"{folder} is the run's folder, which has its own config.json; the model is saved in {own / 'model'}")
+        trainer.save_model()
+        return
+    check_disjoint(Path(folder), source_folders(trainer.model))
+    if processes.run_on_primary(lambda: is_replaceable(Path(folder))):
+        trainer.save_model(folder)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        saved = trainer.save_model(Path(name) / "model")
+        processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
+
+
+def save_into(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
+    """Saves into a folder and keeps the other files in it.
+
+    Raises:
+        ForeignFilesError: The folder holds files of a model that groupax did not write.
+        ValueError: The folder is, contains or is inside one of the sources.
+    """
+    check_disjoint(Path(folder), sources)
+    if is_replaceable(Path(folder)):
+        save(Path(folder))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name) / "model")
+        merge_into_folder(Path(name) / "model", Path(folder))
+
 
 # Assignable settings of a model's config, with the reason why they have no effect in groupax.
 INERT_CONFIG = {
@@ -90,28 +212,20 @@ class CausalLM:
         """The architecture of the model."""
         return Architecture(self.model)
 
-    def train(self, mode: bool = True) -> "CausalLM":
-        """Does nothing: models have no modes, and only a trainer's updates apply dropout."""
-        del mode
+    def train(self, *_: Any, **__: Any) -> "CausalLM":
+        """Does nothing: models have no modes, weights are on all devices, and only updates apply dropout."""
         return self
 
-    def eval(self) -> "CausalLM":
-        """Does nothing, like `train`."""
-        return self
-
-    def to(self, *_: Any, **__: Any) -> "CausalLM":
-        """Does nothing: weights are on all devices."""
-        return self
+    eval = to = train
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Warns that gradient checkpointing is a setting of the trainer."""
         warn("gradient_checkpointing_enable() changes nothing in groupax: set gradient_checkpointing in GRPOConfig")
 
-    def gradient_checkpointing_disable(self) -> None:
-        """Does nothing: gradient checkpointing is off by default."""
-
     def enable_input_require_grads(self) -> None:
         """Does nothing: every trained weight receives gradients."""
+
+    gradient_checkpointing_disable = enable_input_require_grads  # it is off by default
 
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
         """Yields the name of each weight and a copy of it as a PyTorch parameter, which refuses to be changed.
@@ -157,17 +271,17 @@ class CausalLM:
         return count_params(self.model.config, adapter and adapter.config)[0 if only_trainable else 1]
 
     @property
-    def lm_head(self) -> Layer:
+    def lm_head(self) -> SimpleNamespace:
         """The output layer, whose `weight` is a copy (see `named_parameters`)."""
-        return Layer(self.get_parameter(self._prefix + HEAD))
+        return SimpleNamespace(weight=self.get_parameter(self._prefix + HEAD))
 
-    def get_output_embeddings(self) -> Layer:
+    def get_output_embeddings(self) -> SimpleNamespace:
         """Returns `lm_head`."""
         return self.lm_head
 
-    def get_input_embeddings(self) -> Layer:
+    def get_input_embeddings(self) -> SimpleNamespace:
         """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
-        return Layer(self.get_parameter(self._prefix + embedding_name(self.model.config)))
+        return SimpleNamespace(weight=self.get_parameter(self._prefix + embedding_name(self.model.config)))
 
     @property
     def _prefix(self) -> str:
@@ -210,15 +324,44 @@ class CausalLM:
                 raise TypeError(f"generate has no argument {name!r}{nearest(name, GENERATION)}")
         ids = np.asarray(input_ids, np.int32)
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
-        prompts = unpadded_prompts(ids, mask)
+        if (np.diff(mask, axis=1) < 0).any():
+            raise ValueError("the prompts are padded on the right; set tokenizer.padding_side to 'left'")
         settings = generation_settings(self.model, settings)
-        max_tokens = max_completion_tokens(settings, ids.shape[1], self.model.config.max_positions)
         stops = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
-        groups = self._engine.generate(prompts, sampling_params(settings, max_tokens, seed, stops))
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if settings["do_sample"]:
+            drawn = {name: settings[name] or 0 for name in ("temperature", "top_k", "top_p", "min_p")}
+        params = SamplingParams(
+            n=settings["num_return_sequences"],
+            max_tokens=self._max_new_tokens(settings, ids.shape[1]),
+            repetition_penalty=settings["repetition_penalty"],
+            seed=seed,
+            stop_token_ids=stops,
+            ignore_eos=bool(stops),
+            **drawn,
+        )
+        groups = self._engine.generate([row[kept > 0] for row, kept in zip(ids, mask, strict=True)], params)
         pad_id = settings["pad_token_id"]
         pad_id = (stops or self._engine.eos_ids or (0,))[0] if pad_id is None else pad_id
-        out = append_completions(ids, [completion.tokens for group in groups for completion in group], pad_id)
+        completions = [completion.tokens for group in groups for completion in group]
+        new = np.full((len(completions), max(map(len, completions))), pad_id, ids.dtype)
+        for row, completion in zip(new, completions, strict=True):
+            row[: len(completion)] = completion
+        out = np.concatenate([np.repeat(ids, params.n, axis=0), new], axis=1)
         return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
+
+    def _max_new_tokens(self, settings: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        max_new_tokens, max_length = settings["max_new_tokens"], settings["max_length"]
+        if max_new_tokens is not None:
+            return max_new_tokens
+        if max_length is None:
+            return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_positions - num_prompt_tokens))
+        if max_length <= num_prompt_tokens:
+            raise ValueError(
+                f"the prompts have {num_prompt_tokens} tokens, so max_length={max_length} leaves no room for a "
+                "completion; raise it, or set max_new_tokens"
+            )
+        return max_length - num_prompt_tokens
 
     def merge_and_unload(self) -> "CausalLM":
         """Returns the model with its adapter merged into the base weights."""

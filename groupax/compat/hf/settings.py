@@ -1,10 +1,11 @@
-"""Quantization and LoRA settings under the names of transformers and PEFT."""
+"""Arguments of transformers and PEFT as groupax's settings: loading, quantization, adapters, `generate`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from groupax.compat.fields import warn
 from groupax.models.lora import as_lora_config
+from groupax.models.weights.checkpoint import Model
 from groupax.settings.fields import nearest
 from groupax.settings.optimizer import BaseWeights
 
@@ -94,3 +95,30 @@ def warn_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None
             warn(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
         elif name not in quiet:
             raise TypeError(f"{function} has no argument {name!r}{nearest(name, INERT)}")
+
+
+# Arguments of `generate` that a model's generation_config.json may set, with transformers' defaults.
+GENERATION: dict[str, Any] = {
+    "max_new_tokens": None,
+    "max_length": None,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "num_return_sequences": 1,
+    "pad_token_id": None,
+}
+DEFAULT_NEW_TOKENS = 20  # without max_new_tokens and max_length
+
+
+def generation_settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of `generate`: the arguments, else the model's generation config, else the defaults."""
+    stored = model.generation_config or model.hf_config  # older folders have generation settings in config.json
+    sources = [{name: source.get(name) for name in GENERATION} for source in (stored, given)]
+    settings = GENERATION | {name: value for each in sources for name, value in each.items() if value is not None}
+    if given.get("max_length") is not None and settings["max_new_tokens"] is not None:
+        used = f"max_new_tokens={settings['max_new_tokens']} is used"
+        warn(f"generate's max_length={given['max_length']} changes nothing: {used}")
+    return settings

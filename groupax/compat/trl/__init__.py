@@ -2,23 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
-from groupax.compat.trl.absent import refusal
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
-from groupax.compat.trl.display import RichProgressCallback as RichProgressCallback
-from groupax.compat.trl.model_config import ModelConfig as ModelConfig
-from groupax.compat.trl.model_config import get_kbit_device_map as get_kbit_device_map
-from groupax.compat.trl.model_config import get_peft_config as get_peft_config
-from groupax.compat.trl.model_config import get_quantization_config as get_quantization_config
-from groupax.compat.trl.rloo_config import RLOOConfig as RLOOConfig
-from groupax.compat.trl.rloo_trainer import RLOOTrainer as RLOOTrainer
+from groupax.compat.trl.config import RLOOConfig as RLOOConfig
 from groupax.compat.trl.rollout_func import generate_rollout_completions as generate_rollout_completions
 from groupax.compat.trl.scripts import DatasetMixtureConfig as DatasetMixtureConfig
+from groupax.compat.trl.scripts import ModelConfig as ModelConfig
+from groupax.compat.trl.scripts import RichProgressCallback as RichProgressCallback
 from groupax.compat.trl.scripts import ScriptArguments as ScriptArguments
+from groupax.compat.trl.scripts import apply_chat_template as apply_chat_template
 from groupax.compat.trl.scripts import get_dataset as get_dataset
-from groupax.compat.trl.sft_config import SFTConfig as SFTConfig
-from groupax.compat.trl.sft_trainer import SFTTrainer as SFTTrainer
-from groupax.compat.trl.template import apply_chat_template as apply_chat_template
+from groupax.compat.trl.scripts import get_kbit_device_map as get_kbit_device_map
+from groupax.compat.trl.scripts import get_peft_config as get_peft_config
+from groupax.compat.trl.scripts import get_quantization_config as get_quantization_config
+from groupax.compat.trl.scripts import refusal
+from groupax.compat.trl.sft import SFTConfig as SFTConfig
+from groupax.compat.trl.sft import SFTTrainer as SFTTrainer
 from groupax.compat.trl.trainer import GRPOTrainer as GRPOTrainer
+from groupax.compat.trl.trainer import RLOOTrainer as RLOOTrainer
 
 if TYPE_CHECKING:
     from groupax.compat.trl.parser import TrlParser as TrlParser

@@ -1,26 +1,124 @@
-"""The part of TRL's trainers that does not depend on their data: callbacks, the model, resuming, saving, uploading."""
+"""What TRL's trainers have besides their data: callbacks, the model, resuming, saving, reports, the accelerator."""
 
+import datetime
+import functools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.trl.layout import Flow, TRLFolders, checkpoint_to_resume, flow_of, run_folder
-from groupax.compat.trl.overrides import check_assigned
+from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
+from groupax.compat.trl.overridden import REFUSED
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
-from groupax.compat.trl.reports import TRAINER_STATE, Reports
+from groupax.metrics.completions import json_numbers
+from groupax.models.lora import count_params
 from groupax.models.weights.saving import source_folders
+from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
 from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import check_disjoint
 from groupax.types import Metrics
+
+
+@dataclass
+class AcceleratorConfig:
+    """The fields of accelerate's settings of data loaders, which TRL's trainer sets for streaming datasets."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+
+
+class Accelerator:
+    """The processes of a run, with the names of accelerate's class.
+
+    One process uses all devices of its machine, so `num_processes` counts machines. Tensors of scripts are on the CPU.
+    """
+
+    sync_gradients = is_local_main_process = True  # an optimizer step is one call; each machine has one process
+    local_process_index = 0
+    num_processes = property(lambda _: processes.num_processes())
+    process_index = property(lambda _: processes.process_index())
+    is_main_process = property(lambda _: processes.is_primary())
+    is_last_process = property(lambda self: self.process_index == self.num_processes - 1)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.accelerator has no {name!r}: groupax trains with JAX, without accelerate; what it offers is "
+            f"{', '.join(each for each in dir(type(self)) if not each.startswith('_'))}"
+        )
+
+    @property
+    def device(self) -> Any:
+        """PyTorch's device for tensors of scripts."""
+        import torch
+
+        return torch.device("cpu")
+
+    def print(self, *values: Any, **named: Any) -> None:
+        """Prints in the main process only."""
+        if self.is_main_process:
+            print(*values, **named)
+
+    def wait_for_everyone(self) -> None:
+        """Waits until all processes have come to this call."""
+        processes.all_gather_object(None)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Runs the block in the main process first, then in the others."""
+        if not self.is_main_process:
+            self.wait_for_everyone()
+        yield
+        if self.is_main_process:
+            self.wait_for_everyone()
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that does nothing in other processes than the main one."""
+        return function if self.is_main_process else lambda *_, **__: None
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """Returns the model itself, which nothing wraps."""
+        return model
+
+    def gather(self, values: Any) -> Any:
+        """Returns tensors, or a tree of them, of all processes one after another along the first dimension."""
+        if self.num_processes == 1:
+            return values
+        import torch
+
+        gathered = processes.all_gather_object(values)
+        return jax.tree.map(lambda *each: torch.cat([torch.atleast_1d(one) for one in each]), *gathered)
+
+    gather_for_metrics = gather
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Returns a tensor padded along a dimension with `pad_index` to the longest among the processes."""
+        missing = max(processes.all_gather_object(tensor.shape[dim])) - tensor.shape[dim]
+        if not missing:
+            return tensor
+        import torch
+
+        shape = [missing if index == dim % tensor.dim() else size for index, size in enumerate(tensor.shape)]
+        padding = tensor.new_full(shape, pad_index)
+        return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Returns None for each object, for the caller to forget them by."""
+        return [None for _ in objects]
+
+    def end_training(self) -> None:
+        """Does nothing: `train` closes what it opened."""
 
 
 class TrainOutput(NamedTuple):
@@ -31,22 +129,33 @@ class TrainOutput(NamedTuple):
     metrics: Mapping[str, float]
 
 
-class BaseTrainer(Reports):
+class BaseTrainer:
     """The part of a trainer that does not depend on its data.
 
     Attributes:
+        args: Settings.
+        state: Progress of the run.
         native: The native trainer.
         callbacks: Callbacks of transformers.
         eval_dataset: Evaluation set or sets that the trainer was given.
     """
 
+    # Methods that subclasses may not override, with what to do instead.
+    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED
+
+    args: Any
+    state: State
     native: Any
     eval_dataset: Any
+    _output_dir: str
     _trained: TrainedModel
-    _flow: Flow | None
+    _folders: TRLFolders | None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_assigned(self, name)
+        if name in REFUSED:  # a replaced method has no more effect than an overridden one
+            raise AttributeError(
+                f"{name} of {type(self).__name__} is assigned, which groupax would never call: {REFUSED[name]}"
+            )
         super().__setattr__(name, value)
 
     def _prepare(self, args: Any, settings: Any, policy: Policy, callbacks: Sequence[Any] | None) -> tuple[Any, Policy]:
@@ -59,9 +168,9 @@ class BaseTrainer(Reports):
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
         self._listener: CallbackListener | None = None
-        self._flow = flow_of(args, self._output_dir, self.state)
-        if self._flow is not None:
-            more = {"save_total_limit": None, "metric_for_best_model": None}  # see `Flow`
+        self._folders = folders_of(args, self._output_dir, self.state)
+        if self._folders is not None:
+            more = {"save_total_limit": None, "metric_for_best_model": None}  # see `TRLFolders`
             settings = replace(settings, output_dir=run_folder(self._output_dir), **more)
         if policy.weights != "same":
             settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
@@ -71,9 +180,10 @@ class BaseTrainer(Reports):
     def _finish(self, policy: Policy, has_eval_sets: bool) -> None:
         """Connects the native trainer with the model object and the folders."""
         trainer = self.native
-        check_disjoint(Path(self._output_dir), () if self._flow is None else source_folders(trainer.model))
-        if self._flow is not None:
-            trainer.run.hooks = TRLFolders(self._flow, has_eval_sets)
+        check_disjoint(Path(self._output_dir), () if self._folders is None else source_folders(trainer.model))
+        if self._folders is not None:
+            self._folders.has_eval_sets = has_eval_sets
+            trainer.run.hooks = self._folders
         self._trained = TrainedModel(policy.owner, trainer)
         self.args.warn_about_mesh(trainer.model)
         self.state.max_steps = trainer.num_steps
@@ -87,6 +197,26 @@ class BaseTrainer(Reports):
     def processing_class(self) -> Any:
         """The tokenizer of the policy."""
         return self.native.tokenizer
+
+    @functools.cached_property
+    def accelerator(self) -> Accelerator:
+        """The processes of the run, with the names of accelerate's class."""
+        return Accelerator()
+
+    def is_world_process_zero(self) -> bool:
+        """Returns whether this is the process that prints and writes."""
+        return processes.is_primary()
+
+    def is_local_process_zero(self) -> bool:
+        """Returns whether this is the first process of its machine; groupax has one on each."""
+        return True
+
+    def get_num_trainable_parameters(self) -> int:
+        """Returns the number of weights that are trained."""
+        model = self.native.model
+        return count_params(model.config, model.adapter and model.adapter.config)[0]
+
+    # -- callbacks
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback."""
@@ -102,9 +232,44 @@ class BaseTrainer(Reports):
         """Removes a callback, or the first one of a class, and returns it; None if there is none."""
         found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
         if found is not None:
-            self.callbacks = [own for own in self.callbacks if own is not found]
-            self._listener = None
+            self.remove_callback(found)
         return found
+
+    def _new_listener(
+        self, steps_per_epoch: int, rows_per_step: int, log: Callable[[int, Metrics], None] | None = None
+    ) -> CallbackListener:
+        """Returns the listener that calls the callbacks and keeps the state."""
+        more = {"model": self.model, "processing_class": self.processing_class, "train_dataloader": None}
+        listener = CallbackListener(
+            self.callbacks, self.args, steps_per_epoch, self.state, more, rows_per_step, log=log
+        )
+        if self._folders is not None:
+            self._folders.control = listener.control
+        return listener
+
+    # -- training, saving, uploading
+
+    def _resume(self, resume: bool | str | None) -> bool:
+        """Sets what the native trainer continues from; returns whether that is a checkpoint."""
+        resume = resume or self.args.resume_from_checkpoint
+        chosen = checkpoint_to_resume(resume, self._output_dir) if resume else "never"
+        self.native.args = replace(self.native.args, resume=chosen)
+        if (state := Path(chosen) / TRAINER_STATE).is_file():
+            self.state.load_json(state)
+        return chosen != "never"
+
+    def _output(self, result: Any, listener: CallbackListener) -> TrainOutput:
+        """Returns the result of a training that has ended."""
+        self._trained.report_cost(result.train_seconds)
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
+
+    def _eval_set(self, name: str) -> Any:
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if name not in sets:
+            raise ValueError(f"there is no evaluation set {name!r}; give a dataset, or its name{nearest(name, sets)}")
+        return sets[name]
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
@@ -123,41 +288,72 @@ class BaseTrainer(Reports):
         repo_id = self.args.hub_model_id or Path(self._output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
-    def _resume(self, resume: bool | str | None) -> bool:
-        """Sets what the native trainer continues from; returns whether that is a checkpoint."""
-        resume = resume or self.args.resume_from_checkpoint
-        chosen = checkpoint_to_resume(resume, self._output_dir) if resume else "never"
-        self.native.args = replace(self.native.args, resume=chosen)
-        if (state := Path(chosen) / TRAINER_STATE).is_file():
-            self.state.load_json(state)
-        return chosen != "never"
+    def end(self) -> None:
+        """Does nothing: the trackers have been closed when training ended."""
 
-    def _output(self, result: Any, listener: CallbackListener) -> TrainOutput:
-        """Returns the result of a training that has ended."""
-        self._trained.report_cost(result.train_seconds)
-        if self.args.push_to_hub:
-            self.push_to_hub()
-        return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
+    # -- reports
 
-    def _new_listener(
-        self, steps_per_epoch: int, rows_per_step: int, log: Callable[[int, Metrics], None] | None = None
-    ) -> CallbackListener:
-        """Returns the listener that calls the callbacks and keeps the state."""
-        more = {"model": self.model, "processing_class": self.processing_class, "train_dataloader": None}
-        inputs = self.callbacks, self.args, steps_per_epoch, self.state, more, rows_per_step
-        listener = CallbackListener(*inputs, log=log)
-        if self._flow is not None:
-            self._flow.control = listener.control
-        return listener
+    def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        """Returns metrics as the texts that `log_metrics` prints."""
+        return {name: _text_of(name, value) for name, value in metrics.items()}
 
-    def _eval_set(self, name: str) -> Any:
-        if not isinstance(self.eval_dataset, Mapping) or name not in self.eval_dataset:
-            known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
-            raise ValueError(f"there is no evaluation set {name!r}; give a dataset, or its name{nearest(name, known)}")
-        return self.eval_dataset[name]
+    def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
+        """Prints metrics as transformers does.
+
+        Args:
+            split: What they are about, e.g. "train" or "eval".
+            metrics: Values by name.
+        """
+        if not self.is_world_process_zero():
+            return
+        texts = self.metrics_format(dict(sorted(metrics.items())))
+        name_width, width = (max(map(len, each), default=0) for each in (texts, texts.values()))
+        print(f"***** {split} metrics *****")
+        for name, text in texts.items():
+            print(f"  {name:<{name_width}} = {text:>{width}}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
+        """Writes metrics to a file in `output_dir`.
+
+        Args:
+            split: What they are about; the file is `<split>_results.json`.
+            metrics: Values by name.
+            combined: Whether to add them to `all_results.json` too.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder = self._report_folder()
+        _write(folder / f"{split}_results.json", metrics)
+        if combined:
+            everything = folder / "all_results.json"
+            earlier = json.loads(everything.read_text(encoding="utf-8")) if everything.is_file() else {}
+            _write(everything, {**earlier, **metrics})
+
+    def save_state(self) -> None:
+        """Writes the state with the log's lines to `trainer_state.json` in `output_dir`."""
+        if self.is_world_process_zero():
+            self.state.save_to_json(self._report_folder() / TRAINER_STATE)
+
+    def _report_folder(self) -> Path:
+        if is_remote(self._output_dir):
+            raise ValueError(f"output_dir is a bucket, {self._output_dir}; these files need a local folder")
+        folder = Path(self._output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
 def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
+
+
+def _text_of(name: str, value: Any) -> str:
+    if "_runtime" in name:
+        hundredths = round(100 * value)
+        return f"{datetime.timedelta(seconds=hundredths // 100)}.{hundredths % 100:02d}"
+    return str(round(value, 4) if isinstance(value, float) else value)
+
+
+def _write(path: Path, metrics: Mapping[str, float]) -> None:
+    path.write_text(json.dumps(json_numbers(metrics), indent=4, sort_keys=True) + "\n", encoding="utf-8")

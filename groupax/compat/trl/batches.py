@@ -1,4 +1,4 @@
-"""TRL's batch arithmetic, in which an optimizer step may take parts of several rollouts.
+"""TRL's batch arithmetic, in which an optimizer step may take parts of several rollouts, and its metrics.
 
 The core trains on whole minibatches of one rollout. TRL counts micro-batches: a step takes
 `gradient_accumulation_steps` of them and a rollout has `steps_per_generation`, in any ratio.
@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
-from groupax.compat.trl.hooks import NO_HOOKS, Hooks, RevisedRewards
-from groupax.compat.trl.own_generate import ModelSampler
+from groupax.compat.trl.overridden import Calculate, RevisedRewards
+from groupax.compat.trl.policy import ModelSampler
 from groupax.engine.sequence import Sampler
-from groupax.evaluation.evaluate import Evaluation
+from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.events import TokenScores
+from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.parallel.preemption import PreemptionHandler
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
+from groupax.rollouts.rows import advantages_of, masked_ends, row_of
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
@@ -25,7 +27,58 @@ from groupax.settings.sampling import SamplingParams
 from groupax.trainer import GRPOTrainer
 from groupax.training.learner import Update
 from groupax.training.packing import Shape
-from groupax.types import Row
+from groupax.training.step import ROUTER_LOSS
+from groupax.types import Metrics, Rollout, Row
+
+
+def with_trl_metrics(trainer: Any, evaluation: Evaluation) -> Evaluation:
+    """Returns an evaluation with the metrics that TRL has and groupax has not.
+
+    They are the loss of the objective with the metrics of an update, and the spread of the rewards.
+
+    Args:
+        trainer: The native trainer that evaluated.
+        evaluation: Its evaluation.
+    """
+    return Evaluation({name: _with_trl_metrics(trainer, each) for name, each in evaluation.sets.items()})
+
+
+def with_trl_names(metrics: Metrics) -> Metrics:
+    """Returns the metrics of an update, with those too that TRL calls otherwise under its names."""
+    return {**metrics, "aux_loss": metrics[ROUTER_LOSS]} if ROUTER_LOSS in metrics else metrics
+
+
+def _with_trl_metrics(trainer: Any, evaluation: SetEvaluation) -> SetEvaluation:
+    rollouts = [rollout for group in evaluation.groups for rollout in group]
+    settings, names = trainer.args, [reward.name for reward in trainer.rewards]
+    advantages = advantages_of(rollouts, names, trainer.reward_weights, evaluation.params.n, settings)
+    metrics = reward_metrics(names, reward_matrix(names, rollouts), advantages)
+    metrics |= trl_zero_std_frac(advantages, settings.scale_rewards, settings.multi_objective_aggregation)
+    scored = [
+        replace(rollout, advantage=float(value)) for rollout, value in zip(rollouts, advantages.values, strict=True)
+    ]
+    measured = with_trl_names(trainer.learner.measure(_rows(trainer, scored, evaluation.params.n)))
+    return replace(evaluation, metrics=metrics | measured | evaluation.metrics)
+
+
+def _rows(trainer: Any, rollouts: Sequence[Rollout], num_generations: int) -> list[Row]:
+    learner, settings = trainer.learner, trainer.args
+    ends = masked_ends(settings)
+    has_correction = settings.rollout_correction != "none"
+    numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
+    rows = []
+    for index, rollout in enumerate(rollouts):
+        number = numbers.setdefault((index // num_generations, rollout.prompt_ids.tobytes()), len(numbers))
+        rows.append(row_of(rollout, number, ends, has_correction))
+    if learner.reference is None or settings.use_kl_in_reward:
+        return rows
+    shapes = learner.shapes
+    try:
+        with learner.reference_on_devices() as reference:
+            logps = learner.logprobs(reference, rows)[0]
+    finally:
+        learner.shapes = shapes
+    return [replace(row, ref_logp=logp) for row, logp in zip(rows, logps, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -97,14 +150,22 @@ class TRLBatchTrainer(GRPOTrainer):
     Args:
         schedule: How rollouts become optimizer steps.
         arguments: Those of `groupax.GRPOTrainer`, as `named` are.
-        hooks: Changes by a subclass of TRL's trainer.
+        calculate_rewards: Revises the scores of a rollout, for a subclass of TRL's trainer; None if it does not.
+        revise_line: Likewise revises a line of the log.
     """
 
     schedule: TRLSchedule
     eval_batch_size: int | None = None  # completions of a reward function's call in evaluations; None for all
 
-    def __init__(self, schedule: TRLSchedule, *arguments: Any, hooks: Hooks = NO_HOOKS, **named: Any) -> None:
-        self._schedule, self._hooks = schedule, hooks
+    def __init__(
+        self,
+        schedule: TRLSchedule,
+        *arguments: Any,
+        calculate_rewards: Calculate | None = None,
+        revise_line: Callable[[int, Metrics], Metrics] | None = None,
+        **named: Any,
+    ) -> None:
+        self._schedule, self._calculate_rewards, self._revise_line = schedule, calculate_rewards, revise_line
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
@@ -134,14 +195,14 @@ class TRLBatchTrainer(GRPOTrainer):
 
     def make_reward_runner(self) -> RewardRunner:
         """Returns a runner whose scores a subclass may change."""
-        calculate = self._hooks.calculate_rewards
+        calculate = self._calculate_rewards
         return super().make_reward_runner() if calculate is None else RevisedRewards(self.rewards, self.args, calculate)
 
     @contextmanager
     def working(self, stop: PreemptionHandler) -> Iterator[None]:
         """Starts what only runs during training; lines of the log are revised from then on."""
-        if self._hooks.revise is not None:
-            self.run.log.revise = self._hooks.revise
+        if self._revise_line is not None:
+            self.run.log.revise = self._revise_line
         with super().working(stop):
             yield
 
@@ -159,7 +220,7 @@ class TRLBatchTrainer(GRPOTrainer):
         super().log(rows, replace(update, metrics=with_trl_names(update.metrics)), scores)
 
     def stop_if_nothing_is_scored(self) -> None:
-        """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
+        """Does nothing: TRL trains on, and `trainer.warn_about_rewards` warns as it does."""
 
     def identity(self) -> Identity:
         """Returns what a resumed run must have in common with this one, as the schedule."""

@@ -1,70 +1,32 @@
-"""TRL's `GRPOConfig` and its translation to a native config."""
+"""TRL's `GRPOConfig` and `RLOOConfig`, as settings of groupax."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import make_dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
-from groupax.compat.arguments import arguments
 from groupax.compat.fields import (
     EVAL_SAMPLING,
+    Fields,
+    arguments,
     as_native,
-    interval_steps,
+    former,
+    inert,
     matching_eval_sampling,
     parse_mapping,
+    refused,
+    same,
     scale_rewards,
     warn,
 )
-from groupax.compat.trl.advice import warn_about_losses
+from groupax.compat.trl.arguments import TrainingArguments
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
-from groupax.compat.trl.fields import ALIASES, INERT, REFUSED, GRPOFields
-from groupax.compat.trl.generation import generation_settings, vllm_settings
-from groupax.compat.trl.optimizer import optimizer_settings
-from groupax.compat.trl.run_settings import RunArguments
-from groupax.settings.fields import shown
+from groupax.settings.fields import nearest, shown
 
-# Settings with the same name and meaning in groupax.
-SAME = (
-    "seed",
-    "num_train_epochs",
-    "max_steps",
-    "num_generations",
-    "num_iterations",
-    "temperature",
-    "repetition_penalty",
-    "loss_type",
-    "beta",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "importance_sampling_level",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-    "use_bias_correction_kl",
-    "sync_ref_model",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
-    "multi_objective_aggregation",
-    "top_entropy_quantile",
-    "off_policy_mask_threshold",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-    "router_aux_loss_coef",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "log_completions",
-    "max_prompt_length",
-)
+logger = logging.getLogger(__name__)
+
 # TRL's settings behind native settings of another name, for error messages.
 NAMES = {
     "prompts_per_step": "per_device_train_batch_size * gradient_accumulation_steps / num_generations",
@@ -78,8 +40,25 @@ NAMES = {
     "decoding_tp": "vllm_tensor_parallel_size",
     "max_tool_turns": "max_tool_calling_iterations",
 }
-# TRL ends an episode at a malformed call and at a result that does not fit, and has no other limits than tokens.
-EPISODES: dict[str, Any] = {
+# Native settings for `generation_kwargs` under the names of transformers and vLLM.
+GENERATION = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "stop": "stop",
+    "stop_strings": "stop",
+}
+# What TRL does without a setting: it ends an episode at a malformed call and at a result that does not fit, and has no
+# other limits than tokens.
+ALWAYS: dict[str, Any] = {
+    "masked_rows_in_denominator": True,
+    "metric_definitions": "trl",
+    "reward_scope": "rollout",
+    "drop_last": True,
     "malformed_calls": "end",
     "overlong_results": "end",
     "max_turns": 10**5,
@@ -96,6 +75,13 @@ COUNTS = (
     "per_device_eval_batch_size",
 )
 MAX_COUNT = 10**7
+SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
+
+_sampled = inert("sampling is done by groupax's own engine or server")
+_shown = inert(
+    "its display shows a sample group now and then, and all completions of logged steps are in "
+    "output_dir/groupax/rollouts"
+)
 
 
 class Batches(NamedTuple):
@@ -112,17 +98,122 @@ class Batches(NamedTuple):
     generated: int
 
 
-@arguments("TRL", INERT, REFUSED, ALIASES)
-@dataclass
-class GRPOConfig(GRPOFields, RunArguments):
+@arguments("TRL")
+class GRPOConfig(TrainingArguments):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    The fields are in the order and have the defaults of TRL's own class.
 
     Raises:
         TypeError: A field is unknown.
         ValueError: A field cannot be honoured.
     """
 
-    __repr__ = RunArguments.__repr__  # with what differs from the defaults only
+    MAPPINGS: ClassVar[tuple[str, ...]] = (
+        *TrainingArguments.MAPPINGS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    )
+
+    learning_rate: float = same(1e-6)
+    remove_unused_columns: bool | None = inert("reward functions receive every column, and the model only the prompt")(
+        False
+    )
+    seed: int = same(42)
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)
+    router_aux_loss_coef: float | None = same(None)
+    disable_dropout: bool = False
+    cast_lm_head_to_fp32: bool = inert("logits and losses are float32")(False)
+    num_generations: int = same(8)
+    num_generations_eval: int | None = None
+    max_completion_length: int | None = same(512)
+    ds3_gather_for_generation: bool = _sampled(True)
+    shuffle_dataset: bool | None = True
+    pad_to_multiple_of: int | str | None = inert("tokens are packed without padding")("auto")
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    temperature: float = same(1.0)
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    generation_kwargs: dict[str, Any] | str | None = None
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    repetition_penalty: float = same(1.0)
+    cache_implementation: str | None = _sampled(None)
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_model_impl: str = _sampled("vllm")
+    vllm_enable_sleep_mode: bool = _sampled(False)
+    vllm_structured_outputs_regex: str | None = None
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = _sampled(240.0)
+    vllm_group_port: int = _sampled(51216)
+    vllm_gpu_memory_utilization: float = _sampled(0.3)
+    vllm_max_model_length: int | None = _sampled(None)
+    vllm_tensor_parallel_size: int = 1
+    beta: float = same(0.0)
+    num_iterations: int = same(1)
+    epsilon: float = same(0.2)
+    delta: float | None = same(None)
+    epsilon_high: float | None = same(None)
+    sapo_temperature_neg: float = same(1.05)
+    sapo_temperature_pos: float = same(1.0)
+    vespo_k_pos: float = same(2.0)
+    vespo_lambda_pos: float = same(3.0)
+    vespo_k_neg: float = same(3.0)
+    vespo_lambda_neg: float = same(2.0)
+    importance_sampling_level: str = same("token")
+    reward_weights: list[float] | None = None
+    multi_objective_aggregation: str = same("sum_then_normalize")
+    scale_rewards: str = "group"
+    loss_type: str = same("dapo")
+    mask_truncated_completions: bool = False
+    sync_ref_model: bool = same(False)
+    ref_model_mixup_alpha: float = same(0.6)
+    ref_model_sync_steps: int = same(512)
+    top_entropy_quantile: float = same(1.0)
+    entropy_coef: float = same(0.0)
+    use_adaptive_entropy: bool = same(False)
+    entropy_coef_min: float = same(0.0)
+    entropy_coef_max: float = same(1.0)
+    entropy_coef_delta: float = same(0.005)
+    entropy_target: float = same(0.2)
+    max_tool_calling_iterations: int | None = None
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = same(None)
+    use_bias_correction_kl: bool = same(True)
+    log_completions: bool = same(False)
+    log_multimodal: bool = inert("images are logged wherever completions are, once each")(True)
+    num_completions_to_print: int | None = _shown(None)
+    log_unique_prompts: bool = _shown(False)
+    log_completions_hub_repo: str | None = refused(
+        None, "log_completions=True writes them to output_dir; upload that folder after the run"
+    )
+    use_transformers_continuous_batching: bool = _sampled(False)
+    transformers_continuous_batching_config: dict[str, Any] | str | None = _sampled(None)
+    use_transformers_paged: bool = _sampled(False)
+    # fields of earlier versions of TRL
+    max_prompt_length: int | None = same(None)
+    use_liger_loss: bool = inert("programs are compiled by XLA")(False)
+    vllm_device: str = _sampled("auto")
+    vllm_dtype: str = _sampled("auto")
+    vllm_max_model_len: int | None = _sampled(None)
+    vllm_enable_prefix_caching: bool | None = _sampled(None)
+    vllm_guided_decoding_regex: str | None = former("vllm_structured_outputs_regex")
+    vllm_importance_sampling_cap: float | None = former("vllm_importance_sampling_clip_max")
+
+    def __post_init__(self) -> None:
+        """Derives what TRL derives from other fields."""
+        super().__post_init__()
+        self.scale_rewards = scale_rewards(self.scale_rewards)
 
     def batches(self, num_devices: int = 1) -> Batches:
         """Resolves the batch settings for a number of devices.
@@ -178,64 +269,199 @@ class GRPOConfig(GRPOFields, RunArguments):
         Raises:
             ValueError: A setting is not supported by groupax.
         """
-        warn_about_losses(self)
+        self._warn_about_losses()
         if self.off_policy_mask_threshold == 0:
             raise ValueError(
                 "off_policy_mask_threshold=0 would mask completions by the rounding between sampling and training; set "
                 "it above that, e.g. to 0.01, or leave it out"
             )
         rows, accumulated, generated = self.batches(num_devices)
-        settings = {name: getattr(self, name) for name in SAME}
-        settings |= {
-            "masked_rows_in_denominator": True,
-            "metric_definitions": "trl",
-            "reward_scope": "rollout",
+        every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
+        weights = self.reward_weights
+        settings = {
+            **self.same_settings(),
+            **ALWAYS,
             "output_dir": self.output_dir,
             "prompts_per_step": max(1, round(rows * accumulated / self.num_generations)),  # see `schedule`
             "updates_per_rollout": max(1, round(generated / accumulated)),
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
-            "drop_last": True,
-            "max_completion_length": self.max_completion_length,
             "chat_template_kwargs": parse_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "min_p": self.min_p or 0.0,
             "scale_rewards": scale_rewards(self.scale_rewards),
-            "reward_weights": tuple(self.reward_weights)
-            if isinstance(self.reward_weights, Sequence)
-            else self.reward_weights,
-            "max_grad_norm": self.max_grad_norm or 0.0,
+            "reward_weights": tuple(weights) if isinstance(weights, Sequence) else weights,
             # a call or its result that ends an episode counts as finished there
             "mask_truncated_completions": ("length",) if self.mask_truncated_completions else False,
-            **EPISODES,
             "max_tool_turns": self.max_tool_calling_iterations,
+            **({"epsilon_high": self.epsilon} if self.loss_type == "cispo" and self.epsilon_high is None else {}),
             **self.compute_settings(),
             **self.reporting_settings(),
-            **optimizer_settings(self),
-            **generation_settings(self),
-            **vllm_settings(self),
+            **self.optimizer_settings(),
+            **self._generation_settings(),
+            **self._vllm_settings(),
+            "eval_steps": self.evaluated_every(every),
+            **self.saving_settings(every),
         }
         settings |= matching_eval_sampling(settings, self.num_generations_eval or self.num_generations)
-        if (self.entropy_coef or self.use_adaptive_entropy) and self.top_entropy_quantile < 1:
-            warn(
-                f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
-                "over all loss tokens, where TRL takes it over the kept ones"
+        return as_native(settings, NAMES)
+
+    def _warn_about_losses(self) -> None:
+        """Says what is unusual about a loss and the level of its ratios, as TRL does, and what differs from TRL's."""
+        loss, level, quantile = self.loss_type, self.importance_sampling_level, self.top_entropy_quantile
+        if loss == "luspo" and level != "sequence":
+            logger.warning("loss_type 'luspo' is meant for importance_sampling_level 'sequence', it is %r", level)
+        if loss == "vespo" and level != "token":
+            logger.warning(
+                "loss_type 'vespo' computes a ratio of whole sequences itself; leave importance_sampling_level at "
+                "'token', it is %r",
+                level,
             )
-        if self.top_entropy_quantile < 1 and accumulated > 1:
-            warn(
-                f"top_entropy_quantile={self.top_entropy_quantile} keeps tokens by a threshold of each optimizer step, "
-                f"where TRL has one of each of its {accumulated} micro-batches"
+        if level == "sequence" and loss in SUMMED_OVER_TOKENS:
+            logger.warning(
+                "importance_sampling_level 'sequence' with loss_type %r sums over tokens, which weights each sequence "
+                "by its completion length; for the objective of GSPO set loss_type='grpo'",
+                loss,
             )
-        if self.loss_type == "cispo" and self.epsilon_high is None:
+        if (self.entropy_coef or self.use_adaptive_entropy) and quantile < 1:
+            warn(
+                f"top_entropy_quantile={quantile} masks the policy loss; the entropy bonus is a mean over all loss "
+                "tokens, where TRL takes it over the kept ones"
+            )
+        if quantile < 1 and self.gradient_accumulation_steps > 1:
+            warn(
+                f"top_entropy_quantile={quantile} keeps tokens by a threshold of each optimizer step, where TRL has "
+                f"one of each of its {self.gradient_accumulation_steps} micro-batches"
+            )
+        if loss == "cispo" and self.epsilon_high is None:
             warn(
                 f"loss_type 'cispo' without epsilon_high caps ratios at epsilon = {self.epsilon}, as TRL does, which "
                 "scales the loss of on-policy tokens by that; set epsilon_high, e.g. to 5.0"
             )
-            settings["epsilon_high"] = self.epsilon
-        every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
-        settings["eval_steps"] = interval_steps(
-            self.eval_strategy, self.eval_steps or self.logged_every(), every, "eval_strategy"
+
+    def _generation_settings(self) -> dict[str, Any]:
+        """Returns the native settings for `generation_kwargs`."""
+        given = dict(parse_mapping(self.generation_kwargs, "generation_kwargs"))
+        if given.pop("do_sample", True) is not True:
+            raise ValueError(
+                "generation_kwargs has do_sample=False: greedy completions of a prompt are all the same, so their "
+                "rewards do not differ and nothing is learned; leave it out"
+            )
+        for name in given:
+            if name not in GENERATION:
+                raise ValueError(
+                    f"generation_kwargs has {name!r}; choose from {', '.join(GENERATION)} and do_sample"
+                    f"{nearest(name, GENERATION)}"
+                )
+        if "stop" in given and "stop_strings" in given:
+            raise ValueError("generation_kwargs has stop and stop_strings, which mean the same; leave one of them out")
+        return {GENERATION[name]: value for name, value in given.items()}
+
+    def _vllm_settings(self) -> dict[str, Any]:
+        """Returns the native settings for `use_vllm` and the other vLLM settings.
+
+        vLLM's importance-sampling correction is on if a server samples, if completions match an expression, or if its
+        mode is not the default.
+        """
+        regex, tp, host = self.vllm_structured_outputs_regex, self.vllm_tensor_parallel_size, self.vllm_server_host
+        defaults, url = self.FIELDS.defaults, self.vllm_server_base_url
+        has_server = self.vllm_mode == "server" or host != defaults["vllm_server_host"]
+        if url is None and has_server and host:
+            url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.vllm_server_port}"
+        if not self.use_vllm or url is not None:
+            why = "the server decides how it shards weights (groupax serve --tp)"
+            if tp != 1:
+                why = why if self.use_vllm else "it needs use_vllm=True"
+                warn(f"vllm_tensor_parallel_size={tp} changes nothing in groupax: {why}")
+        if not self.use_vllm:
+            if regex is not None:
+                warn("vllm_structured_outputs_regex has no effect without use_vllm=True, as in TRL")
+            return {}
+        if url is None:
+            warn(
+                "use_vllm=True: groupax's own engine samples in the trainer's process, with the policy's own weights; "
+                "vLLM is not needed, and there is no server to start and no weights to sync"
+            )
+        else:
+            warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
+        settings: dict[str, Any] = {"decoding_tp": tp} if url is None else {"rollout_servers": (url,)}
+        mode = self.vllm_importance_sampling_mode
+        if regex is not None:
+            settings["regex"] = regex
+        is_corrected = url is not None or regex is not None or mode != defaults["vllm_importance_sampling_mode"]
+        if is_corrected and self.vllm_importance_sampling_correction:
+            settings["rollout_correction"] = mode
+            settings["rollout_correction_min"] = self.vllm_importance_sampling_clip_min
+            settings["rollout_correction_max"] = self.vllm_importance_sampling_clip_max
+        return settings
+
+
+# -- RLOO
+
+# What distinguishes RLOO from GRPO in TRL, apart from the advantages; these are no fields of its config.
+_OBJECTIVE: dict[str, Any] = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence_sum",
+    "scale_rewards": "none",
+    "vllm_importance_sampling_correction": False,
+}
+_NORMALIZED = "groupax.objective.advantages:rloo(normalize=True)"
+# The beginnings of GRPO's further fields that RLOO has not.
+_OF_GRPO = (
+    *_OBJECTIVE,
+    *("cast_lm_head", "delta", "sapo_", "vespo_", "multi_objective", "top_entropy", "entropy_", "use_adaptive"),
+    *("max_tool_calling", "vllm_importance", "off_policy", "use_bias_correction", "log_completions_hub"),
+)
+
+
+def _rloo_fields() -> Iterator[tuple[str, Any, Any]]:
+    """Yields the fields of TRL's `RLOOConfig` in their order: those of GRPO that it has, and its own."""
+    defaults = {"num_generations": 2, "beta": 0.05}
+    for field in dataclasses.fields(GRPOConfig):  # pyright: ignore[reportArgumentType]
+        if field.name.startswith(_OF_GRPO):
+            continue
+        if field.name == "mask_truncated_completions":
+            yield "normalize_advantages", bool, False
+            yield "reward_clip_range", tuple[float, float] | None, None
+        own = copy.copy(field)
+        own.default = defaults.get(field.name, field.default)
+        yield field.name, field.type, own
+
+
+_RLOOFields: Any = make_dataclass("_RLOOFields", _rloo_fields(), bases=(TrainingArguments,), repr=False)
+
+
+@arguments("TRL", like=GRPOConfig)
+class RLOOConfig(_RLOOFields):
+    """TRL's config of REINFORCE with a leave-one-out baseline: that of GRPO without another loss, and its own fields.
+
+    Raises:
+        TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
+    """
+
+    FIELDS: ClassVar[Fields]
+    MAPPINGS: ClassVar[tuple[str, ...]] = GRPOConfig.MAPPINGS
+
+    def as_grpo(self) -> GRPOConfig:
+        """Returns the config of GRPO with the same batches, sampling, loss and optimizer."""
+        own = self.FIELDS
+        idle = own.of("inert").keys() | own.of("refused").keys()
+        shared = (own.defaults.keys() & GRPOConfig.FIELDS.defaults.keys()) - idle
+        return GRPOConfig(**{name: getattr(self, name) for name in shared}, **_OBJECTIVE)
+
+    def schedule(self, num_devices: int = 1) -> TRLSchedule:
+        """Returns how rollouts become optimizer steps on this number of devices."""
+        return self.as_grpo().schedule(num_devices)
+
+    def to_native(self, num_devices: int = 1, num_prompts: int | None = None) -> Any:
+        """Returns the native config, for the arguments of `GRPOConfig.to_native`."""
+        bounds = self.reward_clip_range
+        return replace(
+            self.as_grpo().to_native(num_devices, num_prompts),
+            scale_rewards="group",  # which the estimator does not use
+            advantage_estimator=_NORMALIZED if self.normalize_advantages else "rloo",
+            use_kl_in_reward=self.beta != 0,
+            reward_clip_range=tuple(bounds) if bounds else None,
         )
-        settings |= self.saving_settings(every)
-        return as_native(settings, NAMES)

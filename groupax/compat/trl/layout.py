@@ -7,12 +7,11 @@ out/groupax/             the run folder (see `runs.folder`), which `groupax view
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from groupax.compat.callbacks import Control, State
-from groupax.compat.trl.reports import TRAINER_STATE
 from groupax.events import Message
 from groupax.parallel import processes
 from groupax.runs.checkpoints.record import restore_params
@@ -24,10 +23,12 @@ from groupax.storage.folders import list_names
 from groupax.storage.replacing import foreign_model_files
 from groupax.trainer import GRPOTrainer
 
+TRAINER_STATE = "trainer_state.json"
+
 
 @dataclass
-class Flow:
-    """When a run evaluates and saves, and which checkpoints it keeps, as transformers' trainer does.
+class TRLFolders(RunHooks):
+    """Evaluates and saves when transformers' trainer does, in its layout of folders.
 
     Attributes:
         output_dir: Folder of the checkpoints.
@@ -38,16 +39,19 @@ class Flow:
         eval_delay: Steps, or epochs, before the first evaluation at an interval.
         limit: Number of checkpoints to keep, of which the best is one; None for all.
         loads_best: Whether the policy becomes that of the best checkpoint at the end.
+        has_eval_sets: Whether there are evaluation sets.
     """
 
     output_dir: Path
     state: State
-    control: Control
+    control: Control = field(default_factory=Control)
     only_best: bool = False
     by_epoch: bool = False
     eval_delay: float = 0.0
     limit: int | None = None
     loads_best: bool = False
+    has_eval_sets: bool = True
+    is_at_end: bool = field(default=False, init=False)
 
     @property
     def store(self) -> LocalStore:
@@ -71,26 +75,14 @@ class Flow:
         for step in [step for step in steps if step not in kept][:num_surplus]:
             self.store.delete(step)
 
-
-class TRLFolders(RunHooks):
-    """Evaluates and saves when TRL's trainers do, in their layout of folders.
-
-    Args:
-        flow: When that is.
-        has_eval_sets: Whether there are evaluation sets.
-    """
-
-    def __init__(self, flow: Flow, has_eval_sets: bool) -> None:
-        self.flow, self.has_eval_sets, self.is_at_end = flow, has_eval_sets, False
-
     def checkpoints_in(self, folder: Path) -> LocalStore:
         """Returns the checkpoints of the run, which do not depend on its folder."""
         del folder
-        return self.flow.store
+        return self.store
 
     def checkpoint_files(self, run: Run) -> Callable[[Path], None]:
         """Returns what writes the model and `trainer_state.json` of a checkpoint."""
-        flow, trainer = self.flow, run.trainer
+        trainer = run.trainer
         params = trainer.host_params()
 
         def write(folder: Path) -> None:
@@ -98,8 +90,8 @@ class TRLFolders(RunHooks):
             for entry in model.iterdir():
                 entry.rename(folder.parent / entry.name)
             model.rmdir()
-            flow.note_best(trainer.cursor.step)
-            flow.state.save_to_json(folder.parent / TRAINER_STATE)
+            self.note_best(trainer.cursor.step)
+            self.state.save_to_json(folder.parent / TRAINER_STATE)
 
         return write
 
@@ -109,57 +101,56 @@ class TRLFolders(RunHooks):
             processes.run_on_primary(lambda: self._move_checkpoints_aside(run))
 
     def _move_checkpoints_aside(self, run: Run) -> None:
-        store = self.flow.store
+        store = self.store
         if not store.steps():
             return
         place = Path(run.folder.moved_aside or free_name(run.folder.path))
         place.mkdir(exist_ok=True)
         for step in store.steps():
             Path(store.where(step)).rename(place / HF.name_of(step))
-        run.emit(Message(f"the earlier checkpoints in {self.flow.output_dir} are now in {place}"))
+        run.emit(Message(f"the earlier checkpoints in {self.output_dir} are now in {place}"))
 
     def save_if_due(self, run: Run) -> None:
         """Saves at intervals, at callbacks' request, or at the best evaluation so far."""
-        flow, cursor, writer = self.flow, run.trainer.cursor, run.saver.writer
+        cursor, writer = run.trainer.cursor, run.saver.writer
         step = cursor.step
-        is_best = cursor.evaluated_step == step == flow.state.best_global_step
+        is_best = cursor.evaluated_step == step == self.state.best_global_step
         writer.look()
         due = (
             writer.due(step)
-            or flow.control.take("should_save")
-            or (flow.only_best and is_best and writer.last_step != step)
+            or self.control.take("should_save")
+            or (self.only_best and is_best and writer.last_step != step)
         )
         run.saver.save_if(due, cursor, run.trainer.experience)
         writer.wait()  # callbacks see the checkpoint and the policy of the same step
-        processes.run_on_primary(lambda: flow.rotate(flow.limit))
+        processes.run_on_primary(lambda: self.rotate(self.limit))
 
     def evaluation_is_due(self, run: Run) -> bool:
         """Returns whether an interval ends, or a callback has asked."""
-        flow, step, every = self.flow, run.trainer.cursor.step, run.trainer.args.eval_steps
+        step, every = run.trainer.cursor.step, run.trainer.args.eval_steps
         if run.trainer.cursor.evaluated_step >= step or not self.has_eval_sets:
             return False
         is_timely = every > 0 and (step % every == 0 or step == run.trainer.num_steps)  # the last epoch may be short
-        is_timely &= flow.eval_delay <= (flow.state.epoch if flow.by_epoch else step)
-        return flow.control.take("should_evaluate") or is_timely
+        is_timely &= self.eval_delay <= (self.state.epoch if self.by_epoch else step)
+        return self.control.take("should_evaluate") or is_timely
 
     def end(self, run: Run) -> None:
         """Saves what remains of the run, and deletes checkpoints beyond the limit."""
         self.is_at_end = True
         run.save_end()
-        flow = self.flow
-        one = 1 if flow.limit == 1 and flow.state.best_model_checkpoint else None
-        processes.run_on_primary(lambda: flow.rotate(one or flow.limit))
+        one = 1 if self.limit == 1 and self.state.best_model_checkpoint else None
+        processes.run_on_primary(lambda: self.rotate(one or self.limit))
 
     def before_result(self, run: Run) -> None:
         """Makes the policy that of the best checkpoint, if the settings ask for it."""
-        flow, trainer = self.flow, run.trainer
-        if flow.loads_best and self.is_at_end and flow.state.best_model_checkpoint:
-            step = flow.state.best_global_step
+        trainer = run.trainer
+        if self.loads_best and self.is_at_end and self.state.best_model_checkpoint:
+            step = self.state.best_global_step
             assert step is not None, "the best checkpoint has one"
-            restore_params(trainer.learner, flow.store.local(step))
+            restore_params(trainer.learner, self.store.local(step))
             if isinstance(trainer, GRPOTrainer):
                 trainer.engine.params = trainer.learner.policy
-            run.emit(Message(f"the policy is now that of the best checkpoint, {flow.store.where(step)}"))
+            run.emit(Message(f"the policy is now that of the best checkpoint, {self.store.where(step)}"))
 
 
 def run_folder(output_dir: str) -> str:
@@ -167,15 +158,14 @@ def run_folder(output_dir: str) -> str:
     return output_dir if is_remote(output_dir) else str(Path(output_dir) / HF.inside)
 
 
-def flow_of(args: Any, output_dir: str, state: State) -> Flow | None:
+def folders_of(args: Any, output_dir: str, state: State) -> TRLFolders | None:
     """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket."""
     if is_remote(output_dir):
         return None
     saves, evaluates = (getattr(each, "value", each) for each in (args.save_strategy, args.eval_strategy))
-    return Flow(
+    return TRLFolders(
         Path(output_dir).expanduser(),
         state,
-        Control(),
         only_best=saves == "best",
         by_epoch=evaluates == "epoch",
         eval_delay=float(args.eval_delay),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupax.compat.trl.generation import GENERATION
+from groupax.compat.trl.config import GENERATION
 from groupax.data.tokenizer import is_conversational
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.compat.fields import parse_mapping, warn
-from groupax.compat.trl.accelerator import AcceleratorConfig
+from groupax.compat.trl.base import AcceleratorConfig
 from groupax.data.examples import MAX_ROWS
 
 NO_DISPATCH = (

@@ -1,36 +1,43 @@
-"""TRL's `GRPOTrainer`, a wrapper around the native trainer."""
+"""TRL's `GRPOTrainer` and `RLOOTrainer`, wrappers around the native trainer."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
-from groupax.compat.trl.advice import warn_about_rewards
-from groupax.compat.trl.attributes import Attributes, LastRollout
+from groupax.compat.trl.arguments import torch_optimizer_settings
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
-from groupax.compat.trl.config import GRPOConfig
+from groupax.compat.trl.config import GRPOConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
-from groupax.compat.trl.hooks import Overridable, hooks_of
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.optimizer import torch_optimizer_settings
-from groupax.compat.trl.overrides import check_overrides
-from groupax.compat.trl.own_generate import own_generate
-from groupax.compat.trl.policy import check_dropout, policy_of
+from groupax.compat.trl.overridden import Overridable, check_overrides
+from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.items import ONLY_SET
+from groupax.events import Event, RolloutScored
+from groupax.objective.entropy import top_entropy_threshold
+from groupax.objective.losses import on_policy_tokens
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
+from groupax.training.step import router_loss_coef
+from groupax.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(Overridable, Attributes, BaseTrainer):
+class GRPOTrainer(Overridable, BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
@@ -50,6 +57,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         rollout_func: Function that samples a whole batch, from the prompt of each completion and this trainer.
 
     Attributes:
+        reward_processing_classes: Tokenizers of the reward models, one per reward function; None for the model's own.
         rollout_request: What `rollout_func` is to sample, while it runs; else None.
 
     Raises:
@@ -120,7 +128,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
             tools=agents.tools,
             environments=agents.environments(has_prompts),
             rollout_func=self._rollout_function(rewards, examples),
-            hooks=hooks_of(self, GRPOTrainer),
+            **self._changes(GRPOTrainer),
         )
         self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
@@ -211,6 +219,158 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
             self._callback_listener().evaluated(self.native.cursor.step, own)
             metrics |= own
         return {**metrics, "epoch": self.state.epoch}
+
+    # -- what functions, callbacks and subclasses of scripts read
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a setting, as TRL's trainer has many of them as attributes too."""
+        fields = GRPOConfig.FIELDS.defaults
+        if name not in fields:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, fields)}")
+        return getattr(self.args, name)
+
+    epsilon_low = property(lambda self: self.args.epsilon)
+    epsilon_high = property(
+        lambda self: self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
+    )
+    num_generations_eval = property(lambda self: self.native.args.eval_num_generations)
+    reward_weights = property(lambda self: self.native.reward_weights)
+    reward_func_names = property(lambda self: [reward.name for reward in self.native.rewards])
+    entropy_coef = property(lambda self: self.native.learner.entropy.coef)  # for the next step
+    _logs = property(lambda self: self._last_rollout.as_columns())
+
+    @property
+    def ref_model(self) -> hf.CausalLM | None:
+        """The reference as it is now; None without `beta`, and for an adapter, whose reference is its base."""
+        learner = self.native.learner
+        if learner.reference is None or learner.is_adapter:
+            return None
+        return hf.CausalLM(replace(self.native.model, params=learner.reference))
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """True if the load-balancing loss of a mixture of experts is part of the loss."""
+        learner = self.native.learner
+        return bool(learner.config.experts) and router_loss_coef(learner.config, learner.settings.objective) != 0
+
+    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
+        """Returns which tokens have an entropy of at least a quantile of all of them, as PyTorch's booleans.
+
+        Args:
+            entropies: [B, T] entropies.
+            mask: [B, T] tokens that count.
+            threshold: The quantile.
+        """
+        counted = mask.bool()
+        padding = np.float32(-1e9)  # an entropy that no token has
+        padded = self.accelerator.pad_across_processes(entropies[counted].float(), dim=0, pad_index=-1e9)
+        everything = self.accelerator.gather(padded).detach().cpu().numpy()
+        bound = top_entropy_threshold([everything[everything != padding]], 1.0 - threshold)
+        return (entropies >= entropies.new_tensor(bound)) & counted
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
+    ) -> Any:
+        """Returns 1 for the rows that `off_policy_mask_threshold` keeps and 0 for the others, [B, 1].
+
+        Args:
+            advantages: [B, 1] advantages.
+            per_token_logps: [B, T] log-probs under the policy.
+            sampling_per_token_logps: [B, T] log-probs under the policy that sampled; NaN, where they are unknown, is no
+                drift.
+            mask: [B, T] tokens that count.
+            off_policy_threshold: Largest mean drift of rows with a negative advantage.
+        """
+        given = advantages, per_token_logps, sampling_per_token_logps, mask
+        advantage, policy, sampled, counted = (jnp.asarray(each.detach().cpu().numpy()) for each in given)
+        sampled = jnp.where(jnp.isnan(sampled), policy, sampled)
+        advantage = jnp.broadcast_to(advantage, policy.shape)
+        kept = on_policy_tokens(policy, sampled, advantage, counted != 0, off_policy_threshold)
+        return mask.new_tensor(np.asarray(kept[:, :1]), dtype=mask.dtype)
+
+
+class RLOOTrainer(GRPOTrainer):
+    """TRL's trainer of REINFORCE with a leave-one-out baseline.
+
+    The arguments are those of `GRPOTrainer`, without tools, environments and `rollout_func`.
+
+    Raises:
+        ValueError: An argument or a setting is not supported by groupax.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: RLOOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        super().__init__(
+            model,
+            reward_funcs,
+            args or RLOOConfig(f"{Path(str(getattr(model, 'name', model))).name}-RLOO"),
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+        )
+
+
+class LastRollout:
+    """A listener that remembers the completions of the last rollout."""
+
+    def __init__(self) -> None:
+        self.rollouts: Sequence[Rollout] = ()
+
+    def __call__(self, event: Event) -> None:
+        """Remembers the completions of a rollout."""
+        if isinstance(event, RolloutScored):
+            self.rollouts = [rollout for group in event.groups for rollout in group]
+
+    def as_columns(self) -> dict[str, Any]:
+        """Returns the completions in the form of TRL's log of completions."""
+        extra: dict[str, list[Any]] = {}
+        rewards: dict[str, list[float]] = {}
+        for rollout in self.rollouts:
+            for name, value in rollout.extra.items():
+                extra.setdefault(name, []).append(value)
+            for name, reward in rollout.rewards.items():
+                rewards.setdefault(name, []).append(float("nan") if reward is None else float(reward))
+        return {
+            "images": [],
+            "prompt": [rollout.prompt for rollout in self.rollouts],
+            "completion": [rollout.completion for rollout in self.rollouts],
+            "rewards": rewards,
+            "advantages": [rollout.advantage for rollout in self.rollouts],
+            "extra": extra,
+        }
+
+
+def warn_about_rewards(event: Event) -> None:
+    """Logs the first completion of a rollout for which every reward function returned None."""
+    if not isinstance(event, RolloutScored):
+        return
+    for group in event.groups:
+        for rollout in group:
+            if rollout.rewards and all(value is None for value in rollout.rewards.values()) and not rollout.is_failure:
+                logger.warning(
+                    "All reward functions returned None for the following kwargs:\n%s\nAt least one should return a "
+                    "number; this completion has an advantage of 0",
+                    {**rollout.example, "completion": rollout.completion},
+                )
+                return
 
 
 def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:

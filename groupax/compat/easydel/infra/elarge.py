@@ -9,7 +9,7 @@ import yaml
 
 from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import AutoEasyDeLModelForCausalLM, EasyDeLModel
-from groupax.compat.easydel.trainer import GRPOTrainer
+from groupax.compat.easydel.trainers import GRPOTrainer
 from groupax.compat.fields import warn
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""Overrides of TRL's trainer that take part in a run: those of the rewards, and of the lines of the log."""
+"""Subclasses of TRL's trainer: the methods that they may override, and those that they may not, with the remedy."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +13,76 @@ from groupax.rewards.contract import Reward, Scores
 from groupax.rewards.runner import RewardRunner
 from groupax.types import Metrics, Rollout
 
+# Methods of TRL's trainer that groupax never calls, by what to do instead.
+_REFUSED_BY_REMEDY = {
+    "gradients come from JAX: give a function in JAX as loss_type of the config, which docs/algorithm.md describes "
+    "under 'Your own loss'": """_compute_loss compute_loss compute_loss_context_manager autocast_smart_context_manager
+        _get_per_token_logps_and_entropies get_gamma_weights get_high_entropy_mask get_off_policy_mask""",
+    "an optimizer step is one compiled program: change the rewards (_calculate_rewards), the loss "
+    "(loss_type) or the optimizer (optimizers=...), or act in a callback's on_step_end": """training_step
+        _clip_grad_norm _defer_fsdp_gradient_reduction _get_grad_norm _get_num_items_in_batch _has_mixed_mesh_grads
+        _mixed_mesh_grad_norm _sync_replicated_trainable_parameters loss_is_scaled_for_ga""",
+    "pass rollout_func to sample yourself, tools or environment_factory for turns, and reward functions or "
+    "_calculate_rewards for the scores": """_generate _generate_and_score_completions _generate_single_turn
+        _get_tool_suffix_ids _prepare_input _prepare_inputs _tokenize_prompts _tool_call_loop get_batch_samples""",
+    "there is no data loader: order the rows of train_dataset yourself and set shuffle_dataset=False": """
+        _get_collator_with_removed_columns _get_dataloader _get_eval_sampler _get_train_sampler _remove_unused_columns
+        _set_signature_columns_if_needed get_eval_dataloader get_test_dataloader get_train_dataloader num_examples""",
+    "pass optimizers=(optimizer, scheduler), or set optim and lr_scheduler_type": """create_optimizer
+        create_optimizer_and_scheduler create_scheduler get_decay_parameter_names get_learning_rates
+        get_optimizer_cls_and_kwargs get_optimizer_group _get_learning_rate""",
+    "the loop is groupax's own: act in a callback, or override log": """_finalize_training _init_training_state
+        _inner_training_loop _issue_warnings_after_load _maybe_log_save_evaluate _prepare_for_training _run_epoch
+        _track_num_input_tokens _update_auto_batch_size _validate_args end set_initial_training_values store_flos
+        floating_point_ops get_total_train_batch_size""",
+    "evaluations sample and score like training: add a reward function, or act in a callback's on_evaluate": """
+        _determine_best_metric _evaluate evaluation_loop predict prediction_step""",
+    "checkpoints are groupax's own: act in a callback's on_save": """_get_output_dir _load_best_model
+        _load_callback_state _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler _save
+        _save_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler create_model_card""",
+    "JAX places the model on the devices: see parallelism_config, fsdp and deepspeed": """_build_accelerator_args
+        _move_model_to_device _prepare_context_parallel_inputs _wrap_model call_model_init
+        create_accelerator_and_postprocess get_cp_size get_sp_size get_tp_size""",
+    "call log_metric or log_extra, which reward functions receive": "_log_completion_extra _log_metric",
+    "the model is uploaded by push_to_hub at the end": "_finish_current_push _push_from_checkpoint init_hf_repo",
+    "run several trainers, one per setting": """_hp_search_setup _report_to_hp_search _tune_save_checkpoint
+        hyperparameter_search""",
+    "groupax sends no telemetry": "_send_telemetry",
+}
+REFUSED = {name: remedy for remedy, names in _REFUSED_BY_REMEDY.items() for name in names.split()}
+# Methods that a run of groupax calls at no time, although scripts may, with the setting that would have TRL call them.
+_BY_SCRIPTS = {
+    "evaluate": ("eval_strategy", "call evaluate yourself, or act in a callback's on_evaluate"),
+    "save_model": ("save_strategy", "call save_model yourself, or act in a callback's on_save"),
+}
+
+
+def check_overrides(trainer: Any, base: type) -> None:
+    """Checks that every method of TRL's trainer that a subclass overrides takes part in the run.
+
+    Args:
+        trainer: Trainer, whose class may be a subclass.
+        base: The class of groupax.
+
+    Raises:
+        ValueError: An override would never be called; names the class, the method and what to do instead.
+    """
+    for cls in type(trainer).__mro__[: type(trainer).__mro__.index(base)]:
+        refused = {} if cls.__module__.partition(".")[0] == "groupax" else base.REFUSED_OVERRIDES
+        for name in vars(cls):
+            if name in refused:
+                raise ValueError(f"{cls.__name__} overrides {name}, which groupax would never call: {refused[name]}")
+    for name, (setting, remedy) in _BY_SCRIPTS.items():
+        value = getattr(trainer.args, setting)
+        if value != "no" and getattr(type(trainer), name) is not getattr(base, name):
+            raise ValueError(
+                f"{type(trainer).__name__} overrides {name}, which groupax calls in no run of its own, and {setting} "
+                f"is {value!r}: set {setting}='no', and {remedy}"
+            )
+
+
 # A function of groups and their scores by reward that returns the scores to use instead.
 Calculate = Callable[[Sequence[Sequence[Rollout]], list[list[Scores]]], list[list[Scores]]]
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The changes by a subclass; None where there are none.
-
-    Attributes:
-        calculate_rewards: Returns the scores to use instead of those of the reward functions.
-        revise: Returns the metrics to log instead of these, at a step.
-    """
-
-    calculate_rewards: Calculate | None = None
-    revise: Callable[[int, Metrics], Metrics] | None = None
-
-
-NO_HOOKS = Hooks()
 
 
 class RevisedRewards(RewardRunner):
@@ -73,6 +125,15 @@ class Overridable:
     _scored: _Batch | None = None  # while `_calculate_rewards` runs
     _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
     _revised: list[list[Mapping[str, Any]]]  # lines that the listener has not recorded yet
+
+    def _changes(self, base: type) -> dict[str, Any]:
+        """Returns what a subclass of a class of groupax changes in a run, as arguments of `TRLBatchTrainer`."""
+        self._revised = []
+        own = {name: getattr(type(self), name) is not getattr(base, name) for name in ("log", "_calculate_rewards")}
+        return {
+            "calculate_rewards": self._revise_rewards if own["_calculate_rewards"] else None,
+            "revise_line": self._revise if own["log"] else None,
+        }
 
     def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
         """Adds a line to `state.log_history` and calls the callbacks.
@@ -167,21 +228,6 @@ class Overridable:
             revised[index] = [_with_values(score, own[:, k]) for k, score in enumerate(scores[index])]
             first += len(groups[index])
         return revised
-
-
-def hooks_of(trainer: Overridable, base: type) -> Hooks:
-    """Returns what a trainer's class changes in a run.
-
-    Args:
-        trainer: Trainer.
-        base: The class of groupax, which changes nothing.
-    """
-    trainer._revised = []
-    changes = {name: getattr(type(trainer), name) is not getattr(base, name) for name in ("log", "_calculate_rewards")}
-    return Hooks(
-        trainer._revise_rewards if changes["_calculate_rewards"] else None,
-        trainer._revise if changes["log"] else None,
-    )
 
 
 def _as_matrix(found: Any, shape: tuple[int, ...], name: str) -> np.ndarray:

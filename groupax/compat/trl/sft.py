@@ -1,22 +1,24 @@
-"""TRL's `SFTTrainer`, a wrapper around the native trainer."""
+"""TRL's `SFTConfig` and `SFTTrainer`, wrappers around the native ones."""
 
 import copy
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from groupax.compat.callbacks import CallbackListener
+from groupax.compat.fields import arguments, as_native, inert, parse_mapping, refused, same, warn
+from groupax.compat.trl.arguments import TrainingArguments, torch_optimizer_settings
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.optimizer import torch_optimizer_settings
-from groupax.compat.trl.overrides import check_overrides
+from groupax.compat.trl.overridden import REFUSED as REFUSED_OVERRIDES
+from groupax.compat.trl.overridden import check_overrides
 from groupax.compat.trl.policy import policy_of
-from groupax.compat.trl.sft_config import SFTConfig
 from groupax.compat.trl.streams import is_stream
+from groupax.config import SFTConfig as NativeConfig
 from groupax.data.examples import Examples
 from groupax.data.supervised import TAG, TrainingSet
 from groupax.data.tokenizer import load_tokenizer
@@ -24,17 +26,128 @@ from groupax.sft import SFTTrainer as NativeTrainer
 from groupax.storage.folders import resolve_folder
 from groupax.types import Metrics
 
+# TRL's settings behind native settings of another name, for error messages.
+NAMES = {
+    "batch_size": "per_device_train_batch_size * gradient_accumulation_steps",
+    "learning_rate_end": "lr_scheduler_kwargs",
+    "warmup_ratio": "warmup_steps below 1, or warmup_ratio",
+}
+ORDERS = {"random": "seeded_by_epoch", "sequential": "dataset"}  # by `train_sampling_strategy`
+
+_packed = inert("tokens are packed without padding")
+
+
+@arguments("TRL")
+class SFTConfig(TrainingArguments):
+    """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
+
+    The fields are in the order and have the defaults of TRL's own class.
+
+    Raises:
+        TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
+    """
+
+    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs", "dataset_kwargs")
+
+    learning_rate: float = same(2e-5)
+    remove_unused_columns: bool | None = inert("only the columns of the examples are read")(True)
+    data_seed: int | None = None
+    dataloader_drop_last: bool = False
+    train_sampling_strategy: str = "random"
+    label_smoothing_factor: float = refused(0.0, "the loss is that of loss_type ('nll' or 'dft'); leave it out")
+    group_by_length: bool = refused(False, "examples have no padding, so their lengths need no grouping; leave it out")
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)
+    router_aux_loss_coef: float | None = same(None)
+    chat_template_path: str | None = None
+    dataset_text_field: str = same("text")
+    dataset_kwargs: dict[str, Any] | str | None = None
+    dataset_num_proc: int | None = inert("examples are encoded in one process, by a tokenizer that uses all cores")(
+        None
+    )
+    eos_token: str | None = None
+    max_length: int | None = same(1024)
+    truncation_mode: str = refused("keep_start", "examples lose their end; cut off their start in the dataset")
+    shuffle_dataset: bool = False
+    packing: bool = same(False)
+    packing_strategy: str = same("bfd")
+    padding_free: bool = _packed(False)
+    pad_to_multiple_of: int | str | None = _packed("auto")
+    eval_packing: bool | None = refused(None, "evaluations are packed like the training set; leave it out")
+    completion_only_loss: bool | None = same(None)
+    assistant_only_loss: bool = same(False)
+    loss_type: str = "nll"
+    activation_offloading: bool = inert("gradient_checkpointing saves the memory of activations")(False)
+    pad_token: str | None = _packed(None)
+
+    def batch_size(self, num_devices: int = 1) -> int:
+        """Returns the number of sequences of an optimizer step on all devices."""
+        return self.per_device_train_batch_size * num_devices * self.gradient_accumulation_steps
+
+    def to_native(self, num_devices: int = 1, steps_per_epoch: int = 1) -> Any:
+        """Returns the native config.
+
+        Args:
+            num_devices: Number of devices that `per_device_train_batch_size` applies to.
+            steps_per_epoch: Number of optimizer steps in an epoch.
+
+        Raises:
+            ValueError: A setting is not supported by groupax.
+        """
+        if self.train_sampling_strategy not in ORDERS:
+            raise ValueError(
+                f"train_sampling_strategy {self.train_sampling_strategy!r} is not supported: examples have no padding, "
+                f"so their lengths need no grouping; choose from {', '.join(ORDERS)}"
+            )
+        if self.shuffle_dataset and self.packing:
+            raise ValueError(
+                "shuffle_dataset with packing is not supported; shuffle the dataset itself: dataset.shuffle(seed=...)"
+            )
+        self._check_dataset_kwargs()
+        settings = {
+            **self.same_settings(),
+            "metric_definitions": "trl",
+            "output_dir": self.output_dir,
+            "seed": self.seed if self.data_seed is None else self.data_seed,
+            "batch_size": self.batch_size(num_devices),
+            "example_order": ORDERS[self.train_sampling_strategy],
+            "drop_last": self.dataloader_drop_last,
+            "loss_type": "nll" if self.loss_type == "chunked_nll" else self.loss_type,
+            "chat_template": self._chat_template(),
+            **self.compute_settings(),
+            **self.reporting_settings(),
+            **self.saving_settings(steps_per_epoch),
+            **self.optimizer_settings(),
+            "eval_steps": self.evaluated_every(steps_per_epoch),
+        }
+        return as_native(settings, NAMES, NativeConfig)
+
+    def _check_dataset_kwargs(self) -> None:
+        given = dict(parse_mapping(self.dataset_kwargs, "dataset_kwargs"))
+        if given.pop("skip_prepare_dataset", False):
+            warn("skip_prepare_dataset changes nothing: examples with input_ids are taken as they are")
+        if given:
+            raise ValueError(f"dataset_kwargs {given} are not supported; the only one is skip_prepare_dataset")
+
+    def _chat_template(self) -> str | None:
+        path = self.chat_template_path
+        if path is not None and not Path(path).is_file():
+            raise ValueError(
+                f"chat_template_path {path!r} is no file: give a Jinja template; the template of another tokenizer may "
+                "have tokens that this model does not know"
+            )
+        return path
+
+
 # Arguments of TRL's trainer that cannot be honoured, with what to do instead.
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "data_collator": "examples are packed without padding; give `labels` with -100 where a token is not learned",
     "compute_loss_func": "gradients come from JAX: groupax.SFTConfig(loss_type=function) takes a function in JAX",
     "compute_metrics": "evaluations compute no logits for the host; read eval_loss, or evaluate with groupax.Engine",
     "preprocess_logits_for_metrics": "evaluations compute no logits for the host",
     "optimizer_cls_and_kwargs": "set optim, learning_rate and the other fields of SFTConfig",
 }
-
-# Methods of TRL's trainer that groupax never calls, besides those of `overrides.REFUSED`.
-NEVER_CALLED = ("_prepare_dataset", "log")
 
 
 class TRLExamples(NativeTrainer):
@@ -100,6 +213,10 @@ class SFTTrainer(BaseTrainer):
         ValueError: An argument or a setting is not supported by groupax.
     """
 
+    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED_OVERRIDES | dict.fromkeys(
+        ("_prepare_dataset", "log"), "change the dataset before training, and log in a callback's on_log"
+    )
+
     def __init__(
         self,
         model: Any,
@@ -119,12 +236,11 @@ class SFTTrainer(BaseTrainer):
         quantization_config: Any = None,
     ) -> None:
         given = locals()
-        for name, why in REFUSED.items():
+        for name, why in REFUSED_ARGUMENTS.items():
             if given[name] is not None:
                 raise ValueError(f"{name} is not supported: {why}")
         self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
         check_overrides(self, SFTTrainer)
-        _check_own_overrides(type(self))
         check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
@@ -265,18 +381,3 @@ def _with_marks(tokenizer: Any) -> Any:
     own = copy.copy(tokenizer)
     own.chat_template = marked
     return own
-
-
-def _check_own_overrides(cls: type) -> None:
-    """Checks that a subclass overrides no method that groupax would not call.
-
-    Raises:
-        ValueError: It does.
-    """
-    for base in cls.__mro__[: cls.__mro__.index(SFTTrainer)]:
-        unheard = [name for name in vars(base) if name in NEVER_CALLED]
-        if unheard:
-            raise ValueError(
-                f"{base.__name__} overrides {', '.join(unheard)}, which groupax would never call: change the dataset "
-                "before training, and log in a callback's on_log"
-            )

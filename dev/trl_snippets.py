@@ -1,8 +1,8 @@
 """Runs the Python snippets of TRL's pages about GRPO and RLOO, with what they leave out filled in.
 
-    python tests/trl_snippets.py PAGE LIBRARY
+    python dev/trl_snippets.py PAGE LIBRARY
 
-runs those of a page in a folder of `trl_scripts.make_world`, all in this process, and writes what became of each to
+runs those of a page in a folder of `trl_runs.make_world`, all in this process, and writes what became of each to
 outcomes.json. A snippet that ends with a config is continued with a trainer, and one that ends with a trainer trains.
 """
 
@@ -183,13 +183,13 @@ def run_snippet(index: int, source: str, library: str, space: dict[str, Any]) ->
 
 def run_page(folder: Path, text: str, path: str, library: str) -> dict[str, Any]:
     """Runs the snippets of a page in a world; returns what became of each, by its name."""
-    from . import trl_scripts
+    from dev import trl_runs
 
     (folder / "page.md").write_text(text)
     done = subprocess.run(
         [sys.executable, __file__, "page.md", library],
         cwd=folder,
-        env=trl_scripts.environment(folder),
+        env=trl_runs.environment(folder),
         capture_output=True,
         text=True,
         timeout=1800,
@@ -200,9 +200,9 @@ def run_page(folder: Path, text: str, path: str, library: str) -> dict[str, Any]
         index, failure, saved = json.loads(line)
         name = f"`{Path(path).name}`, block {index}"
         if failure:
-            outcomes[name] = trl_scripts.Outcome(failure, output=done.stdout + done.stderr)
+            outcomes[name] = trl_runs.Outcome(failure, output=done.stdout + done.stderr)
         else:
-            outcomes[name] = trl_scripts.judged(folder, folder / saved, "")
+            outcomes[name] = trl_runs.judged(folder, folder / saved, "")
     return outcomes
 
 

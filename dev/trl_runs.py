@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import trl_images, trl_world
+from dev import trl_images, trl_world
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "qwen"
@@ -113,9 +113,7 @@ def mended_for_qwen3_vl(source: str) -> str:
     ):
         assert old in source, f"the notebook has no {old}"
         source = source.replace(old, new)
-    load = (
-        "import functools, tests.trl_images\n_load = functools.partial(tests.trl_images.load_processor, 'qwen3_vl')\n"
-    )
+    load = "import functools, dev.trl_images\n_load = functools.partial(dev.trl_images.load_processor, 'qwen3_vl')\n"
     return load + re.sub(r"AutoProcessor\.from_pretrained\((\w+)[^)]*\)", r"_load(\1)", source)
 
 
@@ -137,7 +135,7 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
     model = folder / "tiny"
     if turns == "images":
         folder.mkdir(parents=True)
-        os.symlink(SHAPES, model)
+        model.symlink_to(SHAPES)
         trl_world.write_images(folder)
         trl_world.link(folder, SHAPES, VISION_MODELS)
         return model
@@ -153,7 +151,7 @@ def make_world(folder: Path, turns: str, steps: int = 400) -> Path:
     trl_world.write_datasets(folder)
     trl_world.link(folder, model, MODELS)
     trl_world.make_reward_model(folder / "reward_model", TOKENIZER)
-    os.symlink(".", folder / "sergiopaniego")
+    (folder / "sergiopaniego").symlink_to(".")
     return model
 
 

@@ -5,10 +5,10 @@ Hub ids are relative paths, so a script that is started in a folder with these n
 
 import itertools
 import json
-import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, Features, Image, Value
@@ -163,7 +163,8 @@ def make_reward_model(folder: Path, source: Path) -> None:
     torch.manual_seed(1)
     tokenizer = make_tokenizer(source, MATH)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(vocab_size=len(tokenizer), num_labels=1, **SIZES, **ends)
+    own: dict[str, Any] = {"num_labels": 1, **SIZES, **ends}
+    config = Qwen3Config(vocab_size=len(tokenizer), **own)
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -175,7 +176,7 @@ def _example(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[list[int], 
     messages = [{"role": "user", "content": text}]
     if random.random() < 0.5:  # a later turn
         messages += [{"role": "assistant", "content": turn}, {"role": "tool", "content": random.choice(PROMPTS)}]
-    chat = tokenizer.apply_chat_template(
+    chat: Any = tokenizer.apply_chat_template(
         messages,
         tools=random.choice((None, [TOOL])),
         add_generation_prompt=True,
@@ -198,7 +199,7 @@ def write_datasets(folder: Path) -> None:
     math = [{"prompt": [{"role": "user", "content": text}], "solution": f"${answer}$"} for text, answer in sums[:8]]
     gsm8k = [{"question": text, "answer": f"Add them.\n#### {answer}"} for text, answer in sums[:8]]
     genes = [{"question": f"Does the gene A{n} interact?", "answer": "Yes" if n % 2 else "No"} for n in range(8)]
-    tables: dict[str, dict[str, list[dict[str, object]]]] = {
+    tables: dict[str, dict[str, Sequence[Mapping[str, object]]]] = {
         "AI-MO/NuminaMath-TIR": {"train": numina * 8, "test": numina[:50] * 2},
         "trl-lib/DeepMath-103K": {"train": math, "test": math[:2]},
         "trl-lib/tldr": {"train": [{"prompt": text, "completion": "4"} for text, _ in sums[:8]]},
@@ -240,4 +241,4 @@ def link(folder: Path, model: Path, names: Sequence[str]) -> None:
     """Puts a model under the names of several."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(model, folder / name)
+        (folder / name).symlink_to(model)
