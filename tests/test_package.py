@@ -80,7 +80,6 @@ WITHOUT_JAX = [
     "groupax.serve.requests",
     "groupax.serve.exchange",
     "groupax.serve.remote",
-    "groupax.training.buckets",
     "groupax.training.packing",
     "groupax.parallel.preemption",
     "groupax.runs.progress.named",

@@ -235,7 +235,7 @@ def encode_examples(
 
 @dataclass(frozen=True, eq=False)
 class _Encoding:
-    """What the prompts of a dataset have in common; `label` names them in errors, before their index."""
+    """The properties that the prompts of a dataset share; `label` names them in errors, before their index."""
 
     tokenizer: Any
     max_length: int

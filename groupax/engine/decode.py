@@ -120,7 +120,7 @@ Carry = tuple[Array, Slots, Cache, Chunk]  # of the loop over a chunk's steps: t
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What a program that decodes is compiled for.
+    """The static settings of a program that decodes.
 
     Attributes:
         config: Architecture of the model.

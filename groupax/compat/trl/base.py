@@ -1,4 +1,4 @@
-"""What TRL's trainers have besides their data: callbacks, the model, resuming, saving, reports, the accelerator."""
+"""The parts of TRL's trainers besides their data: callbacks, the model, resuming, saving, reports, the accelerator."""
 
 import datetime
 import functools
