@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
-CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums trainer)
+CPU_TESTS := $(patsubst %,tests/%.py,training/test_agreement engine/test_engine training/test_gradient_sums training/test_trainer)
 # Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
 QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
 
@@ -33,7 +33,7 @@ cpus: $(VENV)/.test
 	  echo "instruction set $$isa, devices: $$devices"; \
 	  JAX_NUM_CPU_DEVICES=$$devices XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa $$($(BIN)/python tests/quick_flags.py)" \
 	  $(TESTS) -m "not parity and not heavy and not long" $(CPU_TESTS) \
-	    $$([ $$devices = 1 ] && echo tests/test_objective.py tests/test_objective_golden.py) || exit 1; \
+	    $$([ $$devices = 1 ] && echo tests/objective/test_objective.py tests/objective/test_objective_golden.py) || exit 1; \
 	done
 
 # Programs compiled for a GPU that need not be there, against the table of tests/golden/gpu_programs.json.
@@ -48,7 +48,7 @@ lint: $(VENV)/.lint
 parity: optimized heavy
 
 optimized: $(VENV)/.parity build/libtpu
-	CHECK_TYPES=0 $(TESTS) -m "optimized and not long" $$(grep -l mark.optimized tests/*.py)
+	CHECK_TYPES=0 $(TESTS) -m "optimized and not long" $$(grep -rl --include='*.py' mark.optimized tests)
 
 heavy: $(VENV)/.parity build/libtpu
 	$(QUICKLY) -m "(parity or heavy) and not optimized and not long"
@@ -124,7 +124,7 @@ $(VENV)/.long: $(VENV)/.parity
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	touch $@
 
-# axe-core, which looks for barriers on the page of groupax view (AXE_CORE in tests/test_view_page.py); from npm.
+# axe-core, which looks for barriers on the page of groupax view (AXE_CORE in tests/view/test_view_page.py); from npm.
 build/axe.min.js:
 	mkdir -p build && cd build && npm pack --silent axe-core@4.10.3 && tar -xzOf axe-core-4.10.3.tgz package/axe.min.js > axe.partial
 	echo "880970c081707360e64f34cea25ff91892f5bc95675b0776925b9709dd8a68bb  build/axe.partial" | sha256sum --check --quiet

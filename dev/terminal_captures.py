@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from groupax.recipes import load_recipe  # noqa: E402
-from tests.terminals import Terminal  # noqa: E402
+from tests.runs.terminals import Terminal  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 NO_BREAK = "\N{NO-BREAK SPACE}"  # neighbouring spaces would become one

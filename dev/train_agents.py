@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from groupax import GRPOConfig, GRPOTrainer, TraceFile, init_model, program
 from groupax.events import RolloutScored
-from tests.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from tests.conftest import TINY
+from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
 PIECES = [
     f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'

@@ -1,4 +1,4 @@
-"""Trains TRL for one step on prompts with images, and records what it computed (see tests/test_trl_images.py):
+"""Trains TRL for one step on prompts with images, and records what it computed (see tests/compat/test_trl_images.py):
 
     python dev/trl_images.py [family ...]
 
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.trl_images import COMPLETIONS, FAMILIES, GOLDEN, REWARDS, SETTINGS, make_folder, rows, weight
+from tests.compat.trl_images import COMPLETIONS, FAMILIES, GOLDEN, REWARDS, SETTINGS, make_folder, rows, weight
 
 
 def make_model(family: str, folder: Path) -> None:

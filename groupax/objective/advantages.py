@@ -217,7 +217,7 @@ def return_advantages(
     G_jt over the *other* rows j of the group that have a turn t, or else over the last turns of all other rows. The
     advantage is A_it = G_it - b_it. Since b_it depends on other rows only, E[b_it grad log pi(actions of turn t)] = 0:
     the baseline adds no bias. A mean that includes row i would multiply A_it by (N - 1) / N for N rows alive, and so
-    weigh turns by how many rows reach them (tests/test_turn_credit.py counts it out).
+    weigh turns by how many rows reach them (tests/objective/test_turn_credit.py counts it out).
 
     Each reward function has its own returns and baselines, over the rows to which it applies; A_it is their weighted
     sum. A function that applies to no other row of the group contributes nothing.

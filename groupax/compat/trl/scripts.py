@@ -1,4 +1,4 @@
-"""The parts of TRL that scripts import besides trainers and configs: arguments, datasets, chat templates. Imports no jax."""
+"""The parts of TRL that scripts import besides trainers and configs: arguments, datasets, templates. Imports no jax."""
 
 import functools
 import importlib.util

@@ -1,0 +1,249 @@
+"""Models, prompts and settings of the steps that dev/trl_images.py records of TRL, and test_trl_images.py compares.
+
+Models are tiny and have weights by name (`weight`), so that both sides have the same without storing them.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SIGLIP = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 16,
+    "patch_size": 4,
+}
+MARKS = ["<pad>", "<s>", "<|im_end|>"]
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+# Special tokens after MARKS, the image's first; config.json; settings of the processors; how an image is written.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "idefics3": {
+        "marks": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+        + [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)],
+        "config": {
+            "architectures": ["Idefics3ForConditionalGeneration"],
+            "image_token_id": 3,
+            "scale_factor": 2,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "text_config": {**TEXT, "model_type": "llama", "tie_word_embeddings": False},
+            "vision_config": {**SIGLIP, "model_type": "idefics3_vision"},
+        },
+        "processor": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        "images": {
+            **HALF,
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+        },
+        "image": "<image>",
+    },
+    "gemma3": {
+        "marks": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        "config": {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "image_token_index": 3,
+            "image_token_id": 3,
+            "boi_token_index": 4,
+            "eoi_token_index": 5,
+            "mm_tokens_per_image": 4,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma3_text",
+                "query_pre_attn_scalar": 8,
+                "sliding_window": 512,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+        "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        "images": {**HALF, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+        "tokens": {
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        "image": "<start_of_image>",
+    },
+    "qwen3_vl": {
+        "marks": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
+        "config": {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "image_token_id": 3,
+            "video_token_id": 4,
+            "vision_start_token_id": 5,
+            "vision_end_token_id": 6,
+            "tie_word_embeddings": False,
+            "text_config": {
+                **TEXT,
+                "model_type": "qwen3_vl_text",
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl",
+                "depth": 2,
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_heads": 3,
+                "patch_size": 4,
+                "temporal_patch_size": 2,
+                "spatial_merge_size": 2,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 25,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+        "processor": {"processor_class": "Qwen3VLProcessor"},
+        "images": {
+            **HALF,
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 64, "longest_edge": 1024},
+        },
+        "video": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4},
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    },
+}
+_QWEN = FAMILIES["qwen3_vl"]
+FAMILIES["qwen3_5"] = {
+    **_QWEN,
+    "config": {
+        **_QWEN["config"],
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {
+            **_QWEN["config"]["text_config"],
+            "model_type": "qwen3_5_text",
+            "partial_rotary_factor": 1.0,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        "vision_config": {
+            **{name: value for name, value in _QWEN["config"]["vision_config"].items() if "deepstack" not in name},
+            "model_type": "qwen3_5",
+        },
+    },
+}
+CHARACTERS = ["\n", *map(chr, range(ord(" "), ord("~") + 1))]
+
+# Widths and heights of each prompt's images, its question, and its completions with their rewards.
+PROMPTS = [([(16, 16)], "What is it?"), ([(24, 16), (16, 16)], "And these two?")]
+NUM_GENERATIONS = 4
+COMPLETIONS = [
+    "a cat",
+    "a dog<|im_end|>",
+    "nothing<|im_end|>",
+    "",
+    "two",
+    "both are cats<|im_end|>",
+    "x<|im_end|>",
+    "yes",
+]
+REWARDS = [1.0, 0.25, 0.5, 0.0, 0.0, 2.0, 0.5, 0.25]
+SETTINGS = {
+    "per_device_train_batch_size": len(COMPLETIONS),
+    "num_generations": NUM_GENERATIONS,
+    "max_completion_length": 32,
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "shuffle_dataset": False,
+    "temperature": 0.9,
+    "loss_type": "dapo",
+}
+
+
+def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the values of a weight, which its name and shape determine."""
+    uniform = np.random.default_rng(zlib.crc32(name.encode())).random(shape, np.float32) * 2 - 1
+    is_norm = "norm" in name.rpartition(".")[0].rpartition(".")[2] and name.endswith("weight")
+    return uniform * np.float32(0.1) + 1 if is_norm else uniform * np.float32(0.3)
+
+
+def pictures() -> list[list[Any]]:
+    """Returns the images of each prompt, PIL, with random pixels."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    return [
+        [Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
+        for sizes, _ in PROMPTS
+    ]
+
+
+def rows() -> list[dict[str, Any]]:
+    """Returns the prompts as rows of a dataset."""
+    return [
+        {"prompt": [{"role": "user", "content": question}], "images": images}
+        for images, (_, question) in zip(pictures(), PROMPTS, strict=True)
+    ]
+
+
+def make_folder(family: str, folder: Path) -> None:
+    """Writes everything of a model but its weights."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    parts = FAMILIES[family]
+    folder.mkdir(parents=True, exist_ok=True)
+    marks = [*MARKS, *parts["marks"]]
+    vocab = {token: index for index, token in enumerate([*marks, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(marks)
+    tokenizer.decoder = decoders.Fuse()
+    template = (
+        "<s>{% for message in messages %}{{ message.role }}:"
+        "{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}"
+        "{{ IMAGE if part.type == 'image' else part.text }}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    ).replace("IMAGE", repr(parts["image"]))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        chat_template=template,
+        extra_special_tokens=parts.get("tokens", {}),
+    ).save_pretrained(folder)
+    for name, content in {
+        "config.json": {**parts["config"], "model_type": family},
+        "processor_config.json": parts["processor"],
+        "preprocessor_config.json": parts["images"],
+        **({"video_preprocessor_config.json": parts["video"]} if "video" in parts else {}),
+    }.items():
+        (folder / name).write_text(json.dumps(content, indent=2))

@@ -1,0 +1,367 @@
+"""Settings, datasets and tokenizers: accepted and refused values, and the order of visits."""
+
+import dataclasses
+import json
+import random
+import re
+from typing import Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from groupax import GRPOConfig, SFTConfig, init_model, save_model
+from groupax.compat.trl.batches import TRLSchedule, trl_schedule
+from groupax.config import NAMES_ELSEWHERE
+from groupax.data.chat import render
+from groupax.data.examples import load_examples, visit_order
+from groupax.data.prompts import encode_examples
+from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.rollouts.state import UpdateSchedule, update_schedule
+from groupax.settings.fields import Range
+from tests.conftest import TINY
+
+# -- settings
+
+
+def test_unknown_setting_names_the_nearest():
+    with pytest.raises(TypeError, match="no field 'learning_rte'; did you mean learning_rate"):
+        GRPOConfig(learning_rte=1e-4)
+    with pytest.raises(TypeError, match="no field 'per_device_batch'"):
+        GRPOConfig.from_mapping({"per_device_batch": 3})
+
+
+def test_trls_names_point_to_ours():
+    own = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for name, here in NAMES_ELSEWHERE.items():
+        assert name not in own
+        assert here.startswith("groupax push") or re.split(r"\W", here)[0] in own
+        with pytest.raises(TypeError, match=rf"no field '{name}'; that is TRL's .* here it is .*groupax\.compat\.trl"):
+            GRPOConfig(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, "at least 2 completions"),
+        (
+            {"loss_type": "ppo"},
+            "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'",
+        ),
+        ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
+        ({"prompts_per_step": 0.5}, "prompts_per_step must be a whole number, got 0.5"),
+        ({"prompts_per_step": 0}, "prompts_per_step must be between 1 and 1,000,000, got 0; the default is 8"),
+        ({"max_steps": 0}, "max_steps must be -1 or between 1 and 1,000,000,000, got 0: -1 follows num_train_epochs"),
+        ({"num_train_epochs": 0}, "num_train_epochs is 0 and max_steps -1"),
+        ({"top_p": 1.5}, "top_p must be between 1e-06 and 1, got 1.5"),
+        ({"learning_rate": float("nan")}, "learning_rate must be between 0 and 1000, got nan"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be between 1 and 1,000,000,000 or None, got 0"),
+        ({"delta": 0.28}, "far above the clipping at 1.2, .* it is 0.28"),
+        ({"delta": 1.25, "epsilon_high": 0.28}, "far above the clipping at 1.28, .* it is 1.25"),
+        ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
+        ({"adam_epsilon": None}, "adam_epsilon must be a number, got None"),
+        ({"max_steps": 2.5}, "max_steps must be a whole number, got 2.5"),
+        ({"max_steps": True}, "max_steps must be a whole number, got True"),
+        ({"drop_last": 1}, "drop_last must be true or false, got 1"),
+        ({"output_dir": 3}, "output_dir must be a text, got 3"),
+        ({"reward_weights": ("1",)}, "reward_weights must be a list with each a number or None, got"),
+        ({"report_to": "wandbb"}, "report_to must be of wandb, .*did you mean wandb"),
+        ({"report_to": ("wandbb",)}, "report_to must be of wandb, .*, got"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
+
+
+# Numbers that most settings refuse.
+BAD_NUMBERS = [
+    10**5000,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    10**30,
+    -(10**30),
+    -1,
+    1e-300,
+    1e300,
+    2**63,
+    0,
+    -0.5,
+]
+BAD_KINDS = [True, "1", "", " ", "a\0b", b"x", None, (), [1e400], ("",), {}, {"a": 1}, object, 1j, [[1]], np.ones(2)]
+
+
+def outcome(settings):
+    """Returns the resulting settings or the message of a clear error; any other error fails the test."""
+    try:
+        config = GRPOConfig(**settings)
+    except ValueError as error:
+        said = str(error)
+    else:
+        json.dumps(config.to_dict(), allow_nan=False)
+        return config
+    assert any(name in said for name in settings), f"{settings}: {said}"
+    assert len(said) < 600
+    assert said.isprintable()
+    return said
+
+
+def test_every_number_has_a_range_that_contains_its_default():
+    for field in dataclasses.fields(GRPOConfig):
+        is_number = {int, float} & {field.type, *get_args(field.type)} or "float" in str(get_args(field.type))
+        if is_number and get_origin(field.type) is not Literal:
+            assert isinstance(field.metadata.get("range"), Range), field.name
+            for number in (float("nan"), float("inf"), float("-inf"), 10**30):
+                value = (number,) if field.name == "reward_weights" else number
+                said = outcome({field.name: value})
+                assert isinstance(said, str), f"{field.name}={number}"
+                assert f"{field.name} must " in said
+
+
+def test_every_bad_setting_is_refused_where_it_is_given_or_can_work():
+    """Tries odd values of settings: 200 random ones alone, and 200 pairs."""
+    drawn = random.Random(0)
+    names = [field.name for field in dataclasses.fields(GRPOConfig)]
+    refused = 0
+    for size in (1, 2) * 200:
+        chosen = drawn.sample(names, size)
+        refused += isinstance(outcome({name: drawn.choice(BAD_NUMBERS + BAD_KINDS) for name in chosen}), str)
+    assert refused > 350
+
+
+def test_absurd_settings_together_are_refused():
+    each = {"prompts_per_step": 10**4, "num_generations": 2**10, "updates_per_rollout": 8}
+    for name, value in each.items():
+        GRPOConfig(**{name: value})
+    with pytest.raises(ValueError, match=r"a rollout has 81,920,000 completions, and 10,000,000 are the most; lower"):
+        GRPOConfig(**each)
+
+
+def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
+    settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
+    assert GRPOConfig(report_to="jsonl", lora_r=1, lora_target_modules="q_proj").report_to == ("jsonl",)
+    config = GRPOConfig(reward_weights=[1, 0.5], **settings)
+    assert config == GRPOConfig(reward_weights=(1, 0.5), output_dir=str(tmp_path), learning_rate=0.5, max_steps=3)
+    assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)
+
+
+def test_values_of_a_file_are_converted():
+    read = yaml.safe_load("{learning_rate: 1e-6, epsilon_high: 3e-1, report_to: wandb, reward_weights: 1, beta: 0}")
+    assert read["learning_rate"] == "1e-6"  # to YAML that is a text
+    config = GRPOConfig.from_mapping(read)
+    assert (config.learning_rate, config.epsilon_high, config.report_to) == (1e-6, 0.3, ("wandb",))
+    assert (config.reward_weights, config.beta) == ((1,), 0)
+    with pytest.raises(ValueError, match="learning_rate must be a number, got 'fast'"):
+        GRPOConfig.from_mapping({"learning_rate": "fast"})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GRPOConfig(),
+        GRPOConfig(max_steps=3, reward_weights=(1.0, 0.5), mesh="-1,1,1,1,1", chat_template_kwargs={"a": [1]}),
+        SFTConfig(max_length=5, run_name="it's"),
+    ],
+)
+def test_a_config_is_shown_as_what_creates_it(config):
+    assert eval(repr(config)) == config
+    assert "beta" not in repr(config), "defaults are left out"
+
+
+def test_settings_are_frozen_and_round_trip():
+    config = GRPOConfig(reward_weights=(1.0, 0.5))
+    with pytest.raises(AttributeError):
+        config.__setattr__("beta", 0.1)
+    assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+
+
+# -- datasets
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(5)]
+
+
+def test_datasets_of_every_kind(tmp_path):
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    hub = datasets.Dataset.from_list(ROWS)
+    made = datasets.Dataset.from_list([{"n": i} for i in range(5)]).with_transform(
+        lambda batch: {"prompt": [f"p{n}" for n in batch["n"]], "answer": [*map(str, batch["n"])]}
+    )
+    for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub, made):
+        examples = load_examples(source)
+        assert [dict(examples[i]) for i in range(len(examples))] == ROWS
+
+
+def test_rows_without_some_column_have_none_there():
+    rows = load_examples([{"prompt": "a", "answer": "1"}, {"prompt": "b", "hint": "x"}])
+    assert rows == [{"prompt": "a", "answer": "1", "hint": None}, {"prompt": "b", "answer": None, "hint": "x"}]
+    whole = [{"prompt": "a"}, {"prompt": "b"}]
+    assert load_examples(whole) is whole
+
+
+def test_messages_without_content_are_refused():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    for message in ({"role": "user", "content": None}, {"role": "user", "text": "hello"}):
+        with pytest.raises(ValueError, match=r"prompt 0: message 2 of 2 has no content: \{('content'|'role')"):
+            render(tokenizer, [{"role": "system", "content": "x"}, message], "prompt 0")
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert render(tokenizer, [calls, {"role": "user", "content": "abc"}], "prompt 0") == "abc"
+
+
+def test_every_epoch_visits_every_prompt_once_in_another_order():
+    order = visit_order(7, 0, 21, seed=3)
+    epochs = [order[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert visit_order(7, 5, 9, seed=3) == order[5:14]
+    assert visit_order(7, 0, 7, seed=4) != epochs[0]
+
+
+def test_number_of_steps():
+    once, twice = update_schedule(GRPOConfig()), update_schedule(GRPOConfig(num_iterations=2))
+    assert once.num_steps(100, 1.0, -1) == 13
+    assert twice.num_steps(100, 3.0, -1) == 76
+    assert once.num_steps(100, 3.0, 5) == 5
+    assert once.num_steps(3, 1.0, -1) == 1
+
+
+def test_rollouts_become_updates():
+    schedule = update_schedule(
+        GRPOConfig(prompts_per_step=3, updates_per_rollout=4, num_generations=2, num_iterations=5)
+    )
+    assert schedule == UpdateSchedule(prompts_per_rollout=12, minibatches=4, rows=6, num_passes=5, drop_last=False)
+    assert schedule.updates_per_rollout == 20
+
+
+def test_trl_cuts_rollouts_into_parts_of_steps():
+    assert trl_schedule(6, 3, 4, 4, 2) == TRLSchedule(6, 4, 6, 2, True, 3)
+    assert trl_schedule(4, 1, 2, 8, 1) == TRLSchedule(1, 2, 4, 1, True, 1)
+
+
+def test_whole_epochs_leave_out_incomplete_rollouts():
+    parts = update_schedule(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, drop_last=True))
+    assert parts.prompts_per_epoch(19) == 16
+    assert parts.num_steps(19, 3.0, -1) == 12
+    with pytest.raises(ValueError, match="has 7 prompts and a rollout takes 8"):
+        parts.prompts_per_epoch(7)
+    order = visit_order(19, 0, 32, seed=1, per_epoch=16)
+    assert [len({*order[:16]}), len({*order[16:]})] == [16, 16]
+    assert visit_order(19, 9, 14, seed=1, per_epoch=16) == order[9:23]
+
+
+def test_prompts_in_other_orders():
+    assert visit_order(4, 2, 5, seed=3, order="dataset") == [2, 3, 0, 1, 2]
+    assert visit_order(6, 0, 12, seed=42, order="shuffled_by_torch") == [0, 3, 2, 4, 1, 5, 5, 1, 2, 4, 0, 3]
+    assert visit_order(6, 4, 5, seed=42, order="shuffled_by_torch") == [1, 5, 5, 1, 2]
+
+
+@pytest.mark.parity
+def test_the_order_of_torch_is_that_of_torch():
+    torch = pytest.importorskip("torch")
+    for seed, num in ((0, 1), (42, 6), (7, 1000)):
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        expected = [index for _ in range(3) for index in torch.randperm(num, generator=generator).tolist()]
+        assert visit_order(num, 0, 3 * num, seed, "shuffled_by_torch") == expected
+
+
+# -- tokenizers
+
+
+def a_tokenizer(**special):
+    vocab = {"<unk>": 0, "<eos>": 1, "<pad>": 2, **{c: 3 + i for i, c in enumerate("abcdefghij")}}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
+
+
+def test_prompts_that_are_too_long():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    rows = [{"prompt": "abc"}, {"prompt": "abcdefgh"}, {"prompt": "ab"}]
+    with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens, at most 4 are allowed \(1 of 3"):
+        encode_examples(rows, tokenizer, 4, "error")
+    dropped = encode_examples(rows, tokenizer, 4, "drop")
+    assert [row["prompt"] for row in dropped.examples] == ["abc", "ab"]
+    assert dropped.num_dropped == 1
+    truncated = encode_examples(rows, tokenizer, 4, "truncate_left")
+    assert tokenizer.decode(truncated.token_ids[1]).replace(" ", "") == "efgh"
+    assert truncated.num_truncated == 1
+    with pytest.raises(ValueError, match="all 3 prompts are longer"):
+        encode_examples(rows, tokenizer, 1, "drop")
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        encode_examples([{"prompt": ""}], tokenizer, 4, "drop")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_tokenizer_of_ones_own_splits_as_its_files_say(tmp_path, model_type):
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    save_model(init_model({**TINY, "model_type": model_type, "vocab_size": 13}), tmp_path / "model", tokenizer)
+    loaded = load_tokenizer(tmp_path / "model")
+    assert loaded("abjx cd")["input_ids"] == tokenizer("abjx cd")["input_ids"]
+    assert loaded.eos_token == "<eos>"
+
+
+def test_conversational_prompts_need_a_template(tmp_path):
+    messages = [{"role": "user", "content": "abc"}]
+    with pytest.raises(ValueError, match=r"no chat template .*chatml, plain or to a file"):
+        encode_prompts(a_tokenizer(), [messages])
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}j{% endif %}")
+    tokenizer = prepare_tokenizer(a_tokenizer(eos_token="<eos>"), str(template))
+    strings, chat = encode_prompts(tokenizer, ["abc", messages])
+    assert strings.tolist() == [3, 4, 5]
+    assert chat.tolist() == [3, 4, 5, 12]
+    with pytest.raises(ValueError, match="neither a file nor one of chatml, plain"):
+        prepare_tokenizer(a_tokenizer(), "chatlm")
+    with pytest.raises(ValueError, match="must be a string or a list of messages"):
+        encode_prompts(tokenizer, [["abc"]])
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_built_in_templates_render(name):
+    tokenizer = prepare_tokenizer(a_tokenizer(eos_token="<eos>"), name)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert "Hi" in text
+    assert text.rstrip().lower().rstrip(":").endswith("assistant")
+
+
+def test_missing_pad_token_is_filled_in():
+    assert prepare_tokenizer(a_tokenizer(eos_token="<eos>")).pad_token == "<eos>"
+    assert prepare_tokenizer(a_tokenizer(eos_token="<eos>", pad_token="<pad>")).pad_token == "<pad>"
+
+
+def test_eos_ids_come_from_everywhere():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    assert eos_token_ids(tokenizer, {"eos_token_id": [5, 1]}, {"eos_token_id": 7}, {}) == (1, 5, 7)
+    assert eos_token_ids(a_tokenizer(), {}) == ()
+
+
+@pytest.mark.parametrize(
+    "model_type", [None, "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere", "cohere2", "mistral", "phi3"]
+)
+def test_no_tokenizer_in_the_folder(tmp_path, model_type):
+    """For some families transformers would create a tokenizer of special tokens from the settings alone."""
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": model_type}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    with pytest.raises(ValueError, match=r"no tokenizer that transformers can load: it has none of tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tokenizer_of_words_and_merges(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "qwen2"}))
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert load_tokenizer(tmp_path)("abba")["input_ids"] == [2, 1, 0]

@@ -1,0 +1,353 @@
+"""Devices that share the weights to decode with sample what a device with all of them does."""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+
+import jax
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from groupax import Engine, GRPOConfig, SamplingParams, init_model, load_model, save_model
+from groupax.cli.main import main
+from groupax.cli.serve import Serve, engines_of, models_of
+from groupax.engine.batch import Batch
+from groupax.engine.decode import DecodeSettings, decode_chunk
+from groupax.engine.session import Session
+from groupax.models.adapted import apply_adapter
+from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
+from groupax.models.specs import model_specs
+from groupax.models.weights.checkpoint import add_adapter, reshard
+from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
+from groupax.parallel.mesh import make_mesh
+from groupax.serve.loop import EngineLoop
+from groupax.serve.remote import manifest_of, pieces_of
+from groupax.serve.weights import Weights
+from tests.conftest import TINY, one_device_mesh, rest_heavy
+from tests.data.test_config_and_data import a_tokenizer
+from tests.parallel.test_mesh import COMMAND, MIXTURE, REWARD
+
+PROMPTS = [np.random.default_rng(length).integers(2, 96, length) for length in (2, 17, 9, 30)]
+PARAMS = SamplingParams(n=2, max_tokens=20, seed=7, temperature=0.9, logprobs=3, ignore_eos=True)
+ONE_LAYER = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 4}
+
+
+def sharpened(model):
+    """With weights so large that it has preferences."""
+    return replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+
+
+def engine_on(model, num_devices, tp, **settings):
+    devices = jax.devices()[:num_devices]
+    model = reshard(model, make_mesh(devices=devices))
+    settings = {"chunk_steps": 8, "kv_bytes": 1 << 26, **settings}
+    return Engine(model.config, model.params, model.mesh, (1,), tp=tp, **settings)
+
+
+def assert_same(groups, expected):
+    for sequence, other in zip(chain(*groups), chain(*expected), strict=True):
+        assert sequence.tokens == other.tokens
+        for name in ("policy_logps", "sampler_logps"):
+            np.testing.assert_allclose(getattr(sequence, name), getattr(other, name), atol=1e-5, rtol=0)
+        for ours, theirs in zip(sequence.alternatives, other.alternatives, strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            np.testing.assert_allclose([p for _, p in ours], [p for _, p in theirs], atol=1e-5, rtol=0)
+
+
+def parts(array):
+    """The shapes that devices have of an array."""
+    return {shard.data.shape for shard in array.addressable_shards}
+
+
+# -- the engine
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
+@pytest.mark.parametrize(("tp", "num_devices"), [(2, 4), (4, 4)])
+def test_devices_that_share_weights_sample_the_same(tp, num_devices):
+    model = sharpened(init_model({**ONE_LAYER, "vocab_size": 97}, mesh=one_device_mesh()))
+    engine = engine_on(model, num_devices, tp)
+    assert_same(engine.generate(PROMPTS, PARAMS), engine_on(model, 1, 1).generate(PROMPTS, PARAMS))
+    layer = engine.params["layers"][0]
+    assert parts(layer["q"]) == {(32 // tp, 32)}
+    assert parts(layer["down"]) == {(32, 64 // tp)}
+    assert parts(engine.params["embed"]) == {(97, 32)}, "97 words do not divide"
+
+
+FAMILIES = {
+    "sliding-softcap": (
+        {"model_type": "gemma2", "sliding_window": 8, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 2}
+        | {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+        2,
+    ),
+    "parallel-block": ({"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.5, "vocab_size": 97}, 4),
+    "qk-norm": ({"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}, 2),
+    "experts": ({**MIXTURE, "num_hidden_layers": 1}, 2),
+    "sinks": (
+        {"model_type": "gpt_oss", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 8, "num_key_value_heads": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
+        2,
+    ),
+    "latent-vectors": (
+        {"model_type": "deepseek_v3", "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "v_head_dim": 8}
+        | {"qk_rope_head_dim": 4, "first_k_dense_replace": 1},
+        4,
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_too(name):
+    change, tp = FAMILIES[name]
+    model = sharpened(init_model({**ONE_LAYER, **change}, mesh=one_device_mesh()))
+    expected = engine_on(model, 1, 1).generate(PROMPTS, PARAMS)
+    assert_same(engine_on(model, 4, tp).generate(PROMPTS, PARAMS), expected)
+
+
+@pytest.mark.long
+def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
+    """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
+    model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
+    long = replace(PARAMS, max_tokens=200, logprobs=0)
+    seen = {"shapes": set(), "slots": []}
+    decode = Batch.decode
+
+    def watched(batch, params):
+        seen["shapes"] |= {(array.shape[1], *part[1:2]) for array in (batch.cache.k[0],) for part in parts(array)}
+        seen["slots"].append(batch.scheduler.slots_per_shard)
+        return decode(batch, params)
+
+    def together(engine):
+        session = Session(engine)
+        requests = [engine.sequences([prompt], long, first_prompt=index) for index, prompt in enumerate(PROMPTS)]
+        session.submit(requests[0])
+        for request in (*requests[1:], None, None):
+            list(session.step())
+            if request is not None:
+                session.submit(request)
+        while session.busy:
+            list(session.step())
+        turns = [np.array([*PROMPTS[0], *requests[0][0].tokens, 7, 8])]
+        return [*requests, *engine.generate(turns, PARAMS)]
+
+    one = engine_on(model, 1, 1, prefix_bytes=1 << 22)
+    expected = together(one)
+    monkeypatch.setattr(Batch, "decode", watched)
+    shared = engine_on(model, 2, 2, prefix_bytes=1 << 22)
+    assert shared.bytes_per_token == one.bytes_per_token // 2
+    shared.kv_bytes = 1700 * shared.bytes_per_token
+    assert_same(together(shared), expected)
+    assert seen["shapes"] == {(2, 1)}, "each device has one of the two heads"
+    assert len(set(seen["slots"])) > 1, "slots were given up"
+    assert shared.prefixes.num_reused_tokens == one.prefixes.num_reused_tokens > 200
+
+
+EXCHANGES = ("psum", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute")
+
+
+def exchanges(jaxpr):
+    """What devices exchange in a program, with the shapes of what each gives; of a loop, in one turn."""
+    counts = Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in EXCHANGES:
+            counts[equation.primitive.name, equation.invars[0].aval.shape] += 1
+        for value in equation.params.values():
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(each, "jaxpr", each)
+                counts += exchanges(inner) if hasattr(inner, "eqns") else {}
+    return counts
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    ("mesh", "tp"),
+    rest_heavy([((1, 2, 1, 2, 1), 2), ((1, 4, 1, 1, 1), 1), ((1, 2, 2, 1, 1), 1), ((1, 1, 1, 2, 2), 2)]),
+    ids=str,
+)
+@pytest.mark.heavy
+def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
+    model = init_model(MIXTURE, mesh=make_mesh(mesh))
+    engine = Engine(model.config, model.params, model.mesh, (1,), kv_bytes=1 << 26, tp=tp)
+    assert dict(engine.mesh.shape) == {"dp": 4 // tp, "fsdp": 1, "ep": 1, "tp": tp, "sp": 1}
+    batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
+    settings = DecodeSettings(engine.config, engine.mesh, 8, "plain")
+    decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, settings=settings)
+    num_rows = batch.shape.num_slots
+    rows, one_of_all, logits = ("psum", (num_rows, 32)), ("pmax", ()), ("all_gather", (num_rows, 48))
+    embedding = 1
+    expected = {rows: 2 * model.config.num_layers + embedding, one_of_all: 1, logits: 1} if tp > 1 else {}
+    assert exchanges(decodes.jaxpr.jaxpr) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({}, {"tp": 3}, "decoding with tp 3 needs a multiple of 3 devices, but the mesh has 4"),
+        ({}, {"tp": 0}, "decoding with tp 0 needs a multiple"),
+        ({}, {"tp": 4}, r"with tp 4: not divisible by it: kv_heads \(2\); choose a smaller tp"),
+        ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\) and kv_heads \(1\)"),
+        (
+            {},
+            {"tp": 2, "weights": "int8"},
+            "weights in int8 are replicated on every device: decode with tp 1 instead of 2",
+        ),
+    ],
+)
+def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):
+    hf_config = {**ONE_LAYER, "num_key_value_heads": 2, "vocab_size": 16, **change}
+    model = init_model(hf_config)
+    with pytest.raises(ValueError, match=message):
+        Engine(model.config, model.params, model.mesh, (1,), **settings)
+    folder = save_model(model, tmp_path / "model", a_tokenizer())
+    if "weights" not in settings:  # told before the weights are read
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+    with pytest.raises(ValueError, match=message):
+        Engine.load(folder, **settings)
+
+
+def test_settings_that_exclude_each_other():
+    with pytest.raises(ValueError, match="decoding_weights 'int8' are replicated on every device"):
+        GRPOConfig(decoding_tp=2, decoding_weights="int8")
+    with pytest.raises(ValueError, match="base_weights 'nf4' are replicated on every device"):
+        GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
+    with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
+        GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")
+
+
+# -- commands and servers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and an adapter of it that was trained with dropout and changes something."""
+    folder = tmp_path_factory.mktemp("shared")
+    model = sharpened(init_model({**ONE_LAYER, "vocab_size": 17}, mesh=one_device_mesh()))
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    save_model(model, folder / "model", tokenizer)
+    adapted = add_adapter(load_model(folder / "model"), LoRAConfig(r=2, lora_dropout=0.1, modules_to_save=["norm"]))
+    trained = jax.tree.map(lambda x: x + 0.3, adapted.adapter.trained)
+    save_adapter(replace(adapted, adapter=replace(adapted.adapter, trained=trained)), folder / "adapter")
+    return folder
+
+
+@pytest.mark.heavy
+def test_commands_load_weights_split(folder, capsys, tmp_path):
+    argv = ["generate", "--model", str(folder / "adapter"), "--prompt", "ab", "--max_tokens", "12", "--seed", "3"]
+    texts = []
+    for tp in ("1", "2"):
+        assert main([*argv, "--tp", tp]) == 0
+        texts.append(capsys.readouterr().out.rpartition("\n\n")[0])
+    assert texts[0] == texts[1] != ""
+    assert main([*argv, "--tp", "8"]) == 2
+    assert "groupax generate: decoding with tp 8 needs a multiple of 8 devices" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
+    argv = ["eval", "--model", str(folder / "model"), "--dataset", str(tmp_path / "rows.jsonl"), "--tp", "2"]
+    argv += ["--reward_funcs", "think_answer_format", "--max_tokens", "8", "--output_dir", str(tmp_path / "out")]
+    assert main(argv) == 0
+
+
+@pytest.mark.long
+def test_a_server_holds_its_models_in_parts(folder):
+    command = Serve(
+        model=str(folder / "model"), name="base", adapter=(f"adapted={folder / 'adapter'}",), kv_cache_gb=0.1, tp=2
+    )
+    models, one_each = models_of(command), models_of(replace(command, tp=1))
+    engines, expected = engines_of(command, models), engines_of(replace(command, tp=1), one_each)
+    assert dict(models["base"].mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "tp": 2, "sp": 1}
+    prompts = engines["base"].encode(["ab", "cab"])
+    downs = [engines["base"].params["layers"][0]["down"], engines["adapted"].params["layers"][0]["down"].base]
+    assert parts(downs[0]) == {(32, 32)}
+    one, other = ({part.data.unsafe_buffer_pointer() for part in down.addressable_shards} for down in downs)
+    assert one == other, "one copy for all"
+    for name, engine in engines.items():
+        assert_same(engine.generate(prompts, PARAMS), expected[name].generate(prompts, PARAMS))
+
+    weights = Weights(EngineLoop(engines, 8), models)
+    lora = one_each["adapted"].adapter
+    trained, base = (jax.tree.map(lambda x: 0.9 * x, each) for each in (lora.trained, one_each["base"].params))
+    specs = adapter_specs(models["base"].config, lora.config)
+    push(weights, "adapted", specs, trained, adapter=adapter_config_dict(lora, models["base"].config))
+    push(weights, "base", model_specs(models["base"].config), base)
+    assert engines["base"].version == 5
+    assert parts(engines["base"].params["layers"][0]["down"]) == {(32, 32)}
+    expected["adapted"].params, expected["base"].params = apply_adapter(lora.frozen, trained), base
+    for name, engine in engines.items():
+        assert_same(engine.generate(prompts, PARAMS), expected[name].generate(prompts, PARAMS))
+
+
+def push(weights, name, specs, params, **given):
+    """Send weights to a server's model."""
+    tensors = host_tensors(specs, param_leaves(specs, params))
+    given |= {"model": name, "version": 5, "replaces": weights.state(name), "tensors": manifest_of(tensors)}
+    begun = weights.begin(given)
+
+    async def as_they_come(parts):
+        for part in parts:
+            yield bytes(part)
+
+    async def put():
+        for number, (parts, crc) in enumerate(pieces_of(tensors, begun["piece_bytes"])):
+            await weights.put(begun["upload"], number, f"{crc:08x}", as_they_come(parts))
+
+    asyncio.run(put())
+    upload = weights.close(begun["upload"])
+    weights.take_over(upload, weights.prepared(upload))
+
+
+# -- whole runs
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """Where a run is whose devices decode with all weights each."""
+    place = tmp_path_factory.mktemp("runs")
+    save_model(
+        init_model({**ONE_LAYER, "vocab_size": 16}, mesh=one_device_mesh()),
+        place / "model",
+        a_tokenizer(eos_token="<eos>"),
+    )
+    (place / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("ab", "cd", "aef")))
+    (place / "letters_reward.py").write_text(REWARD)
+    return place, run_at(place, "plain")
+
+
+def run_at(place, name, *options):
+    """Completions, metrics and weights of a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.syspath_prepend(place)
+        assert main([*COMMAND.split(), "--output_dir", name, "--max_steps", "2", *options]) == 0
+    run = place / name
+    rows = [row for file in sorted(run.glob("rollouts/*.parquet")) for row in pq.read_table(file).to_pylist()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["completion_ids"] for row in rows], lines, load_file(run / "model" / "model.safetensors")
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("1,2,1,2,1", marks=pytest.mark.heavy),
+        *(pytest.param(mesh, marks=pytest.mark.long) for mesh in (None, "1,-1,1,1,1")),
+    ],
+)
+def test_a_run_is_the_same(mesh, plain_run):
+    place, (completions, lines, weights) = plain_run
+    options = ["--decoding_tp", "2", *(["--mesh", mesh] if mesh else [])]
+    completions_too, lines_too, weights_too = run_at(place, f"shared-{mesh}", *options)
+    assert completions_too == completions
+    for line, other in zip(lines_too, lines, strict=True):
+        assert line.get("rollout/logp_diff_max", 0.0) < 1e-5
+        for name in ("reward", "grad_norm", "eval_reward"):
+            assert (name in line) == (name in other)
+            assert line.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
+    assert weights_too.keys() == weights.keys()
+    for name, tensor in weights.items():
+        np.testing.assert_allclose(weights_too[name], tensor, atol=1e-5, rtol=0, err_msg=name)

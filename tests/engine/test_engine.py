@@ -1,0 +1,878 @@
+"""The engine: what it samples, where it stops, and that neither layout nor luck of placement shows in the result."""
+
+import importlib
+import inspect
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from groupax import Engine, SamplingParams, init_model, load_model
+from groupax.engine import prefill, scheduler
+from groupax.engine.batch import Batch
+from groupax.engine.engine import new_sequences
+from groupax.engine.prefix_cache import Prefix, PrefixCache
+from groupax.engine.sampling import (
+    History,
+    changed_logits,
+    row_keys,
+    sample,
+    uniforms,
+)
+from groupax.engine.sequence import find_stop, text_before_stop
+from groupax.episodes.play import play_episodes
+from groupax.models.decoder import logits
+from groupax.models.weights.quantize import decoding_params
+from groupax.parallel.mesh import AXES
+from groupax.settings.sampling import SAMPLER, sampling_kind
+from tests.conftest import TINY, rest_heavy
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(2, 96, length) for length in (1, 2, 5, 9, 17, 3, 8, 30)]
+PARAMS = SamplingParams(n=3, max_tokens=24, seed=7)
+
+
+def engine_for(model, num_devices=4, **settings):
+    num_devices = min(num_devices, jax.device_count())
+    mesh = Mesh(np.array(jax.devices()[:num_devices]).reshape(num_devices, 1, 1, 1, 1), AXES)
+    params = jax.device_put(model.params, jax.NamedSharding(mesh, jax.P()))
+    return Engine(model.config, params, mesh, eos_ids=(1,), **{"chunk_steps": 8, **settings})
+
+
+def tokens_of(groups):
+    return [[sequence.tokens for sequence in group] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    return tokens_of(engine_for(tiny_model).generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.optimized
+@pytest.mark.heavy
+def test_real_model_greedy_story(stories):
+    model = load_model(stories)
+    reference = np.load(stories / "greedy_reference.npz")
+    engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
+    [[story]] = engine.generate([reference["tokens"][:1]], SamplingParams(max_tokens=200, temperature=0.0))
+    assert story.tokens == reference["tokens"][1:].tolist()
+    assert story.finish_reason == "length"
+    np.testing.assert_allclose(story.policy_logps, reference["target_logprobs"], atol=2e-5)
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.heavy
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_devices": 1},
+        {"num_devices": 2, "kv_tokens": 600},  # some wait
+        {"max_slots": 1},
+        {"max_slots": 5},
+        {"max_slots": 12},
+        {"chunk_steps": 16},
+        {"chunk_steps": 32},
+        {"num_devices": 1, "prefill_tokens": 64},  # in several admissions
+    ],
+    ids=str,
+)
+def test_neither_devices_nor_slots_chunks_memory_or_admissions_show(tiny_model, expected, settings, monkeypatch):
+    kv_tokens, prefill_tokens = settings.get("kv_tokens"), settings.get("prefill_tokens", 16_384)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", prefill_tokens)
+    engine = engine_for(tiny_model, **{n: x for n, x in settings.items() if n not in ("kv_tokens", "prefill_tokens")})
+    if kv_tokens:
+        engine.kv_bytes = 1
+        with pytest.raises(ValueError, match="there is room for those of 0; lower max_tokens"):
+            engine.generate(PROMPTS, PARAMS)
+        engine.kv_bytes = kv_tokens * engine.bytes_per_token
+    assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
+
+
+@pytest.mark.heavy
+def test_row_order_does_not_show(tiny_model, expected):
+    engine = engine_for(tiny_model, max_slots=8)
+    sequences = engine.sequences(PROMPTS, PARAMS)
+    shuffled = [sequences[index] for index in np.random.default_rng(3).permutation(len(sequences))]
+    done = {(s.prompt_index, s.sample_index): s.tokens for s in engine.stream(shuffled)}
+    assert [[done[p, s] for s in range(PARAMS.n)] for p in range(len(PROMPTS))] == expected
+
+
+def test_seed_step_and_sample_do_show_and_the_number_of_prompts_does_not(tiny_model, expected):
+    engine = engine_for(tiny_model)
+    assert tokens_of(engine.generate(PROMPTS, replace(PARAMS, seed=8))) != expected
+    assert tokens_of(engine.generate(PROMPTS, PARAMS, step=1)) != expected
+    assert len({tuple(tokens) for group in expected for tokens in group}) == len(PROMPTS) * PARAMS.n
+    assert tokens_of(engine.generate(PROMPTS[:3], PARAMS)) == expected[:3]
+    assert engine.generate([], PARAMS) == []
+
+
+def test_every_bit_of_a_seed_counts_and_small_ones_are_those_of_jax():
+    where = np.arange(2), np.zeros(2, int)
+    seeds = [5, 5 + 2**32, 5 + 2**33, 2**32 - 1, -1, 2**63 - 1, -(2**63), 0]
+    keys = [row_keys(seed, 3, *where) for seed in seeds]
+    assert len({key.tobytes() for key in keys}) == len(seeds)
+    for seed in (0, 5, 2**32 - 1):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 3), 1), 0)
+        np.testing.assert_array_equal(keys[seeds.index(seed)][1], jax.random.key_data(key))
+
+
+def test_greedy_is_the_argmax_of_the_forward_pass(tiny_model):
+    [[greedy]] = engine_for(tiny_model).generate([PROMPTS[3]], SamplingParams(max_tokens=20, temperature=0.0))
+    tokens = np.concatenate([PROMPTS[3], greedy.tokens])
+    out = np.asarray(logits(tiny_model.config, tiny_model.params, jnp.asarray(tokens, jnp.int32)[None]))[0]
+    assert out.argmax(-1)[len(PROMPTS[3]) - 1 : -1].tolist() == greedy.tokens
+    assert greedy.sampler_logps == [0.0] * len(greedy.tokens)
+
+
+def test_stop_token_ends_a_completion_and_belongs_to_it(tiny_model, expected):
+    stop = expected[0][0][4]
+    params = SamplingParams(n=3, max_tokens=24, seed=7, stop_token_ids=(stop, 3))
+    for group, unstopped in zip(engine_for(tiny_model).generate(PROMPTS, params), expected, strict=True):
+        for sequence, tokens in zip(group, unstopped, strict=True):
+            ends = [index for index, token in enumerate(tokens) if token in (stop, 3, 1)]
+            assert sequence.tokens == (tokens[: ends[0] + 1] if ends else tokens)
+            assert sequence.finish_reason == ("stop" if ends else "length")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_token_limit(tiny_model, expected, max_tokens):
+    groups = engine_for(tiny_model).generate(PROMPTS, replace(PARAMS, max_tokens=max_tokens))
+    assert tokens_of(groups) == [[tokens[:max_tokens] for tokens in group] for group in expected]
+
+
+@pytest.mark.heavy
+def test_prompt_up_to_the_models_positions(tiny_model):
+    prompt = RNG.integers(2, 96, 250)
+    [[sequence]] = engine_for(tiny_model).generate([prompt], SamplingParams(max_tokens=6))
+    assert len(sequence.tokens) == 6
+    with pytest.raises(ValueError, match=r"prompt 0 has 250 tokens, which with max_tokens 7 exceeds .* 256 positions"):
+        engine_for(tiny_model).generate([prompt], SamplingParams(max_tokens=7))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (np.zeros(0, np.int32), "prompt 0 has no tokens"),
+        (np.array([3, 96]), "vocabulary has 96 tokens"),
+        (np.array([[3, 4]]), r"prompt 0 is an array of the shape \(1, 2\); a prompt is one row of token ids"),
+        (np.array(3), r"prompt 0 is an array of the shape \(\)"),
+    ],
+    ids=str,
+)
+def test_prompts_that_cannot_be_continued(tiny_model, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        engine_for(tiny_model).generate([prompt], PARAMS)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"n": 0},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": 1e-36},
+        {"seed": 2**63},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.0},
+        {"min_tokens": 300},
+        {"repetition_penalty": 0.0},
+        {"logprobs": 21},
+        {"stop": ("",)},
+        {"stop": ""},
+    ],
+)
+def test_bad_sampling_params(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+        SamplingParams(**bad)
+
+
+def test_a_stop_by_itself_is_one_stop():
+    params = SamplingParams(stop="END", stop_token_ids=7)
+    assert (params.stop, params.stop_token_ids) == (("END",), (7,))
+    assert replace(params, n=2) == SamplingParams(n=2, stop=["END"], stop_token_ids=(7,))
+
+
+# -- the sampler alone
+
+V = 300
+SETTINGS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0, "top_k": 10},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.02},
+]
+
+
+def truncated(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The sampler's distribution, by sorting."""
+    probs = np.exp(logits / temperature - np.max(logits / temperature))
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    if top_k:
+        probs[order[top_k:]] = 0
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= top_p]] = 0
+    probs[probs < min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+def settings_array(B, logit_bias=None, **settings):
+    numbers = {name: settings.get(name, off) for name, off in SAMPLER.items() if name != "logit_bias"}
+    columns = {name: jnp.full(B, x, jnp.asarray(SAMPLER[name]).dtype) for name, x in numbers.items()}
+    bias = logit_bias or {-1: 0.0}
+    tokens, values = jnp.asarray(list(bias), jnp.int32), jnp.asarray(list(bias.values()), jnp.float32)
+    return {**columns, "logit_bias_tokens": jnp.tile(tokens, (B, 1)), "logit_bias": jnp.tile(values, (B, 1))}
+
+
+def history_of(B, prompt=(), generated=(), stop_ids=(-1,)):
+    prompt = prompt or (0,)
+    tokens = [prompt[-1], *generated, 0]  # the last column is not theirs
+    columns = np.arange(len(tokens))
+    return History(
+        prompt_tokens=jnp.asarray([[0, *prompt[:-1]]], jnp.int32),  # nor is the first
+        prompt_seen=jnp.arange(len(prompt))[None] > 0,
+        tokens=jnp.tile(jnp.asarray(tokens, jnp.int32), (B, 1)),
+        seen=jnp.tile(jnp.asarray(columns < len(tokens) - 1), (B, 1)),
+        generated=jnp.tile(jnp.asarray((columns >= 1) & (columns < len(tokens) - 1)), (B, 1)),
+        num_generated=jnp.full(B, len(generated), jnp.int32),
+        stop_ids=jnp.tile(jnp.asarray(stop_ids, jnp.int32), (B, 1)),
+    )
+
+
+def first_uniforms(keys):
+    return uniforms(keys, jnp.zeros((len(keys), 1), jnp.int32))[:, 0]
+
+
+@pytest.mark.heavy
+def test_tokens_of_weight_zero_are_never_drawn():
+    weightless = jnp.where(jnp.arange(V) % 7 == 3, 0.0, -jnp.inf)
+    rows = jnp.broadcast_to(weightless, (4096, V)).astype(jnp.float32)
+    keys = jnp.stack([jnp.arange(4096, dtype=jnp.uint32)] * 2, axis=1)
+    drawn = sample(rows, first_uniforms(keys), settings_array(4096), history_of(4096))
+    assert (np.asarray(drawn.token) % 7 == 3).all()
+
+
+# -- settings that change the logits
+
+
+def changed_by_numpy(logits, prompt=(), generated=(), stop_ids=(), logit_bias=None, min_tokens=0, **penalties):
+    """The settings' definitions, one token at a time."""
+    out = np.array(logits, np.float64)
+    for token, bias in (logit_bias or {}).items():
+        out[token] += bias
+    if len(generated) < min_tokens:
+        out[list(stop_ids)] = -np.inf
+    for token in {*prompt, *generated}:
+        factor = penalties.get("repetition_penalty", 1.0)
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in set(generated):
+        out[token] -= penalties.get("presence_penalty", 0.0)
+        out[token] -= penalties.get("frequency_penalty", 0.0) * list(generated).count(token)
+    return out
+
+
+CHANGES = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7},
+    {"frequency_penalty": -0.4},
+    {"logit_bias": {3: 2.5, 0: -100.0, 299: 1.0}},
+    {"min_tokens": 5},
+    {"min_tokens": 4},
+    {
+        "repetition_penalty": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "logit_bias": {7: 1.0},
+        "min_tokens": 9,
+    },
+]
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [*SETTINGS, *CHANGES, {**CHANGES[-1], **SETTINGS[-1]}], ids=str)
+def test_draws_follow_the_definitions_and_the_policy_is_the_temperatures_alone(settings):
+    num_draws = 50_000
+    row = np.random.default_rng(6).normal(scale=2.0, size=V).astype(np.float32)
+    seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
+    cuts = {name: each for name, each in settings.items() if name in inspect.signature(truncated).parameters}
+    changes = {name: each for name, each in settings.items() if name not in cuts}
+    given = settings_array(1, **settings)
+    options = {name: given[name] for name in inspect.signature(changed_logits).parameters if name in given}
+    changed = changed_by_numpy(row, **seen, **changes)
+    out = changed_logits(jnp.asarray(row)[None], history_of(1, **seen), **options)[0]
+    np.testing.assert_allclose(out, changed, rtol=1e-6)
+
+    expected = truncated(changed, **cuts)
+    keys = jnp.stack([jnp.ones(num_draws, jnp.uint32), jnp.arange(num_draws, dtype=jnp.uint32)], axis=1)
+    tiled, histories = jnp.broadcast_to(jnp.asarray(row), (num_draws, V)), history_of(num_draws, **seen)
+    drawn = jax.jit(sample)(tiled, first_uniforms(keys), settings_array(num_draws, **settings), histories)
+    counts = np.bincount(np.asarray(drawn.token), minlength=V)
+    assert counts[expected == 0].sum() == 0
+    likely = expected * num_draws >= 5
+    chi2 = ((counts - expected * num_draws)[likely] ** 2 / (expected * num_draws)[likely]).sum()
+    assert abs(chi2 - likely.sum() + 1) < 4 * np.sqrt(2 * likely.sum())  # four standard deviations
+    np.testing.assert_allclose(drawn.sampler_logp, np.log(expected[drawn.token]), atol=1e-4)
+    policy = truncated(row, temperature=settings.get("temperature", 1.0))
+    np.testing.assert_allclose(drawn.policy_logp, np.log(policy[drawn.token]), atol=1e-4)
+
+
+# -- in the engine
+
+
+def greedy_by_numpy(model, prompt, num_tokens, **settings):
+    """Greedy decoding by whole forward passes and the definitions."""
+    tokens = []
+    forward = jax.jit(lambda ids: logits(model.config, model.params, ids))
+    for _ in range(num_tokens):
+        ids = np.zeros((1, 48), np.int32)
+        ids[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+        row = np.asarray(forward(ids))[0, len(prompt) + len(tokens) - 1]
+        tokens.append(int(changed_by_numpy(row, prompt, tokens, (1,), **settings).argmax()))
+        if tokens[-1] == 1:
+            break
+    return tokens
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "settings",
+    rest_heavy(
+        [
+            {"presence_penalty": 1.0, "frequency_penalty": 0.3},
+            {"logit_bias": {1: 100.0}, "min_tokens": 6},
+            {"logit_bias": {1: 0.05, 40: 0.02}},
+            {"repetition_penalty": 1.5},
+        ],
+        quick=2,
+    ),
+    ids=str,
+)
+def test_penalties_and_biases_through_the_engine(tiny_model, settings):
+    params = SamplingParams(max_tokens=12, temperature=0.0, **settings)
+    groups = engine_for(tiny_model, max_slots=4).generate(PROMPTS, params)
+    for prompt, [sequence] in zip(PROMPTS, groups, strict=True):
+        assert sequence.tokens == greedy_by_numpy(tiny_model, prompt.tolist(), 12, **settings)
+
+
+@pytest.mark.heavy
+def test_settings_of_one_sequence_do_not_touch_another(tiny_model, expected):
+    engine = engine_for(tiny_model)
+    plain = engine.sequences(PROMPTS, PARAMS)
+    others = engine.sequences(
+        PROMPTS,
+        SamplingParams(
+            n=2, max_tokens=20, repetition_penalty=2.0, logit_bias={5: 3.0}, logprobs=3, top_k=4, min_tokens=9
+        ),
+        first_prompt=100,
+    )
+    mixed = [sequence for pair in zip(others, plain, strict=False) for sequence in pair] + plain[len(others) :]
+    done = {(s.prompt_index, s.sample_index): s.tokens for s in engine.stream(mixed)}
+    assert [[done[p, s] for s in range(PARAMS.n)] for p in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_plain_program_draws_what_the_general_one_draws(tiny_model, temperature):
+    engine = engine_for(tiny_model)
+    params = SamplingParams(n=2, max_tokens=20, temperature=temperature)
+    general = replace(params, logit_bias={5: 0.0})
+    assert (sampling_kind([params]), sampling_kind([params, general])) == ("plain", "general")
+    for ours, theirs in zip(engine.generate(PROMPTS, params), engine.generate(PROMPTS, general), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.policy_logps, other.policy_logps, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(one.sampler_logps, other.sampler_logps, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLER if name != "temperature"])
+def test_what_plain_sampling_is_not(name):
+    value = {3: 1.0} if name == "logit_bias" else 0.5 if isinstance(SAMPLER[name], float) else 3
+    assert not SamplingParams(**{name: value}).is_plain
+    assert SamplingParams(temperature=0.3, n=4, max_tokens=7, stop="end", stop_token_ids=3, ignore_eos=True).is_plain
+
+
+def loaded_with(monkeypatch, name, changes=()):
+    """A module of groupax with changes of its source."""
+    spec = importlib.util.find_spec(name)
+    source = Path(spec.origin).read_text()
+    for old, new in changes:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    return module
+
+
+def test_an_option_is_a_field_and_a_rule(monkeypatch):
+    """top-a keeps the tokens of at least `top_a` times the square of the largest probability."""
+    before = "    stop: Sequence[str] = ()\n"
+    settings = loaded_with(
+        monkeypatch, "groupax.settings.sampling", [(before, f"    top_a: float = ranged(0.0, 1)\n{before}")]
+    )
+    assert not settings.SamplingParams(top_a=0.4).is_plain
+    requests = loaded_with(monkeypatch, "groupax.serve.requests")
+    assert requests.request_of({"prompt": "a", "top_a": 0.4}, is_chat=False).sampling_params(8).top_a == 0.4
+    assert "top_a" in loaded_with(monkeypatch, "groupax.serve.requests").EXTENSIONS
+
+    with pytest.raises(TypeError, match="no rule of the sampler reads top_a"):
+        loaded_with(monkeypatch, "groupax.engine.sampling")
+    rule = [
+        ('min_p: Float[Array, "B"]\n) -> T', 'min_p: Float[Array, "B"], top_a: Float[Array, "B"]\n) -> T'),
+        ("floor=min_p", "floor=jnp.maximum(min_p, top_a * jnp.exp(-of.log_sum))"),
+    ]
+    sampling = loaded_with(monkeypatch, "groupax.engine.sampling", rule)
+    slots = loaded_with(monkeypatch, "groupax.engine.cache")
+    [sequence] = new_sequences([PROMPTS[2]], SamplingParams(), (), 0)
+    sequence.params = settings.SamplingParams(top_a=0.4)
+    table = slots.slot_table(B := 200, 1, 1)
+    for row in table:
+        slots.fill(row, sequence)
+    row = RNG.normal(scale=2.0, size=V).astype(np.float32)
+    keys = jnp.stack([jnp.arange(B, dtype=jnp.uint32)] * 2, axis=1)
+    options = slots.to_slots(table, jnp.asarray).settings
+    drawn = sampling.sample(jnp.tile(row, (B, 1)), first_uniforms(keys), options, history_of(B))
+    probs = np.exp(row) / np.exp(row).sum()
+    kept = probs >= 0.4 * probs.max() ** 2
+    assert 1 < kept.sum() < V
+    assert set(np.flatnonzero(kept)) >= set(np.asarray(drawn.token))
+    np.testing.assert_allclose(drawn.sampler_logp, np.log(probs[drawn.token] / probs[kept].sum()), atol=1e-5)
+
+
+def test_end_of_sequence_as_the_first_token(tiny_model):
+    params = SamplingParams(max_tokens=12, logit_bias={1: 1000.0})
+    [[sequence]] = engine_for(tiny_model).generate([PROMPTS[0]], params)
+    assert (sequence.tokens, sequence.finish_reason) == ([1], "stop")
+    [[sequence]] = engine_for(tiny_model).generate([PROMPTS[0]], replace(params, ignore_eos=True))
+    assert (sequence.tokens, sequence.finish_reason) == ([1] * 12, "length")
+
+
+@pytest.mark.heavy
+def test_alternatives_through_the_engine(tiny_model):
+    engine = engine_for(tiny_model)
+    params = SamplingParams(n=2, max_tokens=10, seed=3)
+    plain, wanted = (engine.generate(PROMPTS, p) for p in (params, replace(params, logprobs=3)))
+    assert tokens_of(plain) == tokens_of(wanted)
+    for group in wanted:
+        for sequence in group:
+            assert len(sequence.alternatives) == len(sequence.tokens)
+            for token, logp, others in zip(sequence.tokens, sequence.policy_logps, sequence.alternatives, strict=True):
+                assert len(others) == 3
+                known = dict(others)
+                if token in known:
+                    np.testing.assert_allclose(known[token], logp, atol=1e-5)
+                else:
+                    assert logp <= min(known.values()) + 1e-5
+    assert plain[0][0].alternatives == []
+
+
+def letters(tokens):
+    """Two letters a token, so that texts straddle tokens."""
+    return "".join(chr(97 + token % 26) + chr(97 + token // 26) for token in tokens)
+
+
+class Letters:
+    added_tokens_decoder = {}  # noqa: RUF012
+
+    def batch_decode(self, rows, **_):
+        return [letters(row) for row in rows]
+
+
+@pytest.mark.heavy
+def test_stop_texts_that_straddle_tokens(tiny_model, expected):
+    text = letters(expected[3][1])
+    stop = (text[9:12], "never said")  # the second letter of a token and the next token
+    assert text.find(stop[0]) == 9
+    for chunk_steps in (8, 16):
+        engine = engine_for(tiny_model, chunk_steps=chunk_steps, tokenizer=Letters(), max_slots=8)
+        groups = engine.generate(PROMPTS, replace(PARAMS, stop=stop))
+        for group, unstopped in zip(groups, expected, strict=True):
+            for sequence, tokens in zip(group, unstopped, strict=True):
+                end = next((n for n in range(1, len(tokens) + 1) if stop[0] in letters(tokens[:n])), None)
+                assert sequence.tokens == tokens[:end]
+                assert len(sequence.policy_logps) == len(sequence.tokens)
+                assert sequence.text == letters(tokens).partition(stop[0])[0]
+                assert sequence.finish_reason == ("stop" if end or tokens[-1] == 1 else "length")
+    sampled = play_episodes(engine, Letters(), [{}] * len(PROMPTS), PROMPTS, replace(PARAMS, stop=stop), step=0)
+    texts = {row.prompt_index: [member.text for member in rows] for rows in sampled for row in rows}
+    assert [texts[index] for index in range(len(PROMPTS))] == [[letters(s.tokens) for s in group] for group in groups]
+    with pytest.raises(ValueError, match=r"stop strings \('a'\) need a tokenizer"):
+        engine_for(tiny_model).generate(PROMPTS, SamplingParams(stop=("a",), max_tokens=8))
+
+
+def test_a_stop_text_that_is_a_special_token_is_that_token(tmp_path):
+    from tests.data.test_config_and_data import a_tokenizer
+
+    tokenizer = a_tokenizer(eos_token="<eos>", additional_special_tokens=["<pad>"])
+    model = init_model({**TINY, "vocab_size": 13})
+    engine = Engine(model.config, model.params, model.mesh, (), chunk_steps=8, tokenizer=tokenizer)
+    params = SamplingParams(max_tokens=16, temperature=0.0, min_tokens=3, logit_bias={2: 100.0, 5: 50.0})
+    [[unstopped]] = engine.generate([[3, 4]], params)
+    assert (unstopped.tokens, unstopped.finish_reason, unstopped.text) == ([2] * 16, "length", "")
+    [[one], [other]] = engine.generate([[3, 4], [3]], replace(params, stop=("<pad>", "j")))
+    for sequence in (one, other):
+        assert (sequence.tokens, sequence.finish_reason, sequence.text) == ([5, 5, 5, 2], "stop", " c c c")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_checked", "stop", "min_tokens", "found"),
+    [
+        ("abcab", 0, ["bc"], 0, 3),
+        ("abcab", 2, ["bc"], 0, 3),
+        ("abcab", 0, ["ca", "ab"], 0, 2),
+        ("abcab", 0, ["ab"], 4, 5),
+        ("abcab", 0, ["ab"], 2, 5),
+        ("abcab", 0, ["ab"], 1, 2),
+        ("abcab", 0, ["ab"], 5, None),
+        ("ab", 0, ["c"], 0, None),
+        ("", 0, ["c"], 0, None),
+    ],
+)
+def test_finding_stop_texts(tokens, num_checked, stop, min_tokens, found):
+    assert find_stop("".join, list(tokens), num_checked, stop, min_tokens) == found
+
+
+def test_looking_for_stop_texts_decodes_the_end_of_a_long_completion_only():
+    decoded = []
+
+    def decode(tokens):
+        decoded.append(len(tokens))
+        return letters(tokens)
+
+    tokens = RNG.integers(2, 20, 4000).tolist()
+    stop = ("zazaza",)
+    for num_tokens in range(32, 4001, 32):
+        assert find_stop(decode, tokens[:num_tokens], num_tokens - 32, stop, 0) is None
+    assert sum(decoded) < 20 * 4000
+    assert find_stop(decode, [*tokens, 25, 25, 25, 3], 4000, stop, 0) == 4003, "25 is za"
+
+
+@pytest.mark.heavy
+def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_text(tiny_model):
+    params = SamplingParams(n=2, max_tokens=24, seed=3, temperature=5.0)
+    engine = engine_for(tiny_model, tokenizer=Letters(), max_slots=8)
+    ended = 0
+    for group in engine.generate(PROMPTS, params):
+        for sequence in group:
+            whole = letters(sequence.tokens)
+            for min_tokens in (0, 1, 2, 7, len(sequence.tokens)):
+                stop = (whole[1:3],)  # ends with the second token
+                exempt = len(letters(sequence.tokens[:min_tokens]))
+                start = next(
+                    (at for at in range(len(whole)) if whole.startswith(stop, at) and at + len(stop[0]) > exempt), None
+                )
+                kept = find_stop(letters, sequence.tokens, 0, stop, min_tokens)
+                assert text_before_stop(whole, stop, exempt) == whole[:start]
+                assert (kept is None) == (start is None)
+                assert kept is None or kept > min_tokens
+                ended += kept is not None
+    assert ended > 0
+    [[plain]] = engine.generate(PROMPTS[:1], replace(params, n=1))
+    stop = (letters(plain.tokens)[1:3],)
+    for min_tokens in (2, 9):
+        wanted = replace(params, n=1, stop=stop, min_tokens=min_tokens)
+        [[sequence]] = engine.generate(PROMPTS[:1], wanted)
+        exempt = len(letters(sequence.tokens[:min_tokens]))
+        assert len(sequence.tokens) > min_tokens
+        assert sequence.text == text_before_stop(letters(sequence.tokens), stop, exempt)
+        assert len(sequence.text) >= exempt - len(stop[0])
+        [[row]] = play_episodes(engine, Letters(), [{}], PROMPTS[:1], wanted, step=0)
+        assert row.text == letters(sequence.tokens), "training sees the stop text"
+
+
+def test_updates_and_cancelling(tiny_model, expected):
+    engine = engine_for(tiny_model, max_slots=8)
+    sequences = engine.sequences(PROMPTS, PARAMS)
+    ended, counted = [], {}
+    for sequence, num_new in engine.updates(sequences):
+        counted[id(sequence)] = counted.get(id(sequence), 0) + num_new
+        if sequence.prompt_index == 0 and sequence.tokens:
+            sequence.cancel()
+        if sequences[-1].finish_reason is None:
+            sequences[-1].cancel()  # still waiting
+        if sequence.finish_reason:
+            ended.append(sequence)
+    assert {id(sequence) for sequence in ended} == {id(sequence) for sequence in sequences}
+    assert all(counted[id(sequence)] == len(sequence.tokens) for sequence in sequences)
+    assert sequences[-1].finish_reason == "abort"
+    assert sequences[-1].tokens == []
+    for sequence in sequences[PARAMS.n : -1]:
+        assert sequence.tokens == expected[sequence.prompt_index][sequence.sample_index]
+    for sequence in sequences[: PARAMS.n]:
+        whole = expected[0][sequence.sample_index]
+        assert sequence.tokens == whole[: len(sequence.tokens)]
+        assert sequence.finish_reason in ("abort", "stop", "length")
+
+
+@pytest.mark.heavy
+def test_token_ids_in_every_form(tiny_model):
+    engine, params = engine_for(tiny_model, 1), SamplingParams(max_tokens=4, seed=1)
+    one, both = np.array([5, 6, 7], np.int32), np.array([[5, 6, 7], [8, 9, 3]])
+    expected = tokens_of(engine.generate([one], params))
+    for same in (one, jnp.asarray(one), (5, 6, 7), [5, 6, 7], [(5, 6, 7)], [jnp.asarray(one)], one[None]):
+        assert tokens_of(engine.generate(same, params)) == expected, same
+    for same in (both, jnp.asarray(both), both.tolist(), tuple(map(tuple, both.tolist()))):
+        encoded = engine.encode(same)
+        assert [(ids.tolist(), ids.dtype) for ids in encoded] == [([5, 6, 7], np.int32), ([8, 9, 3], np.int32)]
+
+
+def test_prompts_of_every_kind(tmp_path):
+    from groupax import save_model
+    from tests.data.test_config_and_data import a_tokenizer
+
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", tokenizer)
+    engine = Engine.load(tmp_path / "model")
+    params = SamplingParams(max_tokens=6, seed=1)
+    [[one]] = engine.generate("abc", params)
+    ids = engine.encode("abc")[0]
+    said, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids, [*ids, *one.tokens]))
+    assert said + one.text == whole
+    for same in (["abc"], ids, [ids], ids.tolist(), [{"role": "user", "content": "abc"}]):
+        assert engine.generate(same, params)[0][0].tokens == one.tokens, same
+    both = engine.generate([[{"role": "user", "content": "abc"}], "abc"], params)
+    assert both[0][0].tokens == one.tokens
+    with pytest.raises(ValueError, match="all prompts as text or messages, or all as token ids"):
+        engine.generate(["abc", ids])
+    engine.tokenizer = None
+    with pytest.raises(ValueError, match="needs a tokenizer; give the Engine one"):
+        engine.generate("abc")
+    with pytest.raises(ValueError, match=r"logit_bias names tokens \[13\]; the vocabulary has 13"):
+        engine.generate(ids, SamplingParams(logit_bias={13: 1.0}, max_tokens=8))
+
+
+@pytest.mark.heavy
+def test_a_varied_workload_compiles_few_programs(tiny_model):
+    engine = engine_for(tiny_model, max_slots=8)
+    engine.warmup(30, SamplingParams(n=3, max_tokens=60), num_prompts=8)
+    before = engine.num_programs
+    rng = np.random.default_rng(1)
+    for seed in range(12):
+        params = SamplingParams(
+            n=int(rng.integers(1, 4)),
+            max_tokens=int(rng.integers(1, 60)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            repetition_penalty=float(rng.choice([1.0, 1.2])),
+            logit_bias={3: 1.0} if seed % 2 else {},
+            logprobs=int(rng.choice([0, 5])),
+            seed=seed,
+        )
+        engine.generate([PROMPTS[i] for i in rng.integers(0, 8, 8)], params)
+    # one, two and several prompts; places of one and of two slots; three lengths of prompts
+    assert engine.num_programs - before <= 12
+
+
+# -- memory
+
+
+@pytest.mark.optimized
+@pytest.mark.heavy
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices, monkeypatch):
+    params = SamplingParams(n=4, max_tokens=230, seed=3, ignore_eos=True)
+    prompts = PROMPTS[:6]
+    plenty = tokens_of(engine_for(tiny_model, num_devices).generate(prompts, params))
+    engine = engine_for(tiny_model, num_devices)
+    engine.kv_bytes = 3000 // num_devices * engine.bytes_per_token
+    shapes, counted = [], {}
+    decode = Batch.decode
+
+    def watched(batch, params):
+        shapes.append((batch.scheduler.slots_per_shard, batch.cache.num_columns))
+        return decode(batch, params)
+
+    monkeypatch.setattr(Batch, "decode", watched)
+    sequences = engine.sequences(prompts, params)
+    for sequence, num_new in engine.updates(sequences):
+        counted[id(sequence)] = counted.get(id(sequence), 0) + num_new
+    assert [[s.tokens for s in sequences if s.prompt_index == index] for index in range(6)] == plenty
+    assert all(counted[id(sequence)] == 230 for sequence in sequences)
+    plan = engine.plan()
+    assert len({slots for slots, _ in shapes}) > 1, "slots were given up"
+    assert max(slots * columns for slots, columns in shapes) <= plan.max_tokens
+
+
+def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
+    prompts = [RNG.integers(2, 96, length) for length in (120, 61, 3)]
+    params = SamplingParams(n=2, max_tokens=5, temperature=0.0)
+    whole = engine_for(tiny_model, 1).generate(prompts, params)
+    monkeypatch.setattr(scheduler, "CPU_PIECE_TOKENS", 16)
+    monkeypatch.setattr(scheduler, "PIECE_COLUMNS", 16)
+    assert scheduler.piece_size(4, 128, 4, "cpu") == (1, 16)
+    prefill.admit.clear_cache()
+    pieces = engine_for(tiny_model, 1).generate(prompts, params)
+    prefill.admit.clear_cache()
+    assert tokens_of(pieces) == tokens_of(whole)
+    for a, b in zip(pieces, whole, strict=True):
+        np.testing.assert_allclose(a[0].policy_logps, b[0].policy_logps, atol=1e-5)
+
+
+# -- prompts that go on from what was said
+
+
+@pytest.mark.heavy
+def test_a_next_turn_reuses_what_was_computed(tiny_model):
+    params = SamplingParams(n=2, max_tokens=20, seed=5, ignore_eos=True)
+    engine = engine_for(tiny_model, 2, prefix_bytes=1 << 20)
+    plain = engine_for(tiny_model, 2)
+    [first] = engine.generate([PROMPTS[3]], params)
+    assert engine.prefixes.num_reused_tokens == 0
+    turns = [np.array([*PROMPTS[3], *sequence.tokens, 7, 8, 9]) for sequence in first]
+    again = engine.generate(turns, params)
+    assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19)
+    expected = plain.generate(turns, params)
+    assert tokens_of(again) == tokens_of(expected)
+    # stored keys were added up in two parts, prompt and row, and a prompt's are in one: the last bit may differ
+    np.testing.assert_allclose(again[1][1].policy_logps, expected[1][1].policy_logps, atol=2e-6, rtol=0)
+    engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
+    engine.generate(turns, params)
+    assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
+
+
+def test_what_two_sets_of_weights_have_computed_is_not_stored(tiny_model):
+    engine = engine_for(tiny_model, 1, prefix_bytes=1 << 20)
+    params = SamplingParams(n=1, max_tokens=12, ignore_eos=True)
+    updates, version = engine.updates(engine.sequences([PROMPTS[3]], params)), engine.version
+    _, num_new = next(updates)
+    assert num_new == 8
+    engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
+    engine.version = version  # who counts otherwise may give both the same
+    assert [num_new for _, num_new in updates] == [4]
+    assert len(engine.prefixes) == 0
+    engine.generate([PROMPTS[3]], params)
+    assert len(engine.prefixes) == 1
+
+
+def test_the_store_keeps_the_most_recent_within_its_size():
+    def prefix(*tokens):
+        zeros = np.zeros((1, len(tokens), 1), np.float32)
+        return Prefix(np.array(tokens), [zeros], [zeros])
+
+    store = PrefixCache(max_bytes=48)  # six tokens of eight bytes
+    store.add(prefix(1, 2))
+    store.add(prefix(3, 4))
+    assert store.find(np.array([1, 2, 9]))[0] == 2
+    assert store.find(np.array([1, 7]))[0] == 1
+    store.add(prefix(5, 6, 7))
+    assert store.find(np.array([3, 4]))[0] == 0, "the longest unused one made room"
+    store.add(prefix(1, 2, 3))
+    assert (len(store), store.num_bytes) == (2, 48)
+    store.add(prefix(*range(7)))
+    assert len(store) == 2, "too large for the store"
+    store.clear()
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
+    params = SamplingParams(n=2, max_tokens=20, temperature=0.0, ignore_eos=True)
+    engine = engine_for(tiny_model, 1, kv_dtype=dtype, prefix_bytes=1 << 20)
+    groups, same = engine.generate(PROMPTS, params), engine_for(tiny_model, 1).generate(PROMPTS, params)
+    difference = max(
+        np.abs(np.array(a.policy_logps[:1]) - b.policy_logps[:1]).max()
+        for x, y in zip(groups, same, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+    assert (difference == 0) == (dtype == jnp.float32)
+    assert difference < 0.05
+    assert engine.bytes_per_token == 2 * 2 * 2 * 8 * np.dtype(dtype).itemsize
+    again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
+    assert engine.prefixes.num_reused_tokens > 0
+    assert len(again[0][0].tokens) == 20
+
+
+# -- weights in fewer bits, or gathered
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.heavy
+@pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "settings", [{"weights": "bfloat16"}, pytest.param({"tp": 2}, marks=pytest.mark.heavy)], ids=str
+)
+def test_weights_that_were_released_take_no_memory(tiny_model, settings, prefix_bytes):
+    def copies():
+        return [weakref.ref(weight) for weight in (engine.params["embed"], engine.params["layers"][0]["down"])]
+
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine = engine_for(tiny_model, 2, prefix_bytes=prefix_bytes, **settings)
+    [[first]] = engine.generate([PROMPTS[3]], params)
+    released = copies()
+    assert all(copy() is not None for copy in released)
+    engine.release()
+    assert [copy() for copy in released] == [None, None]
+    turn = np.array([*PROMPTS[3], *first.tokens, 7])
+    engine.generate([turn], params)
+    known = len(PROMPTS[3]) + 7 if prefix_bytes else 0
+    assert engine.prefixes.num_reused_tokens == known, "made again they are the same"
+    replaced = copies()
+    engine.params = jax.tree.map(lambda x: x * 1.5, tiny_model.params)
+    assert [copy() for copy in replaced] == [None, None]
+    assert len(engine.prefixes) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.03), ("int8", 0.03), ("float8", 0.1)])
+def test_weights_in_fewer_bits_give_nearly_the_same_log_probs(tiny_model, dtype, bound):
+    params = SamplingParams(n=2, max_tokens=1, temperature=0.0)
+    whole = engine_for(tiny_model, 1).generate(PROMPTS, params)
+    engine = engine_for(tiny_model, 1, weights=dtype)
+    fewer = engine.generate(PROMPTS, params)
+    difference = np.array([a[0].policy_logps[0] - b[0].policy_logps[0] for a, b in zip(fewer, whole, strict=True)])
+    assert 0 < np.abs(difference).max() < bound
+    assert engine.kv_dtype == jnp.float32, "on CPU"
+    engine.params = jax.device_put(jax.tree.map(lambda x: x * 0, tiny_model.params), jax.devices()[0])
+    np.testing.assert_allclose(engine.generate(PROMPTS, params)[0][0].policy_logps, -np.log(96), rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_quantized_weights_are_the_nearest_numbers(tiny_model, dtype):
+    quantized = decoding_params(tiny_model.config, tiny_model.params, dtype)
+    weight, fewer = tiny_model.params["layers"][1]["down"], quantized["layers"][1]["down"]
+    scale = np.abs(weight).max(axis=1, keepdims=True) / (127.5 if dtype == "int8" else 448)
+    np.testing.assert_allclose(fewer.scale, scale, rtol=1e-6)
+    error = np.abs(np.asarray(fewer.qvalue, np.float32) * scale - weight) / scale
+    assert error.max() <= (0.5001 if dtype == "int8" else 16.001)
+    assert quantized["embed"] is not None
+    assert quantized["head"].qvalue.shape == tiny_model.params["embed"].shape
+    assert quantized["layers"][0]["mlp_norm"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": "int3"}, "must be one of same, bfloat16, int8, float8, got 'int3'"),
+        ({"chunk_steps": 0}, "chunk_steps must be at least 1, got 0"),
+        ({"chunk_steps": -8}, "chunk_steps must be at least 1, got -8"),
+        ({"record_experts": True}, "has no experts to record"),
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_be(tiny_model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        engine_for(tiny_model, 1, **settings)
+
+
+def test_models_that_cannot_generate(tiny_model):
+    with pytest.raises(ValueError, match=r"the model classifies sequences, with 2 labels, .* give a causal model"):
+        Engine(replace(tiny_model.config, num_labels=2), tiny_model.params, tiny_model.mesh, eos_ids=(1,))
+    with pytest.raises(ValueError, match=r"no tokenizer; give one, as Engine.of\(model, tokenizer\)"):
+        Engine.of(tiny_model)

@@ -1,0 +1,623 @@
+"""Episodes: turns of a scripted model, answered by tools and environments; and those of a real one."""
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, GRPOTrainer, init_model
+from groupax.episodes.custom import RolloutFunction, Trajectory
+from groupax.episodes.environment import EnvironmentClass, environment_rewards, with_observation
+from groupax.episodes.play import play_episodes
+from groupax.episodes.rules import make_rules
+from groupax.errors import InfrastructureError, RunError
+from groupax.rewards.contract import Reward, arguments_for
+from groupax.settings.rollouts import EpisodeSettings
+from groupax.settings.sampling import SamplingParams
+from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
+from groupax.types import TrainerState
+from tests.conftest import TINY
+from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
+from tests.engine.samplers import TurnsSampler, WrittenTurns
+
+TOKENIZER = chat_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+PARAMS = SamplingParams(n=2, max_tokens=2000)
+PROMPT = [{"role": "user", "content": "go"}]
+
+
+class Script(WrittenTurns):
+    """A sampler whose turns are written in advance: `answer(prompt text, sample index, turn)` returns each text."""
+
+    def __init__(self, answer):
+        super().__init__(END)
+        self.answer, self.prompts = answer, []
+
+    def turn(self, sequence):
+        text = TOKENIZER.decode(sequence.prompt)
+        self.prompts.append(text)
+        written = self.answer(text, sequence.sample_index, text.count("<|im_start|>assistant") - 1)
+        return [*TOKENIZER.encode(written), END]
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def played(
+    answer,
+    tools=(),
+    environments=None,
+    num_prompts=1,
+    params=PARAMS,
+    example=None,
+    max_prompt_tokens=None,
+    **settings,
+):
+    """The groups of episodes, and the script with the prompts that it saw."""
+    rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
+    rules = replace(rules, max_prompt_tokens=max_prompt_tokens)
+    script = Script(answer)
+    examples = [{"prompt": PROMPT, **(example or {})}] * num_prompts
+    schemas = rules.setup_of(examples[0]).schemas
+    text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
+    ids = np.asarray(TOKENIZER.encode(text), np.int32)
+    groups = list(play_episodes(script, TOKENIZER, examples, [ids] * num_prompts, params, 0, rules=rules))
+    groups.sort(key=lambda group: group[0].prompt_index)
+    return groups, script
+
+
+def test_a_call_is_run_and_its_result_is_read_by_the_next_turn():
+    def answer(text, sample, turn):
+        return "so " + call("add", a=2, b=3 + sample) if turn == 0 else f"it is {text.count('5')} {text.count('6')}"
+
+    [[first, second]], script = played(answer, [add])
+    assert [row.finish_reason for row in (first, second)] == ["stop", "stop"]
+    assert "<tool_response>\n5\n</tool_response>" in script.prompts[2] + script.prompts[3]
+    assert "<tool_response>\n6\n</tool_response>" in script.prompts[2] + script.prompts[3]
+    assert [message["role"] for message in first.completion] == ["assistant", "tool", "assistant"]
+    assert first.completion[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert first.completion[1]["content"] == "5"
+    assert [record.result for turn in first.turns for record in turn.calls] == ["5"]
+    for row in (first, second):  # sampled tokens count, and no others
+        spans = [row.completion_ids[turn.start : turn.end].tolist() for turn in row.turns]
+        assert row.mask.sum() == sum(map(len, spans))
+        assert all(span[-1] == END for span in spans)
+        assert np.all(row.policy_logps == np.where(row.mask, -1, 0))
+
+
+def test_the_next_prompt_is_the_stream_and_a_bridge():
+    def answer(text, sample, turn):
+        return call("add", a=turn, b=sample) if turn < 4 else "done"
+
+    [group], script = played(answer, [add])
+    for row in group:
+        whole = TOKENIZER.decode(np.concatenate([row.prompt_ids, row.completion_ids]))
+        mine = sorted((text for text in script.prompts if whole.startswith(text)), key=len)
+        assert len(mine) >= 5
+        canonical = TOKENIZER.apply_chat_template(
+            [*PROMPT, *row.completion], tools=[tools_from([add])["add"].schema], tokenize=False
+        ).removesuffix("\n")
+        assert whole == canonical
+
+
+def test_limits_end_an_episode_with_their_own_reasons():
+    def forever(text, sample, turn):
+        return call("add", a=1, b=1)
+
+    def reasons(**settings):
+        [group], _ = played(forever, [add], **settings)
+        return {row.finish_reason for row in group}, len(group[0].turns), sum(len(t.calls) for t in group[0].turns)
+
+    assert reasons(max_turns=3) == ({"max_turns"}, 3, 3)
+    assert reasons(max_tool_calls=2) == ({"max_tool_calls"}, 3, 2)
+    assert reasons(max_tool_turns=2) == ({"max_tool_calls"}, 3, 2)
+    assert reasons(max_turn_tokens=20) == ({"turn_length"}, 1, 0)
+    [group], _ = played(forever, [add], params=SamplingParams(n=2, max_tokens=150), max_turns=100)
+    assert {row.finish_reason for row in group} <= {"length", "tool_result_too_long"}
+    assert all(len(row.completion_ids) <= 150 for row in group)
+
+
+def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
+    ran = []
+
+    def note() -> str:
+        """Notes that it ran."""
+        ran.append(1)
+        return "ran"
+
+    complete = call("note")
+    size = len(TOKENIZER.encode(complete)) + 4
+    for settings, params, end in (
+        ({"max_turn_tokens": size}, PARAMS, "turn_length"),
+        ({}, SamplingParams(n=2, max_tokens=size), "length"),
+    ):
+        [group], _ = played(lambda *_: f"{complete} and so on and on", [note], params=params, **settings)
+        assert [row.finish_reason for row in group] == [end] * 2
+        assert all(complete in TOKENIZER.decode(row.completion_ids) for row in group)
+    assert not ran
+
+
+def test_a_malformed_call_is_told_or_ends_the_episode():
+    def answer(text, sample, turn):
+        return "<tool_call>\n{broken\n</tool_call>" if turn == 0 else "sorry"
+
+    [[row, _]], _ = played(answer, [add])
+    assert row.finish_reason == "stop"
+    assert row.turns[0].calls[0].error
+    assert "error" in row.completion[1]["content"]
+    [[row, _]], _ = played(answer, [add], malformed_calls="end")
+    assert row.finish_reason == "parse_error"
+    assert len(row.turns) == 1
+
+
+def large(size: int) -> str:
+    """Returns much text.
+
+    Args:
+        size: Its length.
+    """
+    return "x" * size
+
+
+def test_a_result_that_does_not_fit_is_an_error_or_the_end():
+    def answer(text, sample, turn):
+        return call("large", size=5000) if turn == 0 else "oh"
+
+    [[row, _]], script = played(answer, [large])
+    assert row.finish_reason == "stop"
+    assert "more tokens than are left" in script.prompts[-1]
+    [[row, _]], _ = played(answer, [large], overlong_results="end")
+    assert row.finish_reason == "tool_result_too_long"
+    [[row, _]], script = played(answer, [large], max_result_kb=0.1)
+    assert row.finish_reason == "stop"
+    assert script.prompts[-1].count("x") <= 110
+
+
+def test_tools_of_many_episodes_run_at_the_same_time_while_others_decode():
+    async def slow(number: int) -> int:
+        """Waits.
+
+        Args:
+            number: Any number.
+        """
+        await asyncio.sleep(0.5)
+        return number
+
+    def answer(text, sample, turn):
+        return call("slow", number=turn) if turn < 3 else "done"
+
+    began_s = time.perf_counter()
+    groups, _ = played(answer, [slow], num_prompts=8, params=SamplingParams(n=4, max_tokens=4000))
+    took_s = time.perf_counter() - began_s
+    assert sum(len(turn.calls) for group in groups for row in group for turn in row.turns) == 96
+    assert took_s < 6, took_s  # one after the other they take 48 s
+
+
+class Guess:
+    """A number to guess."""
+
+    made, closed, lock = 0, 0, threading.Lock()
+
+    def __init__(self):
+        with Guess.lock:
+            Guess.made += 1
+        self.used = False
+
+    def reset(self, row, seed):
+        assert not self.used, "one episode each"
+        self.used, self.number, self.seed = True, row["number"], seed
+        return " a number"
+
+    @tool
+    def guess(self, number: int) -> Step:
+        """Guesses.
+
+        Args:
+            number: The guess.
+        """
+        right = number == self.number
+        return Step("right" if right else "wrong", reward=0.5 if right else -0.25, done=right)
+
+    def score(self):
+        return 1.0
+
+    async def close(self):
+        Guess.closed += 1
+
+
+def test_an_environment_starts_answers_and_rewards_an_episode():
+    Guess.made = Guess.closed = 0
+
+    def answer(text, sample, turn):
+        assert "go a number" in text
+        return call("guess", number=turn)
+
+    [group, _], _ = played(answer, environments=Guess, num_prompts=2, example={"number": 2})
+    assert Guess.made == Guess.closed == 4
+    for row in group:
+        assert row.finish_reason == "done"
+        assert [turn.reward for turn in row.turns] == [-0.25, -0.25, 1.5]
+        assert row.environment_reward == 1.0
+        assert row.example["prompt"][-1]["content"] == "go a number"
+
+
+class Echo:
+    """Answers any message."""
+
+    def reset(self):
+        return None
+
+    async def act(self, message):
+        if "bye" in message["content"]:
+            return Step("gone", reward=2.0, done=True)
+        return message["content"] + "!"
+
+
+class Operator:
+    """Answers calls itself, and scores the length of a message that it has not answered."""
+
+    def reset(self):
+        return None
+
+    def act(self, message):
+        calls = message.get("tool_calls", [])
+        if not calls:
+            return Step(None, done=True)
+        return [{"role": "tool", "tool_call_id": call["id"], "content": str(call["function"])} for call in calls]
+
+    def score(self, message):
+        return 0.0 if message is None else float(len(message["content"]))
+
+
+def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut_off():
+    def answer(text, sample, turn):
+        if sample:
+            return "x" * 300
+        return [call("add", a=1, b=2), call("add", a=1, b=2) + "<tool_call>\n{oops\n</tool_call>", "end"][turn]
+
+    tools = {"add": replace(tools_from([add])["add"], takes_owner=True, function=lambda owner, **_: "not called")}
+    methods = frozenset({"reset", "act", "score"})
+    operator = EnvironmentClass("operator", Operator, tools, methods, answers_calls=True)
+    [[row, cut]], _ = played(answer, environments=operator, max_turn_tokens=200)
+    assert [[(record.result, bool(record.error)) for record in turn.calls] for turn in row.turns] == [
+        [("{'name': 'add', 'arguments': {'a': 1, 'b': 2}}", False)],
+        [("not called", False), (row.turns[1].calls[1].result, True)],
+        [],
+    ]
+    assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
+    assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
+
+
+def test_a_tool_without_its_infrastructure_leaves_the_episode_out_of_the_comparison():
+    def lookup(word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: Any word.
+        """
+        if word == "lost":
+            raise InfrastructureError("no connection")
+        return word
+
+    def answer(text, sample, turn):
+        return call("lookup", word="found" if sample else "lost") if turn == 0 else "so"
+
+    with pytest.warns(UserWarning, match="tool lookup: InfrastructureError: no connection"):
+        [[row, other]], _ = played(answer, [lookup])
+    assert (row.finish_reason, other.finish_reason) == ("env_error", "stop")
+    assert row.turns[0].calls[0].error == "InfrastructureError: no connection"
+
+
+def test_a_tool_may_keep_a_state_for_each_episode_that_calls_it():
+    made = []
+
+    class Counter:
+        def __init__(self, seed):
+            self.seed, self.count, self.is_closed = seed, 0, False
+            made.append(self)
+
+        def next(self, by: int) -> str:
+            """Counts.
+
+            Args:
+                by: The difference.
+            """
+            self.count += by
+            return str(self.count)
+
+        def close(self):
+            self.is_closed = True
+
+    schema = tools_of(Counter, public=True)["next"].schema
+    count = Tool("next", Counter.next, schema, takes_owner=True, open=Counter)
+
+    def answer(text, sample, turn):
+        return call("next", by=sample + 1) if turn < 3 and sample < 2 else "end"
+
+    [group, _], _ = played(answer, [count], num_prompts=2, params=SamplingParams(n=3, max_tokens=2000))
+    results = [[record.result for turn in row.turns for record in turn.calls] for row in group]
+    assert results == [["1", "2", "3"], ["2", "4", "6"], []]
+    assert len(made) == 4
+    assert all(each.is_closed for each in made)
+    assert len({each.seed for each in made}) == 2  # one for each group
+
+
+class GivenUp(Script):
+    """A script whose first turn is given up by the engine after some tokens, as where a constraint is too complex."""
+
+    def __init__(self, answer, size):
+        super().__init__(answer)
+        self.size, self.is_first = size, True
+
+    def step(self):
+        for sequence, _ in super().step():
+            if self.is_first:
+                sequence.tokens, sequence.finish_reason = sequence.tokens[: self.size], "abort"
+                sequence.policy_logps = sequence.sampler_logps = [-1.0] * self.size
+                sequence.fault = "the constraint cannot be kept any longer: it became too complex"
+            self.is_first = False
+            yield sequence, len(sequence.tokens)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("kind", ["completions", "tools", "function"])
+def test_a_constraint_that_cannot_be_kept_leaves_one_rollout_out_and_not_the_run(size, kind):
+    def function(request):
+        ids = request.encode([row["prompt"] for row in request.examples for _ in range(2)])
+        made = request.generate(ids)
+        return [Trajectory(each.prompt, each.tokens, each.policy_logps, failure=each.fault) for each in made]
+
+    rules = make_rules(TOKENIZER, EpisodeSettings(), [add] if kind == "tools" else ())
+    if kind == "function":
+        rules = replace(rules, rollout_func=RolloutFunction(function))
+    script = GivenUp(lambda *_: "fine", size)
+    ids = np.asarray(TOKENIZER.encode("go"), np.int32)
+    with pytest.warns(UserWarning, match="the constraint cannot be kept any longer: it became too complex"):
+        [[lost, kept]] = play_episodes(script, TOKENIZER, [{"prompt": PROMPT}], [ids], PARAMS, 0, rules=rules)
+    assert (lost.finish_reason, lost.is_failure, lost.num_sampled_tokens) == ("env_error", True, size)
+    assert (kept.finish_reason, kept.text) == ("length" if kind == "function" else "stop", "fine")
+
+
+def long_episode(num_turns):
+    """An episode of so many turns with a result of 200 characters each; its processor time."""
+
+    def read(page: int) -> str:
+        """Reads a page.
+
+        Args:
+            page: Its number.
+        """
+        return "x" * 200
+
+    rules = make_rules(TOKENIZER, EpisodeSettings(max_turns=1000), [read])
+    sampler = TurnsSampler(call("read", page=1), num_turns, TOKENIZER, END)
+    ids = np.asarray(TOKENIZER.encode("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"), np.int32)
+    params = SamplingParams(n=1, max_tokens=10**7)
+    began_s = time.process_time()
+    [[row]] = play_episodes(sampler, TOKENIZER, [{"prompt": PROMPT}], [ids], params, 0, rules=rules)
+    seconds = time.process_time() - began_s
+    assert len(row.turns) == num_turns + 1
+    assert len(row.completion_ids) > 200 * num_turns
+    return seconds
+
+
+@pytest.mark.long
+def test_two_hundred_turns_take_linear_time_and_memory():
+    long_episode(5)
+    few_s, more_s, most_s = (min(long_episode(num_turns) for _ in range(3)) for num_turns in (50, 100, 200))
+    assert more_s < 2.4 * few_s  # twice, and what the machine does besides
+    assert most_s < 2.4 * more_s
+    peaks = []
+    for num_turns in (50, 100):
+        tracemalloc.start()
+        long_episode(num_turns)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2.1 * peaks[0]
+
+
+class Conversation:
+    """Repeats the length of what it hears, three times; likes the letter a."""
+
+    def reset(self, row, seed):
+        self.heard = 0
+        return f" {row['topic']} {seed % 7}"
+
+    def act(self, message):
+        self.heard += 1
+        return Step(f"{len(message['content'])}?", reward=message["content"].count("a") / 10, done=self.heard == 3)
+
+
+CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
+
+
+def check_five_steps(folder, rows, environments):
+    """Trains five steps in others' environments, in which every episode must count and engine and trainer agree."""
+    args = GRPOConfig(
+        output_dir=str(folder),
+        prompts_per_step=2,
+        num_generations=8,
+        max_completion_length=128,
+        max_turn_tokens=24,
+        max_steps=5,
+        learning_rate=1e-2,
+        progress_bar="none",
+        stop=tuple("bcdfghjklmnp"),
+    )
+    tokenizer = chat_tokenizer()
+    model = init_model(CHATTY, seed=0)
+    GRPOTrainer(model, None, args, rows, processing_class=tokenizer, environments=environments).train()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["rollout/logp_diff_max"] < 1e-5 and line["stop/env_error"] == 0 for line in lines)
+    assert any(line["reward"] > 0 for line in lines)
+
+
+def train(folder, reward_funcs=None, environments=Conversation, **settings):
+    """The metrics of three steps with conversations, and the trainer."""
+    given = {
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 128,
+        "max_turn_tokens": 40,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "progress_bar": "none",
+        "stop": tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
+    }
+    args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
+    model = init_model(CHATTY, seed=0)
+    rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
+    processing = {"processing_class": chat_tokenizer(), "environments": environments}
+    trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
+    trainer.train()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
+
+
+@pytest.mark.drawn(4, "episodes")
+@pytest.mark.heavy
+def test_training_on_conversations_agrees_with_the_engine_and_repeats(tmp_path):
+    lines, _ = train(tmp_path / "one")
+    again, _ = train(tmp_path / "two")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in again]
+    assert all(line["rollout/logp_diff_max"] < 1e-5 for line in lines)
+    assert lines[0]["episodes/turns"] > 2
+    assert lines[0]["rewards/Conversation/mean"] > 0
+    assert lines[0]["rewards/unscorable_frac"] == 0
+
+
+TEXT, OTHER = {"type": "text", "text": "go"}, {"type": "text", "text": "!"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "observation", "content"),
+    [
+        (PROMPT, "!", "go!"),
+        (PROMPT, [OTHER], [TEXT, OTHER]),
+        ([{"role": "user", "content": [TEXT]}], "!", [TEXT, OTHER]),
+        ([{"role": "user", "content": [TEXT]}], [OTHER], [TEXT, OTHER]),
+    ],
+)
+def test_what_an_environment_starts_with_is_added_to_the_last_message(prompt, observation, content):
+    assert with_observation(prompt, observation) == [{"role": "user", "content": content}]
+    assert with_observation("go", "!") == "go!"
+    message = {"role": "user", "content": "x"}
+    assert with_observation(prompt, [message]) == [*prompt, message]
+
+
+def starts(returned):
+    """A class of environments whose `reset` returns what this returns for the numbers from 0."""
+    numbers = itertools.count()
+    return type("Starts", (Echo,), {"reset": lambda self: returned(next(numbers))})
+
+
+SHARED = Echo()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (7, "give a class"),
+        ({"x": type("A", (), {})}, "no method reset"),
+        ({"x": type("B", (), {"reset": lambda self: None})}, "neither a tool"),
+        (starts(str), "started differently"),
+        (starts(lambda _: 1 / 0), "'Starts' failed to start for all 2 episodes of a prompt, 2 times each.*division"),
+        (starts(lambda _: b"bytes"), "must return a text, a list of messages, or None"),
+        (starts(lambda _: "x" * 30_000), r"the prompt has \d+ tokens with what reset returned, and 9000 are allowed"),
+        (lambda: SHARED, "returned an environment that another episode uses; let it return a new one"),
+        (lambda made=[SHARED]: made.pop() if made else None, "returned None"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:environment")
+def test_environments_that_cannot_be_used_are_refused(environment, message):
+    with pytest.raises((ValueError, RunError), match=message):
+        played(lambda *_: "bye", environments=environment, environment_retries=1, max_prompt_tokens=9000)
+
+
+def test_a_prompt_that_is_a_text_takes_texts_only_and_rows_name_environments():
+    with pytest.raises(ValueError, match="return a text, or make the prompt a list"):
+        with_observation("go", [{"role": "user", "content": "x"}])
+    with pytest.raises(ValueError, match=r"which is no environment of the run; it has echo, other; did you mean echo"):
+        make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).setup_of({"environment": "ech"})
+
+
+# -- classes of environments with other names of methods, prompts and rewards
+
+
+class Room:
+    """An environment whose methods have names of their own."""
+
+    def __init__(self, place):
+        self.place, self.calls = place, []
+
+    def enter(self, colour):
+        return f" You enter the {colour} room {self.place % 2}."
+
+    def act(self, number: int) -> str:
+        """Acts.
+
+        Args:
+            number: A number.
+        """
+        self.calls.append(number)
+        return str(number)
+
+    def worth(self):
+        return float(sum(self.calls))
+
+
+ROOM = EnvironmentClass(
+    "room",
+    Room,
+    tools_of(Room, public=True, reserved=("enter", "worth")),
+    frozenset(("reset", "score")),
+    renamed={"reset": "enter", "score": "worth"},
+    arguments=lambda reset, row, seed: {"colour": row["colour"]},
+    takes_place=True,
+    reward_name="Room",
+    starts_alike=False,
+)
+
+
+def acts(text, sample, turn):
+    return call("act", number=sample + 1) if turn == 0 else "done"
+
+
+def test_an_environment_may_have_other_names_and_start_differently_within_a_group():
+    groups, script = played(acts, environments=ROOM, num_prompts=2, example={"colour": "red"})
+    rollouts = [row for group in groups for row in group]
+    assert [row.environment.place for row in rollouts] == [0, 1, 2, 3]  # whichever started first
+    assert [row.environment_reward for row in rollouts] == [1.0, 2.0, 1.0, 2.0]
+    assert [row.example["prompt"][-1]["content"] for row in groups[0]] == [
+        f"go You enter the red room {n}." for n in (0, 1)
+    ]
+    assert not np.array_equal(groups[0][0].prompt_ids, groups[0][1].prompt_ids)
+    for row in rollouts:  # each continued its own prompt
+        assert [message["role"] for message in row.messages or ()] == ["assistant", "tool", "assistant"]
+    assert sum("room 1" in text for text in script.prompts) == sum("room 0" in text for text in script.prompts) == 4
+
+
+def test_functions_receive_the_environments_and_rewards_have_their_names():
+    [group], _ = played(acts, environments=ROOM, example={"colour": "red"})
+    [reward] = environment_rewards(ROOM)
+    assert reward.name == "Room"
+    assert reward.function(group) == [[0.0, 1.0], [0.0, 2.0]]  # of the turns
+    given = arguments_for(Reward("calls", print, frozenset(("environments",))), group, TrainerState(), {})
+    assert [each.calls for each in given["environments"]] == [[1], [2]]

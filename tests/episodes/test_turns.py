@@ -1,0 +1,380 @@
+"""Episodes of several turns in training: what the model did not sample counts nowhere, from the loss to the logs."""
+
+import itertools
+import json
+from dataclasses import fields, replace
+from functools import partial
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from groupax import init_model
+from groupax.events import TokenScores
+from groupax.metrics.completions import completion_metrics
+from groupax.models.decoder import logits
+from groupax.models.execution import DIRECT
+from groupax.parallel.mesh import num_data_shards
+from groupax.rewards.lengths import cosine_length, soft_overlong
+from groupax.rewards.text import completion_text
+from groupax.rollouts.rows import masked_ends, row_of
+from groupax.rollouts.state import Experience
+from groupax.runs.checkpoints.record import read_rollout, write_rollout
+from groupax.runs.folder import RunFolder
+from groupax.settings.objective import MaskSettings, ObjectiveSettings
+from groupax.training.batch import denominators, pack
+from groupax.training.step import all_reduce, micro_step, shard_batch, zero_grads
+from groupax.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
+from groupax.view.rollouts import read_step
+from groupax.view.token_values import token_values
+from tests.conftest import TINY, rest_heavy
+from tests.runs.test_checkpoints import assert_same_end, checkpoint
+from tests.training.test_trainer import a_trainer, lines_of
+
+HOSTILE = "<tool_call>\x00\x1b[31m </tool_call> \ud800 ü"
+CALL = CallRecord("search", {"query": HOSTILE, "k": [1, {"deep": None}]}, HOSTILE, 0.1 + 0.2, "timed out")
+
+
+def an_episode(sample_index=0, spans=((0, 3), (5, 6), (9, 12)), num_tokens=13, **changes):
+    """A rollout of several turns: the tokens of the environment have log-probs of 0."""
+    mask = np.zeros(num_tokens, bool)
+    for start, end in spans:
+        mask[start:end] = True
+    logps = np.where(mask, -1.0 - np.arange(num_tokens) / 8, 0.0).astype(np.float32)
+    turns = tuple(
+        Turn(start, end, f"turn {start}", (CALL,) * (start > 0), start / 10, {"right": start / 7})
+        for start, end in spans
+    )
+    given = {
+        "prompt_index": 0,
+        "sample_index": sample_index,
+        "example": {"prompt": [{"role": "user", "content": "q"}]},
+        "prompt_ids": np.arange(4, dtype=np.int32),
+        "completion_ids": np.arange(num_tokens, dtype=np.int32),
+        "policy_logps": logps,
+        "sampler_logps": np.where(mask, logps + 0.5, 0.0).astype(np.float32),
+        "finish_reason": "done",
+        "policy_version": 3,
+        "text": "the whole",
+        "rewards": {"right": 0.5, "other": None},
+        "advantage": 0.7,
+        "mask": mask,
+        "turns": turns,
+        "messages": ({"role": "assistant", "content": HOSTILE}, {"role": "tool", "name": "search", "content": "4"}),
+        "turn_advantages": (0.1 + 0.2, -1.0, 2.0)[: len(spans)],
+    }
+    return Rollout(**{**given, **changes})
+
+
+def one_turn(sample_index=1, num_tokens=5, finish_reason="stop"):
+    ids, logps = np.arange(num_tokens, dtype=np.int32), -np.ones(num_tokens, np.float32)
+    prompt = {"prompt": [{"role": "user", "content": "q"}]}
+    prompt_ids = np.arange(4, dtype=np.int32)
+    rewards = {"right": 1.0, "other": 0.0}
+    return Rollout(0, sample_index, prompt, prompt_ids, ids, logps, logps, finish_reason, 3, "abc", rewards, 0.5)
+
+
+# -- records
+
+
+def test_a_completion_is_one_turn_of_sampled_tokens_by_default():
+    rollout = one_turn()
+    assert rollout.mask.all()
+    assert rollout.turns == (Turn(0, 5, "abc"),)
+    assert rollout.completion == [{"role": "assistant", "content": "abc"}]
+    assert an_episode().completion == [*an_episode().messages]
+    assert (rollout.num_sampled_tokens, an_episode().num_sampled_tokens) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": np.ones(4, bool)}, r"a bool for each of its 13 completion tokens, got bool \[4\]"),
+        ({"mask": np.ones(13)}, "got float64"),
+        ({"turns": (Turn(0, 6, ""), Turn(5, 12, ""))}, r"must follow each other .* \[\(0, 6\), \(5, 12\)\]"),
+        ({"turns": (Turn(0, 14, ""),)}, "must follow each other within its 13"),
+        ({"turns": (Turn(0, 6, ""),)}, "token 9 of a rollout is marked as sampled, and it is in none of its 1 turns"),
+        ({"turn_advantages": (1.0,)}, "one number per turn, got 1 for 3 turns"),
+    ],
+)
+def test_turns_that_do_not_fit_the_tokens_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        an_episode(**changes)
+
+
+def test_a_row_has_the_advantage_of_each_turn_or_of_the_episode():
+    row = row_of(an_episode(), 7, TRUNCATIONS, with_sampler_logps=True)
+    a, b, c = np.float32(0.1 + 0.2), -1, 2
+    assert row.advantages.tolist() == [a, a, a, 0, 0, b, 0, 0, 0, c, c, c, 0]
+    assert (row.group, row.policy_version) == (7, 3)
+    whole = row_of(an_episode(turn_advantages=None), 7, TRUNCATIONS, with_sampler_logps=False)
+    assert whole.advantages.tolist() == [np.float32(0.7) if sampled else 0 for sampled in whole.mask]
+    assert whole.sampler_logp is None
+
+
+def test_every_end_by_a_limit_is_a_truncation():
+    def counts(reason, setting):
+        ends = masked_ends(MaskSettings(mask_truncated_completions=setting))
+        row = row_of(an_episode(finish_reason=reason), 0, ends, with_sampler_logps=False)
+        assert row.is_failure == (reason in FAILURES)
+        assert not row.mask.any() or (row.mask == an_episode().mask).all()
+        return bool(row.mask.any())
+
+    for reason in get_args(EpisodeEnd):
+        lost = reason in FAILURES
+        assert counts(reason, False) == (not lost)
+        assert counts(reason, True) == (not lost and reason not in TRUNCATIONS)
+        assert counts(reason, ("max_turns", "parse_error")) == (not lost and reason not in ("max_turns", "parse_error"))
+
+
+# -- loss and gradient
+
+
+def ragged_rows(rng):
+    """Rows of one to four turns, with advantages that differ between them; one row does not count at all."""
+    rows = []
+    for group, prompt_length in enumerate((1, 7, 19)):
+        prompt = rng.integers(2, 96, prompt_length)
+        for num_turns in (1, 2, 4):
+            sizes = rng.integers(1, 7, 2 * num_turns)
+            mask = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
+            advantages = np.repeat(rng.normal(size=len(sizes)), sizes).astype(np.float32)
+            old, ref = (rng.normal(-4.5, 0.4, (2, len(mask)))).astype(np.float32)
+            mask = mask & (len(rows) != 4)
+            tokens = rng.integers(2, 96, len(mask))
+            rows.append(Row(group, prompt, tokens, mask, advantages, old * mask, old_logp=old, ref_logp=ref))
+    return rows
+
+
+def loss_and_slope(settings, w, A, logp):
+    """The policy loss of sampled tokens, and its derivative by their log-probs, for one ratio per token."""
+    if settings.loss_type == "cispo":
+        weight = np.minimum(w, settings.upper_epsilon)
+        return -weight * A * logp, -weight * A
+    if settings.loss_type == "sapo":
+        tau = np.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+        gate = 1 / (1 + np.exp(-tau * (w - 1)))
+        return -4 / tau * gate * A, -4 * gate * (1 - gate) * w * A
+    clipped = np.clip(w, 1 - settings.epsilon, 1 + settings.upper_epsilon)
+    return -np.minimum(w * A, clipped * A), np.where(w * A <= clipped * A, -A * w, 0.0)
+
+
+@partial(jax.jit, static_argnums=0)
+def row_logps(config, params, tokens):
+    return jax.nn.log_softmax(logits(config, params, tokens[None])[0])
+
+
+def reference(settings, rows, model):
+    """Loss and gradients row by row: formulas in float64 over the sampled tokens alone, without packing or padding."""
+    total, grads = 0.0, jax.tree.map(lambda x: np.zeros(x.shape), model.params)
+    num_rows, num_tokens = sum(row.mask.any() for row in rows), sum(row.mask.sum() for row in rows)
+    for row in rows:
+        if not row.mask.any():
+            continue
+        start = len(row.prompt) - 1
+        sampled = start + np.flatnonzero(row.mask), row.completion[row.mask]
+        tokens = jnp.asarray(np.concatenate([row.prompt, row.completion]))
+        logp, pullback = jax.vjp(
+            lambda params, t=tokens, at=sampled: row_logps(model.config, params, t)[at], model.params
+        )
+        logp = np.asarray(logp, np.float64)
+        A, old, ref = (x[row.mask].astype(np.float64) for x in (row.advantages, row.old_logp, row.ref_logp))
+        r = logp - old
+        w = np.exp(r if settings.importance_sampling_level == "token" else np.full_like(r, r.mean()))
+        loss, slope = loss_and_slope(settings, w, A, logp)
+        d = ref - logp
+        kl = np.exp(d) - d - 1
+        loss, slope = loss + settings.beta * kl * w, slope + settings.beta * w * (kl + 1 - np.exp(d))
+        by_row = {"grpo": 1 / len(r), "sapo": 1 / len(r), "luspo": 1.0, "dr_grpo": 1 / settings.max_completion_length}
+        weight = by_row[settings.loss_type] / num_rows if settings.loss_type in by_row else 1 / num_tokens
+        total += weight * loss.sum()
+        (grad,) = pullback(jnp.asarray(weight * slope, jnp.float32))
+        grads = jax.tree.map(lambda a, b: a + np.asarray(b, np.float64), grads, grad)
+    return total, grads
+
+
+def packed_gradient(settings, rows, model, budget, share_prefix="auto"):
+    """The same from the trainer's micro-batches, with their sums for metrics."""
+    counts = denominators(rows, with_masked_rows=False)
+    static = {"config": model.config, "settings": settings, "mesh": model.mesh}
+    totals = zero_grads(model.params, **static)
+    for part in pack(rows, num_data_shards(model.mesh), budget, share_prefix=share_prefix)[0]:
+        batch = shard_batch(part.batch, model.mesh)
+        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static, execution=DIRECT)
+    totals = all_reduce(totals, config=model.config, mesh=model.mesh)
+    return float(totals.loss), totals.grads, totals.metrics
+
+
+@pytest.fixture(scope="module")
+def model():
+    return init_model({**TINY, "num_hidden_layers": 1}, seed=1)
+
+
+CASES = [("grpo", "token"), ("dapo", "sequence_token")]
+LOSSES = "grpo", "dapo", "cispo", "sapo", "dr_grpo", "luspo"
+CASES += [case for case in itertools.product(LOSSES, ("token", "sequence_token")) if case not in CASES]
+
+
+@pytest.mark.parametrize(("loss_type", "level"), rest_heavy(CASES, quick=2))
+@pytest.mark.heavy
+def test_packed_episodes_have_the_loss_and_gradient_of_each_row_by_itself(model, loss_type, level):
+    settings = ObjectiveSettings(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.1,
+        epsilon_high=2.0 if loss_type == "cispo" else 0.28,
+        max_completion_length=32,
+    )
+    rows = ragged_rows(np.random.default_rng(2))
+    loss, grads = reference(settings, rows, model)
+    assert max(np.abs(grad).max() for grad in jax.tree.leaves(grads)) > 1e-2
+    for budget, share in ((48, "never"), (4096, "always")):
+        found, found_grads, _ = packed_gradient(settings, rows, model, budget, share)
+        assert found == pytest.approx(loss, abs=1e-6)
+        for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.heavy
+def test_rows_without_any_token_change_nothing_and_may_be_alone(model):
+    settings = ObjectiveSettings(loss_type="grpo", beta=0.1)
+    rows, none = ragged_rows(np.random.default_rng(2)), np.zeros(0, np.float32)
+    empty = [
+        Row(row.group, row.prompt, np.zeros(0, np.int64), none > 0, none, none, old_logp=none, ref_logp=none)
+        for row in (rows[0], rows[3])
+    ]
+    before, after = (packed_gradient(settings, given, model, 48) for given in (rows, [*empty, *rows]))
+    assert after[0] == pytest.approx(before[0], abs=1e-6)
+    loss, grads, _ = packed_gradient(settings, empty, model, 48)
+    assert loss == 0
+    assert not any(np.asarray(grad).any() for grad in jax.tree.leaves(grads))
+    assert not any(
+        np.asarray(grad).any() for grad in jax.tree.leaves(packed_gradient(settings, empty[:1], model, 48)[1])
+    )
+
+
+# -- metrics, rewards and logs
+
+
+def test_metrics_count_sampled_tokens_only():
+    rollouts = [an_episode(), one_turn(), an_episode(2, finish_reason="max_turns")]
+    metrics = completion_metrics(rollouts)
+    assert metrics["completions/mean_length"] == pytest.approx((7 + 5 + 7) / 3)
+    assert metrics["completions/max_terminated_length"] == 7
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert metrics["rollout/sampler_gap_mean"] == pytest.approx(0.5 * 14 / 19)
+
+
+def test_length_rewards_count_sampled_tokens_only():
+    ids, mask = [[0] * 10, [0] * 10], [[True] * 10, [True] * 4 + [False] * 6]
+    assert soft_overlong(ids, max_length=10, buffer=8) == [-1, -1]
+    assert soft_overlong(ids, max_length=10, buffer=8, completion_mask=mask) == [-1, -0.25]
+    assert cosine_length(["4", "4"], ids, ["4", "4"], max_length=10, completion_mask=mask)[0] == 0.5
+    assert cosine_length(["4", "4"], ids, ["4", "4"], max_length=10, completion_mask=mask)[1] > 0.5
+
+
+def test_the_answer_of_an_episode_is_the_last_thing_that_the_model_wrote():
+    call = {"role": "assistant", "tool_calls": []}
+    result = {"role": "tool", "content": "5"}
+    assert completion_text([call, result, {"role": "assistant", "content": "4"}]) == "4"
+    assert completion_text([{"role": "assistant", "content": "4"}, result]) == "4"
+    assert completion_text([call, result]) == ""
+
+
+def test_the_rollout_log_keeps_turns_and_the_view_counts_what_was_sampled(tmp_path):
+    run = RunFolder(tmp_path)
+    scores = {index: TokenScores(np.full(n, -2.0), np.ones(n)) for index, n in enumerate((13, 5))}
+    run.write_rollouts(1, [an_episode(), one_turn()], scores)
+    run.write_rollouts(2, [one_turn(0), one_turn(1)], scores)
+    path, of_one_turn = (tmp_path / "rollouts" / f"step_00000{step}.parquet" for step in (1, 2))
+    table = pyarrow.parquet.read_table(path).to_pylist()
+    assert table[0]["mask"] == an_episode().mask.tolist()
+    turns = json.loads(table[0]["turns"])
+    assert [(turn["start"], turn["end"], turn["reward"]) for turn in turns] == [(0, 3, 0.0), (5, 6, 0.5), (9, 12, 0.9)]
+    assert turns[1]["calls"] == [{**vars(CALL), "arguments": dict(CALL.arguments)}]
+    assert json.loads(table[0]["messages"])[0]["content"] == HOSTILE
+    assert (table[1]["mask"], table[1]["messages"]) == ([True] * 5, None)
+    assert read_step(path).num_tokens.tolist() == [7, 5]
+    values = token_values(path, 0, "policy_logps")
+    assert np.isnan(values[0]["values"]).tolist() == (~an_episode().mask).tolist()
+    assert not np.isnan(values[1]["values"]).any()
+
+    assert not {"mask", "turns", "messages"} & set(pyarrow.parquet.read_schema(of_one_turn).names)
+    assert read_step(of_one_turn).num_tokens.tolist() == [5, 5]
+
+
+def test_a_column_named_mask_that_is_none_is_not_read_as_one(tmp_path):
+    run = RunFolder(tmp_path)
+    run.write_rollouts(1, [one_turn(0), one_turn(1)])
+    path = tmp_path / "rollouts" / "step_000001.parquet"
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.append_column("mask", pyarrow.array(["x", "y"])), path)
+    assert read_step(path).num_tokens.tolist() == [5, 5]
+
+
+# -- checkpoints
+
+
+def test_a_checkpoint_keeps_episodes_in_progress(tmp_path):
+    groups = [[an_episode(), one_turn()], [an_episode(0, prompt_index=1, turn_advantages=None), one_turn(1)]]
+    groups[1][1] = replace(groups[1][1], prompt_index=1)
+    experience = Experience(groups, {"reward": 0.5}, {}, first_prompt=0, num_tokens=9)
+    write_rollout(experience, tmp_path)
+    state = {"metrics": {"reward": 0.5}, "errors": {}, "first_prompt": 0, "num_tokens": 9, "num_used": 0}
+    found, _ = read_rollout(tmp_path, state, lambda _: ({"prompt": [{"role": "user", "content": "q"}]}, None))
+    pairs = [*zip(itertools.chain(*groups), itertools.chain(*found.groups), strict=True)]
+    assert len(pairs) == 4
+    for (a, b), field in itertools.product(pairs, fields(Rollout)):
+        np.testing.assert_equal(getattr(b, field.name), getattr(a, field.name), err_msg=field.name)
+        assert type(getattr(b, field.name)) is type(getattr(a, field.name)), field.name
+
+
+def with_turns(trainer):
+    """Lets a trainer take the middle of each completion for the environment's, and gives each turn its advantage."""
+    sample = trainer.collector.rollout
+
+    def episode(rollout):
+        num_tokens = len(rollout.completion_ids)
+        if num_tokens < 4:
+            return rollout
+        first, last = num_tokens // 3, 2 * num_tokens // 3
+        mask = (np.arange(num_tokens) < first) | (np.arange(num_tokens) >= last)
+        return replace(
+            rollout,
+            mask=mask,
+            policy_logps=np.where(mask, rollout.policy_logps, np.float32(0.0)),
+            turns=(Turn(0, first, "a", (CALL,)), Turn(last, num_tokens, "b")),
+            messages=({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}),
+            turn_advantages=(rollout.advantage, -0.5 * rollout.advantage),
+        )
+
+    def sampled(*given):
+        experience = sample(*given)
+        return replace(experience, groups=[[episode(each) for each in group] for group in experience.groups])
+
+    trainer.collector.rollout = sampled
+    return trainer
+
+
+@pytest.mark.heavy
+def test_a_run_stopped_between_updates_on_episodes_ends_as_if_it_was_not(tmp_path):
+    settings = {"updates_per_rollout": 2, "num_iterations": 2, "max_steps": 4, "save_steps": 1, "save_total_limit": 0}
+    whole = with_turns(a_trainer(tmp_path / "whole", **settings))
+    whole.train()
+    assert all(line["rollout/logp_diff_max"] < 1e-4 for line in lines_of(tmp_path / "whole"))  # of sampled tokens
+    (tmp_path / "stopped" / "run").parent.mkdir()
+    (tmp_path / "whole" / "run").rename(tmp_path / "stopped" / "run")
+    for step in (2, 3, 4):
+        for path in sorted(checkpoint(tmp_path / "stopped", step).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        checkpoint(tmp_path / "stopped", step).rmdir()
+    resumed = with_turns(a_trainer(tmp_path / "stopped", **settings))
+    resumed.train()
+    assert_same_end(resumed, whole)
+    plain = a_trainer(tmp_path / "plain", **settings)
+    plain.train()
+    loss_tokens = [[line["loss_tokens"] for line in lines_of(tmp_path / name)] for name in ("stopped", "plain")]
+    assert loss_tokens[0][0] < loss_tokens[1][0]

@@ -1,0 +1,423 @@
+"""LoRA: what is trained, what stays, what is written, what is refused."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
+from groupax.models.adapted import AdaptedWeight, apply_adapter
+from groupax.models.decoder import logits
+from groupax.models.lora import adapter_specs, as_lora_config, count_params, trainable_params_line
+from groupax.training.batch import pack
+from groupax.types import Row
+from tests.conftest import TINY
+from tests.training.test_trainer import a_trainer, lines_of
+
+MODEL = {**TINY, "vocab_size": 13}
+
+
+def a_base(seed=0, **settings):
+    """A random model whose layers decide: with embeddings of its usual size no direction is much likelier."""
+    model = init_model({**MODEL, **settings}, seed=seed)
+    return replace(model, params={**model.params, "embed": 20.0 * model.params["embed"]})
+
+
+def trained_randomly(model, seed=0):
+    """The model with its adapter's weights moved at random."""
+    rng = np.random.default_rng(seed)
+    trained = jax.tree.map(
+        lambda x: x + 0.1 * jnp.asarray(rng.normal(size=x.shape), jnp.float32), model.adapter.trained
+    )
+    adapter = replace(model.adapter, trained=trained)
+    return replace(model, params=apply_adapter(adapter.frozen, trained), adapter=adapter)
+
+
+def all_logits(model):
+    return np.asarray(logits(model.config, model.params, jnp.arange(12, dtype=jnp.int32)[None]))
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+# -- which weights
+
+
+def test_the_notebooks_line_from_shapes_alone():
+    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+    llama = {**TINY, **sizes, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    from groupax.models.families import read_config
+
+    seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for targets in (seven, "all-linear", r".*_proj"):
+        line = trainable_params_line(*count_params(read_config(llama), LoRAConfig(r=8, target_modules=targets)))
+        assert line == "trainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.2605"
+
+
+@pytest.mark.parametrize(
+    ("lora", "adapted"),
+    [
+        ({"target_modules": ("q_proj", "v_proj")}, ["q", "v"]),
+        ({"target_modules": ("self_attn.q_proj",)}, ["q"]),
+        ({"target_modules": r".*mlp\..*"}, ["gate", "up", "down"]),
+        ({"target_modules": ("q_proj",), "bias": "lora_only"}, ["q", "q_bias"]),
+        ({"target_modules": ("q_proj",), "bias": "all"}, ["q", "q_bias", "k_bias", "v_bias"]),
+        ({"target_modules": ("q_proj",), "modules_to_save": ("post_attention_layernorm",)}, ["q", "mlp_norm"]),
+    ],
+)
+def test_target_modules_choose_as_in_peft(lora, adapted):
+    config = init_model({**TINY, "model_type": "qwen2"}).config
+    assert {name for layer in adapter_specs(config, LoRAConfig(**lora))["layers"] for name in layer} == set(adapted)
+
+
+def test_ranks_and_scales():
+    assert LoRAConfig(r=4, lora_alpha=8).scale == 2
+    assert LoRAConfig(r=4, lora_alpha=8, use_rslora=True).scale == 4
+    assert LoRAConfig(target_modules={"v_proj", "q_proj"}) == LoRAConfig(target_modules=("q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": 0}, "r must be an integer of at least 1"),
+        ({"lora_alpha": 0}, "lora_alpha must be a finite number above 0"),
+        ({"lora_dropout": 1.0}, "below 1, got 1.0"),
+        ({"target_modules": ()}, "target_modules is empty"),
+        ({"modules_to_save": "lm_head"}, "must be a list of names"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ("q_prj",)}, r"names 'q_prj', which is not a module of the model; .*did you mean q_proj"),
+        ({"target_modules": "nothing"}, "'nothing' matches no module"),
+        ({"target_modules": ("embed_tokens",)}, "not a matrix of a layer; train it fully with modules_to_save"),
+        ({"modules_to_save": ("embed_tokens",)}, "also uses as its head"),
+    ],
+    ids=str,
+)
+def test_modules_that_cannot_be_adapted(settings, message):
+    with pytest.raises(ValueError, match=message):
+        add_adapter(init_model(TINY), LoRAConfig(**settings))
+
+
+def test_fused_matrices_are_refused_and_the_others_named():
+    phi = init_model({**TINY, "model_type": "phi3"}).config
+    with pytest.raises(
+        ValueError, match=r"_proj fused or stacked with other matrices .*; target_modules may name down_proj, o_proj$"
+    ):
+        adapter_specs(phi, LoRAConfig())
+    layer = adapter_specs(phi, LoRAConfig(target_modules=("o_proj", "down_proj")))["layers"][0]
+    assert set(layer) == {"o", "down"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern="),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
+        ({"megatron_config": 0.0}, r"megatron_config=0\.0"),
+        ({"init_lora_weights": "pissa"}, "which changes the base"),
+        ({"inference_mode": True}, "freezes a new adapter"),
+        (
+            {"layers_to_transform": [], "alpha_pattern": {}, "layers_pattern": "", "use_dora": False, "r": 0},
+            "r must be",
+        ),
+    ],
+    ids=str,
+)
+def test_adapters_of_another_kind_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        as_lora_config(settings)
+    with pytest.raises(ValueError, match=r"must be a LoRAConfig or a peft\.LoraConfig, got int"):
+        as_lora_config(3)
+
+
+@pytest.mark.parametrize("how", [False, "gaussian", "orthogonal", "eva"])
+def test_only_the_usual_beginning_of_an_adapter_is_done(how):
+    settings = {"peft_type": "LORA", "init_lora_weights": how}
+    for given in (settings, SimpleNamespace(**settings)):
+        with pytest.raises(ValueError, match=f"init_lora_weights is {how!r}; .* leave it at True"):
+            as_lora_config(given)
+    trained = {**settings, "eva_config": {"rho": 1.0}, "inference_mode": True}
+    assert as_lora_config(trained, has_weights=True) == as_lora_config({"peft_type": "LORA"})
+
+
+# -- the arrays
+
+
+def test_a_new_adapter_changes_nothing_and_shares_the_base(tiny_model):
+    model = add_adapter(tiny_model, LoRAConfig(r=4))
+    np.testing.assert_array_equal(all_logits(model), all_logits(tiny_model))
+    assert model.params["layers"][0]["q"].base is tiny_model.params["layers"][0]["q"]
+    assert model.params["embed"] is tiny_model.params["embed"]
+    a = model.adapter.trained["layers"][0]["down"].a
+    assert a.shape == (4, 64)
+    assert 0.9 / 8 < np.abs(a).max() <= 1 / 8  # uniform within 1 / sqrt(64)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        add_adapter(model, LoRAConfig())
+
+
+@pytest.mark.heavy
+def test_merged_is_unmerged(tmp_path, tiny_model):
+    model = trained_randomly(add_adapter(tiny_model, LoRAConfig(r=4, lora_alpha=16)))
+    assert np.abs(all_logits(model) - all_logits(tiny_model)).max() > 0.01
+    merged = load_model(save_model(model, tmp_path / "merged"))
+    assert merged.adapter is None
+    np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
+
+
+@pytest.mark.heavy
+def test_an_adapter_of_a_mixtures_dense_layers_survives_the_disk(tmp_path):
+    """Its feed-forward part has the names of experts, which are not adapted."""
+    mixture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}
+    mixture |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    save_model(init_model({**TINY, **mixture}), tmp_path / "base")
+    model = trained_randomly(add_adapter(load_model(tmp_path / "base"), LoRAConfig(r=3)))
+    save_adapter(model, tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {"q_proj", "model.layers.0.mlp.gate_proj"} <= set(settings["target_modules"])
+    np.testing.assert_array_equal(all_logits(load_model(tmp_path / "adapter")), all_logits(model))
+
+
+@pytest.mark.heavy
+def test_an_adapter_survives_the_disk(tmp_path):
+    save_model(init_model(TINY), tmp_path / "base")
+    lora = LoRAConfig(r=3, lora_alpha=5, target_modules=("q_proj", "up_proj"), modules_to_save=("model.norm",))
+    model = trained_randomly(add_adapter(load_model(tmp_path / "base"), lora))
+    save_adapter(model, tmp_path / "adapter")
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        ".groupax_files.json",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    again = load_model(tmp_path / "adapter")
+    np.testing.assert_array_equal(all_logits(again), all_logits(model))
+    assert again.adapter.config == lora
+    assert again.adapter.base_name == str(tmp_path / "base")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"the base of the adapter in .* cannot be loaded"):
+        load_model(tmp_path / "adapter")
+    np.testing.assert_array_equal(
+        all_logits(load_model(tmp_path / "adapter", base=tmp_path / "moved")), all_logits(model)
+    )
+    with pytest.raises(ValueError, match="is a model and not an adapter"):
+        load_model(tmp_path / "moved", base=tmp_path / "moved")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "pickled adapters are never loaded"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-50]), "damaged or truncated"),
+        (lambda path: rename_first(path), "it lacks .*does not belong"),
+        (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
+        (lambda path: set_config(path, base_model_name_or_path=None), "does not name the adapter's base"),
+        (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is not a module"),
+    ],
+)
+def test_damaged_adapters(tmp_path, damage, message):
+    save_model(init_model(TINY), tmp_path / "base")
+    save_adapter(add_adapter(load_model(tmp_path / "base"), LoRAConfig(r=3)), tmp_path / "adapter")
+    damage(tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "adapter")
+
+
+def rename_first(path):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path)
+    name = sorted(tensors)[0]
+    save_file({**{k: v for k, v in tensors.items() if k != name}, "other": tensors[name]}, path)
+
+
+def set_config(path, **changes):
+    file = path.with_name("adapter_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# -- training
+
+
+@pytest.mark.drawn(2, "learns")
+@pytest.mark.heavy
+def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
+    model = a_base()
+    before = [x.copy() for x in leaves(model.params)]
+    trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=1e-2, max_steps=32, beta=1e-3)
+    num_trained = count_params(model.config, trainer.model.adapter.config)[0]
+    assert sum(x.size for x in leaves(trainer.learner.state.params)) == num_trained
+    assert sum(x.size for x in leaves(trainer.learner.state.opt_state)) < 2 * num_trained + 8
+    trainer.train()
+    for a, b in zip(before, leaves(trainer.learner.frozen.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert trainer.learner.reference is trainer.learner.frozen.params
+    assert trainer.learner.reference["embed"] is model.params["embed"], "no copy of the base"
+    lines = lines_of(tmp_path)
+    assert lines[0]["reward"] < 0.3
+    assert lines[-1]["reward"] > 0.7
+    assert abs(lines[0]["kl"]) < 1e-7 < lines[-1]["kl"]
+    assert max(line["rollout/logp_diff_max"] for line in lines) < 1e-5
+    files = {path.name for path in (tmp_path / "run" / "model").iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"}
+    assert "model.safetensors" not in files
+
+
+@pytest.mark.heavy
+def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
+    model = init_model({**MODEL, "model_type": "qwen2", "tie_word_embeddings": False})
+    lora = LoRAConfig(r=2, target_modules=("q_proj",), bias="all", modules_to_save=("lm_head", "model.norm"))
+    args = {"learning_rate": 1e-2, "max_steps": 2, "weight_decay": 0.1}
+    trainer = a_trainer(tmp_path, model=model, peft_config=lora, **args)
+    start = jax.device_get(trainer.learner.state.params)
+    trainer.train()
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), start, jax.device_get(trainer.learner.state.params))
+    k_biases = [layer.pop("k_bias") for layer in moved["layers"]]  # the softmax does not see a change of them
+    assert all(jax.tree.leaves(moved))
+    assert len(k_biases) == 2
+    policy = trainer.learner.policy
+    assert isinstance(policy["layers"][0]["q"], AdaptedWeight)
+    np.testing.assert_array_equal(policy["head"], trainer.learner.state.params["head"])
+
+
+@pytest.mark.drawn(4, "resume")
+@pytest.mark.heavy
+def test_an_adapter_goes_on_where_it_was(tmp_path):
+    save_model(init_model(MODEL, seed=0), tmp_path / "base")
+    first = a_trainer(tmp_path, model=str(tmp_path / "base"), lora_r=4, learning_rate=3e-2)
+    first.train()
+    again = a_trainer(tmp_path / "again", model=str(tmp_path / "run" / "model"), max_steps=1, learning_rate=1e-3)
+    for a, b in zip(leaves(first.learner.state.params), leaves(again.learner.state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    again.train()
+    config = json.loads((tmp_path / "again" / "run" / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    with pytest.raises(ValueError, match="has an adapter already; merge it first"):
+        a_trainer(tmp_path / "both", model=str(tmp_path / "run" / "model"), lora_r=4)
+
+
+def test_the_lines_of_trainable_parameters(tmp_path, capsys):
+    a_trainer(tmp_path, lora_r=2, lora_target_modules=("q_proj",)).print_trainable_parameters()
+    a_trainer(tmp_path).print_trainable_parameters()
+    adapter, whole = capsys.readouterr().out.splitlines()
+    assert adapter == "trainable params: 128 || all params: 9,856 || trainable%: 1.2987"
+    assert whole == "trainable params: 9,728 || all params: 9,728 || trainable%: 100.0000"
+
+
+@pytest.mark.optimized
+@pytest.mark.heavy
+def test_low_rank_changes_in_bfloat16(tmp_path):
+    a_trainer(tmp_path, lora_r=4, dtype="bfloat16", decoding_weights="bfloat16", rollout_correction="token_truncate")
+    trainer = a_trainer(tmp_path, lora_r=4, dtype="bfloat16", max_steps=2)
+    trainer.train()
+    assert trainer.learner.policy["layers"][0]["q"].change.a.dtype == jnp.bfloat16
+    assert trainer.learner.frozen.params["embed"].dtype == jnp.bfloat16
+    assert trainer.learner.state.params["layers"][0]["q"].a.dtype == jnp.float32
+
+
+@pytest.mark.heavy
+def test_rollouts_decode_the_adapted_model_in_8_bits(tmp_path):
+    trainer = a_trainer(
+        tmp_path,
+        lora_r=4,
+        decoding_weights="int8",
+        rollout_correction="token_truncate",
+        max_steps=2,
+        learning_rate=3e-2,
+    )
+    trainer.train()
+    trainer.engine.params = trainer.learner.policy
+    q = trainer.engine.params["layers"][0]["q"]
+    assert q.base.qvalue.dtype == jnp.int8
+    np.testing.assert_array_equal(q.change.b, trainer.learner.state.params["layers"][0]["q"].b)
+    assert 0 < lines_of(tmp_path)[1]["rollout/logp_diff_max"] < 0.1
+
+
+# -- dropout
+
+
+@pytest.mark.long
+def test_dropout_does_not_depend_on_micro_batches(tmp_path):
+    results = {}
+    for name, options in (("whole", {}), ("small", {"micro_batch_tokens": 16}), ("never", {"share_prefix": "never"})):
+        trainer = a_trainer(tmp_path / name, lora_r=4, lora_dropout=0.5, optimizer="sgd", max_steps=2, **options)
+        trainer.train()
+        results[name] = leaves(trainer.learner.state.params)
+    for other in ("small", "never"):
+        for a, b in zip(results["whole"], results[other], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-7, err_msg=other)
+    without = a_trainer(tmp_path / "without", lora_r=4, optimizer="sgd", max_steps=2)
+    without.train()
+    assert any((a != b).any() for a, b in zip(results["whole"], leaves(without.learner.state.params), strict=True))
+
+
+def test_the_inputs_that_are_left_out():
+    from groupax.models.adapted import Dropout, FrozenBase
+
+    lora = LoRAConfig(r=4, lora_dropout=0.25)
+    model = add_adapter(init_model(TINY), lora)
+    tokens = jnp.array([5, 6, 5], jnp.uint32)
+    dropout = Dropout(jax.random.key(0), tokens, np.float32(0.25))
+    params = apply_adapter(FrozenBase(model.adapter.frozen.params, np.float32(1.0)), model.adapter.trained, dropout)
+    from groupax.models.adapted import _apply_dropout
+
+    masks = [
+        np.asarray(_apply_dropout(jnp.ones((3, 4000)), params["layers"][i][name].dropout))
+        for i, name in ((0, "q"), (1, "q"))
+    ]
+    assert set(np.unique(masks[0])) == {0.0, np.float32(1 / 0.75)}
+    assert abs((masks[0] == 0).mean() - 0.25) < 0.02
+    np.testing.assert_array_equal(masks[0][0], masks[0][2])
+    assert (masks[0][0] != masks[0][1]).any()
+    assert (masks[0] != masks[1]).any()
+
+
+def test_tokens_have_the_same_number_wherever_they_are_computed():
+    rows = [
+        Row(g, np.arange(5 + g), np.arange(1 + r), np.ones(1 + r, bool), np.ones(1 + r), np.zeros(1 + r))
+        for g in range(2)
+        for r in range(3)
+    ]
+    seen = []
+    for budget in (8, 4096):
+        numbers = set()
+        for part in pack(rows, 2, budget, share_prefix="always")[0]:
+            numbers |= set(part.batch.dropout_ids.tolist())
+        seen.append(numbers - {0})
+    assert seen[0] | {0} == seen[1] | {0}
+    assert len(seen[1]) >= 4 + 5 + 2 * (1 + 2 + 3) - 1
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_alpha": 3.0}, "lora_alpha without an adapter: set lora_r"),
+        ({"lora_r": 4, "peft_config": LoRAConfig()}, r"peft_config and lora_r \(4\) both ask"),
+        ({"lora_r": 4, "sync_ref_model": True, "beta": 0.1}, "sync_ref_model moves the reference"),
+        ({"lora_r": 4, "base_weights": "nf4"}, "give the model as a folder or hub id"),
+        ({"base_weights": "nf4"}, "give the model as a folder or hub id, and set lora_r"),
+        ({"lora_r": -1}, "lora_r must be between 0 and"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        a_trainer(tmp_path, **settings)

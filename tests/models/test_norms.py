@@ -1,0 +1,106 @@
+"""Norms: values and gradients against the plain formulas in float64, and what they keep for the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax.models import decoder
+from groupax.models.decoder import _norm_heads
+from groupax.models.families import read_config
+from groupax.models.layers import NORMS
+from tests.conftest import TINY
+
+EPS = 1e-5
+# shapes of x and of a weight: tokens, heads that share a weight, heads that each have one
+SHAPES = {"tokens": ((6, 40), (40,)), "head": ((6, 4, 16), (16,)), "each_head": ((6, 4, 16), (4, 16))}
+
+
+def plain_norm(kind, x, weight):
+    """Computes a norm by its definition, in the dtype of its inputs."""
+    x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    factor = 1 + weight if kind == "zero_centered_rms" else weight
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + EPS) * jnp.broadcast_to(factor, x.shape)
+
+
+def inputs(shapes, dtype):
+    rng = np.random.default_rng(0)
+    of_x, of_weight = shapes
+    x, cotangent = (rng.normal(0.3, 1.5, of_x) for _ in range(2))
+    return tuple(jnp.asarray(each, dtype) for each in (x, rng.normal(1, 0.5, of_weight), cotangent))
+
+
+def value_and_gradients(norm, x, weight, cotangent):
+    y, backward = jax.vjp(norm, x, weight)
+    return (y, *backward(cotangent))
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_and_their_gradients_follow_their_formulas_in_float64(kind, shape, dtype):
+    given = inputs(SHAPES[shape], dtype)
+    ours = jax.jit(lambda *given: value_and_gradients(lambda x, weight: NORMS[kind](x, weight, EPS), *given))(*given)
+    assert [each.dtype for each in ours] == [dtype] * 3
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(np.asarray(each, np.float64)) for each in given)
+        exact = value_and_gradients(lambda x, weight: plain_norm(kind, x, weight), *wide)
+        exact = [np.asarray(each) for each in exact]
+    tolerance = 2e-6 if dtype == jnp.float32 else 0.01
+    for own, true in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(own, np.float64), true, rtol=tolerance, atol=tolerance * np.abs(true).max()
+        )
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_keep_their_input_and_one_or_two_numbers_per_token(kind):
+    x, weight, _ = inputs(SHAPES["tokens"], jnp.bfloat16)
+
+    def backward(x, weight):
+        return jax.vjp(lambda x, weight: NORMS[kind](x, weight, EPS), x, weight)[1]
+
+    saved = jax.eval_shape(backward, x, weight)
+    shapes = sorted((each.shape, str(each.dtype)) for each in jax.tree.leaves(saved))
+    statistics = [((6,), "float32")] * (2 if kind == "layer" else 1)
+    assert shapes == sorted([(x.shape, "bfloat16"), (weight.shape, "bfloat16"), *statistics])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_work_under_checkpointing_loops_and_shards(kind):
+    x, weight, cotangent = inputs(SHAPES["tokens"], jnp.float32)
+
+    def twice(x, weight):
+        layer = jax.checkpoint(lambda x, weight: (NORMS[kind](x, weight, EPS), None))
+        return jax.lax.scan(layer, x, jnp.stack([weight, weight]))[0]
+
+    def one_by_one(x, weight):
+        return NORMS[kind](NORMS[kind](x, weight, EPS), weight, EPS)
+
+    expected = value_and_gradients(one_by_one, x, weight, cotangent)
+    mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    rows, all_rows = jax.P("dp"), jax.P()
+
+    def shard(x, weight, cotangent):
+        y, d_x, d_weight = value_and_gradients(twice, x, weight, cotangent)
+        return y, d_x, jax.lax.psum(d_weight, "dp")
+
+    sharded = jax.shard_map(
+        shard, mesh=mesh, in_specs=(rows, all_rows, rows), out_specs=(rows, rows, all_rows), check_vma=False
+    )
+    for own, true in zip(jax.jit(sharded)(x, weight, cotangent), expected, strict=True):
+        np.testing.assert_allclose(own, true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
+def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
+    config = read_config({**TINY, "model_type": "qwen3"})
+    q, k = (jax.random.normal(jax.random.key(heads), (7, heads, 16)) for heads in (6, 2))
+    weights = [jax.random.normal(jax.random.key(9), x.shape[2 if shared else 1 :]) for x in (q, k)]
+    apart = _norm_heads(config, q, k, *weights)
+    monkeypatch.setattr(decoder, "traced_platform", lambda: "gpu")
+    together = _norm_heads(config, q, k, *weights)
+    for got, wanted in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(got, wanted)

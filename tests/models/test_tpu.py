@@ -1,0 +1,123 @@
+"""`groupax plan` compiles an engine's and a learner's programs for TPUs on a machine that has none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIBTPU = Path(__file__).parents[2] / "build" / "libtpu"
+# A layer of Qwen2.5-0.5B and its vocabulary: widths decide what compiles, layers only how long that takes.
+ONE_LAYER = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151_645,
+}
+# A program that decodes, and what its attention kernel needs: its calls, and copies of a layer's keys or values.
+DECODE = """
+import json, math, sys
+from pathlib import Path
+from groupax.planning.devices import find_target, prepare
+prepare(sys.argv[3], Path(sys.argv[2]))
+from groupax import GRPOConfig
+from groupax.models.families import read_config
+from groupax.parallel.mesh import make_mesh
+from groupax.planning.run import trace_run
+sys.path.insert(0, "benchmarks")
+from hlo import parse_hlo
+config = read_config(json.loads(Path(sys.argv[1]).read_text()) | json.loads(sys.argv[4]))
+target = find_target(sys.argv[3])
+args = GRPOConfig(prompts_per_step=32, max_completion_length=1024, max_prompt_length=512)
+run = trace_run(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
+[program] = [program for program in run.programs if program.name == "decode_chunk"]
+instructions = parse_hlo(program.traced.lower().compile().as_text()).instructions().values()
+size = run.cache.num_slots * run.cache.num_columns * config.num_kv_heads * config.head_dim
+copies = [each for each in instructions if each.opcode.startswith("copy") or each.opcode == "transpose"]
+print(json.dumps({
+    "kernels": sum(each.target == "tpu_custom_call" for each in instructions),
+    "copies": [each.name for each in copies for x in each.arrays if x.dtype == "bf16" and math.prod(x.shape) == size],
+}))
+"""
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.optimized,
+    pytest.mark.skipif(not LIBTPU.is_dir(), reason="no libtpu in build/libtpu; `make parity` puts it there"),
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ONE_LAYER))
+    return str(path)
+
+
+def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
+    out = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "groupax", "plan", "--model", model, "--devices", "v5e-4", "--libtpu", str(LIBTPU)]
+    lengths = "--max_prompt_length 512 --max_completion_length 1024 --prompts_per_step 32 --num_generations 8"
+    told = "--micro_batch_tokens 2048 --json"
+    done = subprocess.run(
+        [*command, *lengths.split(), *told.split(), str(out)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fits: the peak is ")
+    lines = done.stderr.splitlines()
+    assert all(line.endswith(" ...") or "compiled in" in line for line in lines), "libtpu and jax do not complain"
+    [record] = json.loads(out.read_text())
+    programs = {program["name"]: program for program in record["programs"]}
+    assert list(programs) == ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
+    memory = programs["decode_chunk"]["memory"]
+    num_weights = 151_936 * 896 + 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 3 * 896
+    assert memory["policy"] == 2 * num_weights
+    assert memory["masters"] == 4 * num_weights
+    # on each chip 64 rows of 1,024 tokens and 8 prompts of 512, each of 512 bytes and its id, and the prompts' lengths
+    assert memory["kv cache"] == (64 * 1024 + 8 * 512) * (512 + 4) + 8 * 4
+    assert memory["temporary"] < 0.3e9, "the cache is updated in place"
+    assert programs["admit"]["memory"]["temporary"] < 0.5e9
+    assert programs["all_reduce"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
+    for program in programs.values():
+        assert program["total"] < 15.75 * 2**30
+        assert max(program["seconds"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "heads"),
+    [
+        ("v5e-1", {"hidden_size": 1024, "num_attention_heads": 8}),
+        pytest.param(
+            "v5e-1",
+            {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 0},
+            marks=pytest.mark.long,
+        ),
+        pytest.param("v4-8", {}, marks=pytest.mark.long),
+    ],
+)
+def test_decoding_attends_with_a_kernel_that_updates_the_cache_in_place(model, devices, heads):
+    command = [sys.executable, "-c", DECODE, model, str(LIBTPU), devices, json.dumps(heads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"kernels": 1, "copies": []}
+
+
+@pytest.mark.long
+def test_a_step_of_decoding_moves_little_more_than_weights_and_cache():
+    script = str(Path(__file__).parents[2] / "benchmarks" / "tpu_decode.py")
+    done = subprocess.run([sys.executable, script, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    numbers = json.loads(done.stdout)
+    assert numbers["needed_bytes"] > 1.8e9
+    assert numbers["counted_without_placement_bytes"] < 1.5 * numbers["needed_bytes"]
+    assert numbers["temporary_bytes"] < 0.05e9

@@ -1,0 +1,240 @@
+"""The Python on pages that promise to run does run."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import sys
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from groupax import GRPOConfig, SFTConfig, init_model, save_model
+from groupax.cli.main import COMMANDS, main
+from tests.conftest import TINY, rest_heavy
+from tests.data.chat_tokenizers import chat_tokenizer
+from tests.data.test_config_and_data import a_tokenizer
+from tests.training.test_trainer import a_trainer
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+PAGES = [
+    "algorithm.md",
+    "datasets.md",
+    "rewards.md",
+    "evaluation.md",
+    "coming_from_trl.md",
+    "coming_from_easydel.md",
+]
+
+
+HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
+TUTORIALS = ["first_reward.md", "hacked_reward.md", "reading_a_run.md"]  # each goes on where the one before has ended
+# Pages whose Python is run by other tests than `test_python_blocks_run`, and those whose Python cannot run here.
+RUN_ELSEWHERE = {
+    "README.md": "test_the_readme_s_example_trains",
+    "monitoring.md": "test_the_query_of_the_page_about_monitoring_finds_the_rollouts, and tests/runs/test_trackers.py",
+    "serving.md": "test_the_clients_of_the_page_about_serving_are_answered",
+}
+NOT_RUN = {
+    "launching.md": "ray starts actors on the hosts of a TPU slice; tests/launch/test_ray.py has stand-ins for these"
+}
+
+
+@pytest.mark.parametrize("page", rest_heavy([*PAGES, *HEAVY_PAGES], quick=len(PAGES), drawn=2))
+def test_python_blocks_run(page, tmp_path):
+    tokenizer = chat_tokenizer() if page == "episodes.md" else a_tokenizer(eos_token="<eos>")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048 if page == "episodes.md" else 512}
+    save_model(init_model({**TINY, **sizes}), tmp_path / "model", tokenizer)
+    namespace = {"folder": tmp_path / "model"}
+    blocks = python_blocks(DOCS / page)
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)
+    assert blocks
+
+
+def python_blocks(page):
+    return [block for language, block in BLOCK.findall(page.read_text()) if language == "python"]
+
+
+def test_all_python_of_the_pages_is_run_or_has_a_reason():
+    with_python = [page.name for page in [ROOT / "README.md", *DOCS.glob("*.md")] if python_blocks(page)]
+    assert sorted(with_python) == sorted([*PAGES, *HEAVY_PAGES, *TUTORIALS, *RUN_ELSEWHERE, *NOT_RUN])
+
+
+def as_a_reader(page, namespace):
+    """Does what a tutorial tells its reader, with less data and fewer steps; returns the commands that were run."""
+    text = (DOCS / page).read_text()
+    for full, small in {
+        "range(1000)": "range(24)",
+        "800]": "16]",
+        "rows[800:": "rows[16:",
+        "_steps 20": "_steps 2",
+    }.items():
+        text = text.replace(full, small)
+    commands: list[str] = []
+    for language, block in BLOCK.findall(text):
+        file = re.match(r"# (\w+\.py)\n", block)
+        if file:
+            Path(file[1]).write_text(block)
+        elif language == "python":
+            exec(compile(block, page, "exec"), namespace)
+        elif language == "yaml":
+            changed = yaml.safe_load(block) | {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2}
+            lines = Path("run.yaml").read_text().splitlines()
+            kept = [line for line in lines if line.partition(":")[0] not in changed]
+            Path("run.yaml").write_text("\n".join([*kept, yaml.safe_dump(changed)]))
+        commands += [line for line in block.splitlines() if not language and line.startswith(("python ", "groupax "))]
+        for line in block.splitlines() if not language else ():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["python"]:
+                exec(compile(Path(words[1]).read_text(), words[1], "exec"), {})
+            elif words[:1] == ["groupax"] and words[1] != "view" and "Qwen/Qwen2.5-0.5B-Instruct" not in words:
+                assert main([word.replace("groupax/recipes", f"{ROOT}/groupax/recipes") for word in words[1:]]) == 0, (
+                    line
+                )
+    return commands
+
+
+@pytest.mark.heavy
+def test_a_reader_of_the_tutorials_gets_what_they_promise(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace = {}
+    commands = as_a_reader("first_reward.md", namespace)
+    assert [command.split()[1] for command in commands][1:] == ["init", "train", "generate", "report", "train", "train"]
+    assert "groupax train --model" in (tmp_path / "runs/sums/report.md").read_text()
+    sys.modules.pop("my_rewards")
+    as_a_reader("hacked_reward.md", namespace)
+    assert json.loads((tmp_path / "runs/hacked/run.json").read_text())
+    assert "rewards/brief/mean" in (tmp_path / "runs/hacked/metrics.jsonl").read_text()
+    as_a_reader("reading_a_run.md", namespace)
+    assert list(namespace["column"]("runs/sums", "reward")) == [1]
+    sys.modules.pop("my_rewards")
+    assert "before and after" in capsys.readouterr().out
+
+
+@pytest.mark.heavy
+def test_the_query_of_the_page_about_monitoring_finds_the_rollouts(tmp_path, monkeypatch):
+    pytest.importorskip("duckdb", reason="the parity extra has duckdb")
+
+    def right(completions):
+        return [float("a" in text) for text in completions]
+
+    [query] = [block for block in python_blocks(DOCS / "monitoring.md") if "duckdb" in block]
+    a_trainer(tmp_path / "runs" / "len", right, output_dir=str(tmp_path / "runs" / "len"), max_steps=2).train()
+    monkeypatch.chdir(tmp_path)
+    exec(query.replace("duckdb.sql(", "found = duckdb.sql("), namespace := {})
+    assert [step for step, _, _ in namespace["found"].fetchall()] == [1, 2]
+
+
+@pytest.mark.heavy
+def test_the_clients_of_the_page_about_serving_are_answered(tmp_path, monkeypatch):
+    from groupax import Engine, SamplingParams
+    from groupax.recipes import load_recipe
+    from groupax.recipes.shapes.scenes import draw, scenes
+    from groupax.serve.app import Limits, create_app
+    from groupax.serve.loop import EngineLoop
+    from tests.serve.test_server import demo_model, listening
+
+    model, tokenizer = demo_model()
+    text, sees = Engine.of(model, tokenizer, kv_bytes=1 << 27), Engine.load(load_recipe("shapes").model)
+    draw(next(scenes(0))).save(tmp_path / "cat.png")
+    monkeypatch.chdir(tmp_path)
+    namespace = {
+        "model": model,
+        "newer_weights": model.params,
+        "prompts": text.encode(["2+2=", "7*8="]),
+        "params": SamplingParams(max_tokens=8),
+    }
+    loop = EngineLoop({"Qwen/Qwen3-0.6B": text, "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": sees}).start()
+    app = create_app(loop, Limits(api_keys=("SECRET",)), {"Qwen/Qwen3-0.6B": model})
+    with closing(loop), listening(app) as address:
+        chat, image, training = python_blocks(DOCS / "serving.md")
+        exec(chat.replace("http://127.0.0.1:8000", address), namespace)
+        exec(image.replace("client.chat", "answer = client.chat"), namespace)
+        exec(training.replace("http://one:8000", address), namespace)
+        namespace["client"].close()
+    assert len(namespace["response"].choices) == 2
+    assert namespace["answer"].choices[0].message.content
+    assert len(namespace["finished"]) == 2
+
+
+def test_the_readme_s_example_trains(tmp_path, monkeypatch):
+    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "cab"}\n')
+    [block] = python_blocks(ROOT / "README.md")
+    code = block.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("GRPOConfig(", "GRPOConfig(max_steps=1, max_completion_length=8, "), {})
+    assert (tmp_path / "runs/len/model/config.json").is_file()
+
+
+def anchors(page):
+    """The ids of a page's headings, as mkdocs and GitHub derive them."""
+    headings = re.findall(r"^#+ (.*)", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    links = [(page, *link) for page in pages for link in LINK.findall(page.read_text())]
+    assert [f"{page.name}: {path}" for page, path, _ in links if not (page.parent / path).exists()] == []
+    named = [(page, page.parent / path if path else page, anchor) for page, path, anchor in links if anchor]
+    assert len(named) > 20
+    assert [f"{page.name}: {to.name}#{anchor}" for page, to, anchor in named if anchor not in anchors(to)] == []
+
+
+TAKE_SETTINGS = ("train", "sft", "plan", "resume")
+COMMAND = re.compile(r"(?:\bgroupax|--) (launch (?:local|slurm|ray)|[a-z_]+)((?: +(?!-- |groupax |#)\S+)*)")
+
+
+def help_of(command):
+    """What `groupax COMMAND --help all` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*command.split(), "--help", "all"])
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+
+
+def test_the_options_of_commands_on_the_pages_exist():
+    settings = {f"--{field.name}" for config in (GRPOConfig, SFTConfig) for field in fields(config)}
+    known = {
+        name: {*re.findall(r"--\w+", help_of(name)), *(settings if name in TAKE_SETTINGS else ())}
+        for name in [*COMMANDS, *(f"launch {launcher}" for launcher in ("local", "slurm", "ray"))]
+    }
+    wrong, num_checked = [], 0
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        text = re.sub(r"\\\n", " ", page.read_text())
+        lines = [line for language, block in BLOCK.findall(text) if language != "python" for line in block.splitlines()]
+        for line in [*lines, *re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))]:
+            for command, words in COMMAND.findall(line):
+                options = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+                num_checked += len(options)
+                wrong += [f"{page.name}: {command} {option}" for option in options if option not in known[command]]
+    assert wrong == []
+    assert num_checked > 100
+
+
+def test_the_pages_name_everything_that_there_is():
+    from groupax.rewards.resolve import BUILTIN_REWARDS
+    from groupax.settings.objective import LossType, ObjectiveSettings
+    from groupax.settings.sampling import SamplingParams
+
+    objective = {*ObjectiveSettings.__annotations__} - {"entropy_bonus", "temperature"}  # in words
+    for page, names in {
+        "rewards.md": BUILTIN_REWARDS,
+        "engine.md": [field.name for field in fields(SamplingParams)],
+        "algorithm.md": [*LossType.__args__, *(re.sub("_(pos|neg|min|max)$", "", name) for name in objective)],
+        "index.md": [page.name for page in DOCS.glob("*.md") if page.name != "index.md"],
+    }.items():
+        text = (DOCS / page).read_text()
+        assert [name for name in names if name not in text] == [], page

@@ -1,0 +1,477 @@
+"""What the package promises as a whole: quick imports, layers that point one way, a command line that helps."""
+
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from groupax.cli.bisect import Bisect
+from groupax.cli.evaluate import Compare, Eval
+from groupax.cli.generate import Generate, throughput
+from groupax.cli.init import Init
+from groupax.cli.launch import Local
+from groupax.cli.main import main
+from groupax.cli.models import Checkpoints, Convert, Inspect, Merge, Push, Quantize, Report
+from groupax.cli.plan import PlanCommand
+from groupax.cli.replay import Replay
+from groupax.cli.serve import Serve
+from groupax.cli.train import SFT, Train, train_defaults
+from groupax.cli.view import View
+from groupax.errors import EXTRAS
+from groupax.launch.ray_functions import Ray
+from groupax.launch.slurm import Slurm
+from groupax.recipes import load_recipe
+from groupax.recipes.arithmetic.problems import generate, solve
+from groupax.settings.command_line import Positional, all_options, parsed
+from tests.conftest import TINY
+
+PACKAGE = Path(__file__).parents[2] / "groupax"
+
+# A room imports from those above it only.
+ROOMS = [
+    ["errors", "terminal", "types"],
+    ["events"],
+    ["settings"],
+    ["config", "storage", "parallel"],
+    ["objective", "data"],
+    ["models", "tools", "constraints"],
+    ["engine", "launch"],
+    ["serve", "rewards", "training"],
+    ["metrics", "recipes", "episodes"],
+    ["rollouts", "environments"],
+    ["evaluation"],
+    ["runs"],
+    ["trainer", "sft", "planning", "view"],
+    ["replay"],
+    ["__init__"],
+    ["cli"],
+    ["compat"],
+    ["__main__"],
+]
+WITHOUT_JAX = [
+    "groupax",
+    "groupax.config",
+    "groupax.data.bridge",
+    "groupax.data.chat",
+    "groupax.tools.formats",
+    "groupax.tools.runner",
+    "groupax.environments.mcp_tools",
+    "groupax.environments.openenv",
+    "groupax.environments.program",
+    "groupax.environments.python_tool",
+    "groupax.environments.verifiers_v0",
+    "groupax.data.files",
+    "groupax.settings.fields",
+    "groupax.rewards.runner",
+    "groupax.rewards.workers",
+    "groupax.rewards.scoring",
+    "groupax.constraints",
+    "groupax.engine.scheduler",
+    "groupax.serve.requests",
+    "groupax.serve.exchange",
+    "groupax.serve.remote",
+    "groupax.training.packing",
+    "groupax.parallel.preemption",
+    "groupax.runs.progress.named",
+    "groupax.events",
+    "groupax.storage.buckets",
+    "groupax.runs.files",
+    "groupax.rollouts.state",
+    "groupax.runs.folder",
+    "groupax.runs.trackers.sink",
+    "groupax.runs.rollout_log",
+    "groupax.runs.report.page",
+    "groupax.evaluation.items",
+    "groupax.launch.local",
+    "groupax.launch.slurm",
+    "groupax.parallel.accelerators",
+    "groupax.launch.ray_functions",
+    "groupax.view.server",
+    "groupax.recipes.gsm8k",
+    "groupax.runs.checkpoints.store",
+    "groupax.cli.main",
+]
+
+
+def imports_of(path):
+    """The groupax modules that a file imports, those for type checkers and those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "groupax")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "groupax":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}".replace(".", "/")
+                is_module = any((PACKAGE.parent / f"{name}{end}").exists() for end in (".py", "/__init__.py"))
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def modules():
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def room_of(module):
+    return [*module.split("."), "__init__"][1]
+
+
+def test_a_room_imports_from_those_above_it_only():
+    level = {room: index for index, rooms in enumerate(ROOMS) for room in rooms}
+    for module, path in modules().items():
+        room = room_of(module)
+        assert room in level, f"groupax/{room} is not in ROOMS"
+        for imported in map(room_of, imports_of(path)):
+            is_above = imported == room or level[imported] < level[room]
+            assert is_above, f"{module} imports from {imported}, which is not above {room}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {module: set(imports_of(path)) - {module} for module, path in modules().items()}
+    while True:
+        imported = set().union(*graph.values())
+        ends = [module for module in graph if module not in imported or not graph[module] & graph.keys()]
+        if not ends:
+            break
+        for module in ends:
+            del graph[module]
+    assert not graph, f"these import each other: {', '.join(sorted(graph))}"
+
+
+def test_no_room_names_a_private_attribute_of_another():
+    """Satellites such as compat and replay extend trainers by their public parts and hooks alone."""
+    used, defined, classes = {}, {}, {}
+    for module, path in modules().items():
+        own_used, own_defined = used.setdefault(module, set()), defined.setdefault(room_of(module), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                (own_defined if isinstance(node.ctx, ast.Store) else own_used).add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupax"):
+                if room_of(node.module) != room_of(module):
+                    own_used |= {each.name for each in node.names if is_private(each.name)}
+            elif isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+                private = {name for each in node.body if is_private(name := getattr(each, "name", ""))}
+                classes.setdefault(node.name, []).append((room_of(module), bases, private))
+                targets = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                own_defined |= private | {each.id for each in targets if isinstance(each, ast.Name)}
+            elif isinstance(node, ast.FunctionDef) and is_private(node.name):
+                own_defined.add(node.name)
+    everywhere = set().union(*defined.values())
+    for module, names in used.items():
+        foreign = (names & everywhere) - defined[room_of(module)]
+        assert not foreign, f"{module} names {', '.join(sorted(foreign))}, which another room keeps to itself"
+    for name, found in classes.items():
+        for room, base, private in ((each[0], base, each[2]) for each in found for base in each[1]):
+            for other, _, theirs in classes.get(base, []):
+                shared = private & theirs
+                assert other == room or not shared, f"{name} overrides {', '.join(shared)} of {base} in another room"
+
+
+def is_private(name):
+    of_named_tuples = ("_fields", "_replace", "_asdict", "_make")
+    return name.startswith("_") and not name.startswith("__") and name not in ("_", *of_named_tuples)
+
+
+def test_imports_without_jax():
+    code = "import importlib, sys\n"
+    code += f"for name in {sorted(WITHOUT_JAX)}:\n    importlib.import_module(name)\n"
+    code += "    assert not {'jax', 'transformers', 'datasets'} & set(sys.modules), name"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_trainer_imports_only_what_it_needs():
+    code = "import sys, groupax; groupax.GRPOTrainer; print(*(name for name in sys.modules if 'groupax.' in name))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    rooms = set(map(room_of, loaded))
+    assert "trainer" in rooms
+    assert not {"serve", "launch", "view", "planning", "cli", "compat", "recipes"} & rooms
+
+
+def test_public_names_exist():
+    import groupax
+
+    for name in groupax.__all__:
+        assert getattr(groupax, name) is not None
+        assert name in dir(groupax)
+    with pytest.raises(AttributeError, match="no attribute 'GRPOTrainr'"):
+        groupax.GRPOTrainr
+
+
+# -- the command line
+
+
+def test_a_listing_of_the_package_has_its_public_names_only():
+    import groupax
+
+    assert set(dir(groupax)) == {*groupax.__all__, "__version__"}
+
+
+def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: arithmetic\nlearning_rate: 0.5\nbeta: 0.1\nreward_weights: [1, 2]\n")
+    defaults = train_defaults(["--config", str(file)])
+    assert defaults.recipe == "arithmetic"
+    assert defaults.args.learning_rate == 0.5
+    assert defaults.args.reward_weights == (1, 2)
+    assert defaults.args.max_completion_length == load_recipe("arithmetic").config["max_completion_length"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "did you mean train"),
+        (["frobnicate"], "there are train, init, sft, eval, "),
+        (["train"], "--model is missing"),
+        (["train", "--recipe", "arithmetik"], "did you mean arithmetic"),
+        (["train", "--recipe", "arithmetic", "--num_generations", "1"], "at least 2 completions"),
+        (["train", "--model", "nowhere", "--dataset", "x.jsonl", "--reward_funcs", "f"], "no file x.jsonl"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(argv, message, capsys):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+NEED = {
+    "serve": ["serve", "--model", "nowhere"],
+    "view": ["view", "{tmp}"],
+    "quantize": ["generate", "--model", "nowhere", "--prompt", "a", "--weights", "int8"],
+    "math": ["eval", "--model", "nowhere", "--dataset", "{tmp}/rows.jsonl", "--reward_funcs", "math_accuracy"],
+    "ray": ["launch", "ray", "--", "train"],
+    "s3": ["resume", "s3://bucket/run"],
+    "gcs": ["resume", "gs://bucket/run"],
+}
+
+
+@pytest.mark.parametrize(("extra", "module"), [(extra, module) for extra in NEED for module in EXTRAS[extra]])
+def test_a_missing_package_is_told_in_one_line_before_the_model_is_looked_for(
+    extra, module, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main([each.replace("{tmp}", str(tmp_path)) for each in NEED[extra]]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"pip install 'groupax[{extra}]'" in lines[0]
+    assert module in lines[0]
+
+
+def test_the_extras_are_those_of_the_package():
+    names = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert names.keys() - {"cuda", "tpu", "test", "docs", "lint", "parity"} == EXTRAS.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("merge", "ADAPTER DESTINATION"),
+        ("compare", "BEFORE AFTER"),
+        ("checkpoints", "RUN_DIR [ACTION] [STEP]"),
+        ("view", "RUN_DIRS ..."),
+        ("resume RUN_DIR", ""),
+    ],
+)
+def test_usage_names_what_belongs_where(command, usage, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command.split()[0], "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: groupax {command} [options] {usage}".strip() + "\n")
+    assert not usage or f"\nArguments\n  {usage.split()[0]} " in out
+    assert main(["--help"]) == main(["--version"]) == 0
+    assert f"\n  {command.split()[0]} " in capsys.readouterr().out
+
+
+def test_throughput_leaves_out_compilation():
+    line = throughput(80, seconds=38.0, compile_s=36.0)
+    assert line.startswith("80 tokens in 2.00 s, 40 tokens/s; ")
+    assert line.endswith("took 36.00 s more")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --betta 3", "there is no flag --betta; did you mean --beta or --delta?"),
+        ("train --modl=m x --foo", "there is no flag --modl; did you mean --model? there is no flag --foo"),
+        ("train --foo 1 --no-bar", "there is no flag --foo; there is no flag --no-bar"),
+        ("train --max_steps 3 4 -x", "unexpected arguments: 4 -x"),
+        ("sft --recipe arithmetic", "there is no flag --recipe"),
+        ("eval --max-token 3", "there is no flag --max-token; did you mean --max_tokens or --max_turn_tokens?"),
+        ("generate --promt x", "there is no flag --promt; did you mean --prompt?"),
+        ("serve --modl x", "there is no flag --modl; did you mean --model?"),
+        ("replay RUN --wyth x=1", "there is no flag --wyth; did you mean --with?"),
+        ("bisect RUN --untl x", "there is no flag --untl; did you mean --until?"),
+        ("merge --dtyp x", "there is no flag --dtyp; did you mean --dtype?"),
+        ("merge A B C", "unexpected arguments: C"),
+        ("push A B --publc", "there is no flag --publc; did you mean --public or --no_public?"),
+        ("view RUN --prt 1", "there is no flag --prt; did you mean --port?"),
+        ("launch slurm --tyme 1 -- train", "there is no flag --tyme; did you mean --time?"),
+    ],
+)
+def test_unknown_flags_name_the_nearest(command, message, capsys):
+    assert main(command.split()) == 2
+    shown = " ".join(command.split()[: 1 + command.startswith("launch")])
+    end = f" (groupax {shown} --help all lists them)\n"
+    assert capsys.readouterr().err == f"groupax {command.split()[0]}: {message}{end}"
+
+
+KINDS = [Train, Init, SFT, Eval, Generate, Serve, Replay, Bisect, Checkpoints, View, PlanCommand, Local, Slurm, Ray]
+KINDS += [Compare, Report, Inspect, Merge, Convert, Quantize, Push]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_help_describes_every_option(kind, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parsed(kind, "it", ["--help", "all"])
+    out = capsys.readouterr().out
+    for option in all_options(kind() if kind in (Train, Init, SFT, PlanCommand) else kind):
+        assert len(option.text) > 10, option.name
+        assert option.is_positional or re.search(rf"^  --{option.name}\b", out, re.MULTILINE), option.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 1.0
+    stop: Sequence[str] = ()
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    place: Positional[Path]
+    more: Positional[tuple[int, ...]]
+    count: Annotated[int, "-n"] = 1
+    switch: bool = True
+    maybe: bool | None = None
+    kind: Literal["a", "b"] | Callable[..., float] | None = None
+    ends: bool | tuple[Literal["x", "y"], ...] = False
+    sizes: tuple[int, int] | None = None
+    names: tuple[str, ...] | None = ("d",)
+    with_: tuple[str, ...] = ()
+    options: dict[str, float] = field(default_factory=dict)
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        (["p", "1", "2"], {"place": Path("p"), "more": (1, 2), "inner": Inner()}),
+        (
+            ["positional", "-n", "-3", "--no-switch", "--maybe"],
+            {"more": (), "count": -3, "switch": False, "maybe": True},
+        ),
+        (["--maybe", "False", "p", "--kind=m:f"], {"place": Path("p"), "maybe": False, "kind": "m:f"}),
+        (["p", "--maybe", "None", "--kind", "a"], {"maybe": None, "kind": "a"}),
+        (["--maybe", "p", "--ends"], {"maybe": True, "ends": True}),
+        (["p", "--no_maybe", "--ends"], {"maybe": False, "ends": True}),
+        (["p", "--ends", "x", "y", "--with", "a=1"], {"ends": ("x", "y"), "with_": ("a=1",)}),
+        (["p", "--sizes", "1", "2", "--names"], {"sizes": (1, 2), "names": ()}),
+        (["p", "--names", "None", "--options", '{"a": 1}'], {"names": None, "options": {"a": 1}}),
+        (["p", "--names=--x", "--rate", "1e-3"], {"names": ("--x",), "inner": Inner(rate=1e-3)}),
+        (["p", "--bias", "5", "-1e2", "6", "1"], {"inner": Inner(bias={5: -100.0, 6: 1.0})}),
+        ([], "PLACE is missing; give it: usage: groupax it [options] PLACE MORE ..."),
+        (["p", "x"], "MORE ... must be a list with each a whole number, got ('x',)"),
+        (["p", "--count"], "--count needs a value"),
+        (["p", "--count", "1.5"], "--count must be a whole number, got '1.5'"),
+        (["p", "--switch=1"], "--switch takes no value: write --switch to switch it on, --no_switch to switch it off"),
+        (["--switch", "no", "p"], "--switch takes no value"),
+        (["p", "--kind", "c"], "--kind must be one of a, b or a function, also by reference as 'module:function' or"),
+        (["p", "--ends", "z"], "--ends must be true or false or a list with each one of x, y, got ('z',)"),
+        (["p", "--sizes", "1"], "--sizes must be a list of 2 with each a whole number or None, got (1,)"),
+        (["p", "--options", "[]"], "--options: [] is no JSON object; write one"),
+        (["p", "--rat", "1"], "there is no flag --rat; did you mean --rate?"),
+    ],
+)
+def test_options_are_read_by_their_types(arguments, values):
+    if isinstance(values, str):
+        with pytest.raises(ValueError, match=re.escape(values)):
+            parsed(Command, "it", arguments)
+        return
+    found = parsed(Command, "it", arguments)
+    assert found == dataclasses.replace(found, **values)
+    again = parsed(Command, "it", ["q"], default=found)
+    assert again == dataclasses.replace(found, place=Path("q"))
+
+
+def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("learning_rte: 1\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "unknown key 'learning_rte'; did you mean learning_rate" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("- 1\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "must contain settings" in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+def test_train_command_with_a_file_dataset(tmp_path, capsys):
+    from groupax import init_model, save_model
+    from tests.data.test_config_and_data import a_tokenizer
+
+    save_model(
+        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}),
+        tmp_path / "model",
+        a_tokenizer(eos_token="<eos>"),
+    )
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
+    flags = "--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --max_steps 2 --progress_bar json"
+    argv = f"train --model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {tmp_path}/run {flags}".split()
+    assert main([*argv, "--reward_funcs", "think_answer_format"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == [1, 2]
+    assert f"groupax generate --model {tmp_path}/run/model --raw --prompt ab" in lines[-1]["message"]
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    argv = ["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]
+    assert main(argv) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert main([*argv, "--weights", "bfloat16", "--kv_cache_gb", "0.01"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.optimized
+@pytest.mark.slow
+@pytest.mark.heavy
+def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
+    argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    assert main([*argv, "--prompts_per_step", "4", "--progress_bar", "rich"]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert 0.2 < result["pass_at_1_before"] < 0.5
+    found = result["sets"]["eval"]
+    assert found["before"]["pass@1"]["value"] == result["pass_at_1_before"]
+    assert found["comparison"]["differences"]["pass@1"]["test"] == "mcnemar, exact"
+    assert found["prompts"] == {"used": 500, "dropped": 0, "truncated": 0, "unscorable": 0}
+    assert result["steps"] == 2
+    assert "pass@1 went from" in result["verdicts"]["eval"]
+    assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "before and after, 500 held-out prompts" in out
+    assert "training: 4,096 prompts; too long: 0 dropped, 0 cut" in out
+    before, after = (str(tmp_path / "run" / "evaluations" / f"{when}.eval.jsonl") for when in ("before", "after"))
+    assert main(["compare", before, after, "--to", str(tmp_path / "compared.json")]) == 0
+    compared = json.loads((tmp_path / "compared.json").read_text())["after.eval"]
+    assert compared == found["comparison"]
+    assert "mean reward by step" in out
+
+
+# -- the embedded problems
+
+
+def test_problems_are_deterministic_right_and_held_out():
+    train, held_out = generate(500, seed=0), generate(500, seed=0, split="held_out")
+    assert generate(100, seed=0) == train[:100]
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    for row in train:
+        assert int(row["answer"]) == eval(row["prompt"].rstrip("="))
+    assert solve("2+3*4") == "14"

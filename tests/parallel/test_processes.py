@@ -1,0 +1,447 @@
+"""Several processes with devices of their own make one run."""
+
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from groupax import init_model, save_model
+from groupax.cli.main import main
+from groupax.errors import RunError
+from groupax.launch.program import free_port
+from groupax.parallel.processes import (
+    _bind_address,
+    _distributed_arguments,
+    _refuse_torchrun,
+    accept_peers,
+    connect_to_primary,
+    listen_for_peers,
+    own_address,
+)
+from tests.conftest import TINY
+from tests.data.test_config_and_data import a_tokenizer
+from tests.episodes.calls_run import outcomes
+from tests.episodes.episodes_run import save_start
+from tests.serve.test_remote_rollouts import serving
+from tests.serve.test_server import KEY
+
+VARIABLES = ("GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID")
+PROGRAM = (str(Path(__file__).with_name("processes_run.py")),)
+EPISODES = "-m", "tests.episodes.episodes_run"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    save_model(
+        init_model({**TINY, "vocab_size": 16, "num_hidden_layers": 1}), folder / "model", a_tokenizer(eos_token="<eos>")
+    )
+    return folder
+
+
+def begun(folder, number, devices, settings, *fault, program=PROGRAM):
+    """That many processes on loopback, with so many devices each."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-W", "ignore", *program, str(folder), str(devices), json.dumps(settings)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    processes = []
+    for own in range(number):
+        values = (address, str(number), str(own)) if number > 1 else ()
+        with (folder / f"err{own}").open("w") as err:
+            processes.append(
+                subprocess.Popen(
+                    [*command, *fault],
+                    stdout=subprocess.DEVNULL,
+                    stderr=err,
+                    cwd=Path(__file__).parents[2],
+                    env={**environment, **dict(zip(VARIABLES, values, strict=False))},
+                )
+            )
+    return processes
+
+
+def run(folder, number, devices, settings, *fault, program=PROGRAM):
+    """The processes' exit statuses and what they said on standard error."""
+    processes = begun(folder, number, devices, settings, *fault, program=program)
+    try:
+        statuses = [process.wait(timeout=1200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return statuses, [(folder / f"err{own}").read_text() for own in range(number)]
+
+
+def told(folder):
+    """Rows of the rollout log, metrics and final state."""
+    rows = [
+        row
+        for file in sorted((folder / "run" / "rollouts").glob("*.parquet"))
+        for row in pq.read_table(file).to_pylist()
+    ]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    with np.load(folder / "final.npz") as final:
+        return rows, lines, dict(final)
+
+
+def assert_same_run(one, several):
+    rows, lines, final = told(one)
+    rows_too, lines_too, final_too = told(several)
+    names = ("completion_ids", "prompt_index", "sample_index", "advantage")
+    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in rows_too]
+    assert {row["extra/scored_by"] for row in rows} == {0}
+    for a, b in zip(lines, lines_too, strict=True):
+        for name in ("reward", "letters", "eval_reward", "grad_norm", "kl"):
+            assert b.get(name, 0.0) == pytest.approx(a.get(name, 0.0), rel=1e-4, abs=1e-6)
+    assert final.keys() == final_too.keys()
+    for name, array in final.items():
+        np.testing.assert_allclose(final_too[name], array, atol=1e-6, rtol=0, err_msg=name)
+    return {row["extra/scored_by"] for row in rows_too}
+
+
+# -- the variables and the connections
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"GROUPAX_COORDINATOR": "a:1", "GROUPAX_PROCESS_ID": "0"}, "but not GROUPAX_NUM_PROCESSES"),
+        (dict(zip(VARIABLES, ("a:1", "2", "2"), strict=True)), "one from 0 below it"),
+        (dict(zip(VARIABLES, ("a", "2", "1"), strict=True)), "must be host:port, it is 'a'"),
+    ],
+)
+def test_variables_are_checked(environment, message):
+    with pytest.raises(ValueError, match=message):
+        _distributed_arguments(environment)
+
+
+def test_one_process_joins_nobody():
+    assert _distributed_arguments({}) is None
+    assert _distributed_arguments(dict(zip(VARIABLES, ("a:1", "1", "0"), strict=True))) is None
+    assert _distributed_arguments({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert _distributed_arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+
+
+@pytest.mark.parametrize("chosen", [{}, {"JAX_LOCAL_DEVICE_IDS": "1"}])
+def test_one_process_of_a_host_has_all_its_devices(chosen):
+    """Under SLURM jax takes one for each task, unless a list says otherwise."""
+    every = {} if chosen else {"local_device_ids": []}
+    given = dict(zip(VARIABLES, ("a:1", "2", "1"), strict=True))
+    own = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+    assert _distributed_arguments(given | chosen) == own | every
+    assert _distributed_arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "8"} | chosen) == every
+    assert _distributed_arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"} | chosen) == {}
+
+
+JOINS = """
+import sys
+from groupax.parallel.runtime import configure_jax
+configure_jax()
+import jax
+print(f"{jax.process_index()} of {jax.process_count()}: {jax.config.read('jax_cuda_visible_devices')}", file=sys.stderr)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("several_on_a_host", [False, True])
+def test_a_step_of_slurm_is_joined(several_on_a_host):
+    step = {
+        "SLURM_JOB_ID": "54321",
+        "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1" if several_on_a_host else "2",
+    }
+    tasks = []
+    for task in "01":
+        place = {"SLURM_PROCID": task, "SLURM_LOCALID": task if several_on_a_host else "0"}
+        command = [sys.executable, "-W", "ignore", "-c", JOINS]
+        tasks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **step, **place}))
+    lines = [task.communicate()[1].strip() for task in tasks]
+    assert lines == (["0 of 2: 0", "1 of 2: 1"] if several_on_a_host else ["0 of 2: all", "1 of 2: all"])
+
+
+def test_copies_of_pytorchs_launchers_are_refused():
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match="has started 4 processes of this program"):
+        _refuse_torchrun(torchrun)
+    _refuse_torchrun({**torchrun, "WORLD_SIZE": "1"})
+    _refuse_torchrun({**torchrun, "GROUPAX_COORDINATOR": "a:1"})
+    _refuse_torchrun({"WORLD_SIZE": "4"})
+
+
+PEER = """
+import pickle, sys
+from groupax.parallel.processes import connect_to_primary
+peers = connect_to_primary(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
+assert peers.all_gather_object({"number": peers.process_index})[0] == "first"
+big = peers.all_gather_object(bytes(3_000_000))
+assert [len(each) for each in big] == [0, 3_000_000, 3_000_000]
+if sys.argv[3] == "leave":
+    peers.leave()
+elif peers.process_index == 2:
+    if sys.argv[3] == "raise":
+        peers.fail(KeyError("a disk"))
+    sys.stdin.read()
+else:
+    peers.all_gather_object(None)
+"""
+
+
+def peers_of_three(end):
+    listener, address = listen_for_peers("127.0.0.1")
+    command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
+    others = [
+        subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        for own in (1, 2)
+    ]
+    peers = accept_peers(listener, address[2], 3)
+    assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
+    assert [len(each) for each in peers.all_gather_object(b"")] == [0, 3_000_000, 3_000_000]
+    return peers, others
+
+
+def test_processes_exchange_objects_and_leave_together():
+    peers, others = peers_of_three("leave")
+    peers.leave()
+    assert [other.communicate()[1] for other in others] == [b"", b""]
+    assert not peers.failed
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("raise", "process 2 failed: KeyError: 'a disk'"),
+        ("kill", "process 2 of 3 ended without a message: it was killed, or its machine is lost"),
+    ],
+)
+def test_all_are_told_what_ended_one(monkeypatch, end, told):
+    monkeypatch.setattr("groupax.parallel.processes.GRACE_S", 1e6)  # of the process of the tests
+    peers, others = peers_of_three(end)
+    if end == "kill":
+        others[1].kill()
+    with pytest.raises(RunError, match=told):
+        peers.all_gather_object(None)
+    errors = [other.communicate()[1].decode() for other in others]
+    assert f"groupax: {told}. Process 1 stops too" in errors[0]
+    assert f"RunError: {told}" in errors[0]
+    assert others[0].returncode == 1
+
+
+def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes(monkeypatch):
+    listener, address = listen_for_peers("127.0.0.1")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.episodes.calls_run", pickle.dumps(address).hex()]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    peers = accept_peers(listener, address[2], 2)
+    monkeypatch.setattr("groupax.parallel.processes._peers", peers)
+    found = outcomes()
+    peers.leave()
+    assert other.communicate()[0].strip() == repr(found)
+    assert sorted(found) == [
+        (0, 0, ""),
+        (1, None, "TypeError: what it returned cannot be sent to the other processes: TypeError"),
+        (2, None, "OSError: gone"),
+        (3, 3, ""),
+    ]
+
+
+def test_silent_and_foreign_connections_hold_up_no_start():
+    listener, address = listen_for_peers("127.0.0.1")
+    hosts, port, secret = address
+    with ExitStack() as strangers:
+        silent = [strangers.enter_context(socket.create_connection((hosts[0], port))) for _ in range(3)]
+        silent[1].sendall(b"\x00\x00\x00\x20" + b"x" * 32)  # an answer without the secret
+        silent[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        command = [sys.executable, "-W", "ignore", "-c", PEER]
+        others = [
+            subprocess.Popen([*command, str(own), pickle.dumps(address).hex(), "leave"], stderr=subprocess.PIPE)
+            for own in (1, 2)
+        ]
+        peers = accept_peers(listener, secret, 3)
+        assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
+        peers.all_gather_object(b"")
+        peers.leave()
+        assert [other.communicate()[1] for other in others] == [b"", b""]
+
+
+def test_processes_that_do_not_connect_are_named(monkeypatch):
+    monkeypatch.setattr("groupax.parallel.processes.GATHER_S", 0.2)
+    listener, (_, _, secret) = listen_for_peers("127.0.0.1")
+    with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 on port \d+ within 0 s"):
+        accept_peers(listener, secret, 3)
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("192.0.2.7", None), ("no.invalid", None)],
+)
+def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
+    assert own_address(host) == bound
+    address = f"[{host}]:5" if ":" in host else f"{host}:5"
+    told = _bind_address({"coordinator_address": address, "process_id": 0})
+    assert told == (
+        {} if bound is None else {"coordinator_bind_address": f"[{bound}]:5" if ":" in bound else f"{bound}:5"}
+    )
+    assert _bind_address({"coordinator_address": address, "process_id": 1}) == {}
+
+
+def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
+    monkeypatch.setattr("groupax.parallel.processes.CONNECT_S", 0.1)
+    with pytest.raises(RunError, match=r"process 1 cannot reach process 0 on port \d+ .*127.0.0.1"):
+        connect_to_primary(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
+
+
+# -- whole runs
+
+
+@pytest.fixture(scope="module")
+def one_process(place):
+    statuses, _ = run(place / "one", 1, 4, {})
+    assert statuses == [0]
+    return place / "one"
+
+
+@pytest.mark.long
+def test_two_processes_are_one_run(place, one_process):
+    statuses, errors = run(place / "two", 2, 2, {"save_steps": 2})
+    assert statuses == [0, 0], errors
+    assert assert_same_run(one_process, place / "two") == {0, 1}
+    # one writes, and the checkpoint goes on in one process as in two
+    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == [
+        "diagnostics.jsonl",
+        "metrics.jsonl",
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "devices", "mesh"), [(2, 2, "1,4,1,1,1"), (2, 2, "2,1,1,2,1"), (4, 1, "1,-1,1,1,1")]
+)
+def test_weights_split_over_processes(place, one_process, number, devices, mesh):
+    folder = place / f"{number}x{mesh}"
+    statuses, errors = run(folder, number, devices, {"mesh": mesh})
+    assert statuses == [0] * number, errors
+    assert len(assert_same_run(one_process, folder)) == number
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(2, None), (1, None), (1, "1,2,1,1,1")], ids=["within", "across", "across-fsdp"]
+)
+def test_weights_shared_to_decode_with_in_a_process_and_over_two(place, one_process, devices, mesh):
+    folder = place / f"shared{devices}{mesh}"
+    statuses, errors = run(folder, 2, devices, {"decoding_tp": 2, **({"mesh": mesh} if mesh else {})})
+    assert statuses == [0, 0], errors
+    assert assert_same_run(one_process, folder) == {0, 1}
+
+
+@pytest.mark.drawn(4, "episodes")
+@pytest.mark.heavy
+def test_two_processes_play_the_episodes_of_one(tmp_path):
+    """Each with the tools and environments of its share, and both with all that came of them."""
+    save_start(tmp_path / "model")
+    for name, number in (("one", 1), ("two", 2)):
+        statuses, errors = run(
+            tmp_path / name, number, 2 // number, {"max_steps": 1, "eval_steps": 1}, program=EPISODES
+        )
+        assert statuses == [0] * number, errors
+    (rows, lines, final), (rows_too, lines_too, final_too) = (told(tmp_path / name) for name in ("one", "two"))
+    names = ("completion_ids", "mask", "messages", "finish_reason", "rewards/calls", "rewards/Game")
+    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in rows_too]
+    assert {"done", "env_error"} < {row["finish_reason"] for row in rows}
+    assert {row["extra/scored_by"] for row in rows_too} == {0, 1}
+    for row, row_too in zip(rows, rows_too, strict=True):
+        timeless = [[untimed(turn) for turn in json.loads(each["turns"])] for each in (row, row_too)]
+        assert timeless[0] == timeless[1]
+    for a, b in zip(lines, lines_too, strict=True):
+        for name in ("reward", "grad_norm", "tools/call_frequency", "stop/env_error", "eval_stop/done"):
+            assert b.get(name, 0.0) == pytest.approx(a.get(name, 0.0), rel=1e-4, abs=1e-6)
+    assert {"stop/env_error", "eval_tools/failure_frequency"} < set().union(*lines_too)
+    for name, array in final.items():
+        np.testing.assert_allclose(final_too[name], array, atol=1e-6, rtol=0, err_msg=name)
+
+
+def untimed(turn):
+    return {**turn, "calls": [{**call, "seconds": 0.0} for call in turn["calls"]]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_stops_the_other_and_all_go_on(place, one_process, killed):
+    folder = place / f"killed{killed}"
+    processes = begun(folder, 2, 2, {"save_steps": 1}, "SIGKILL", str(killed))
+    assert processes[killed].wait(timeout=1200) == -signal.SIGKILL
+    assert processes[1 - killed].wait(timeout=600) != 0
+    text = (folder / f"err{1 - killed}").read_text()
+    assert f"process {killed} of 2 ended without a message: it was killed" in text
+    statuses, errors = run(folder, 2, 2, {"save_steps": 1})
+    assert statuses == [0, 0], errors
+    assert_same_run(one_process, folder)
+
+
+@pytest.mark.long
+def test_a_signal_to_one_stops_all_and_all_go_on(place, one_process):
+    folder = place / "stopped"
+    statuses, errors = run(folder, 2, 2, {}, "SIGTERM")
+    assert statuses == [75, 75], errors
+    statuses, errors = run(folder, 2, 2, {})
+    assert statuses == [0, 0], errors
+    assert_same_run(one_process, folder)
+
+
+@pytest.mark.long
+def test_an_evaluation_by_two_processes_is_told_and_written_once(place, monkeypatch, capfd):
+    (place / "rows.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("ab", "c", "dea")))
+    (place / "one_reward.py").write_text(
+        "def short(completions):\n    return [float(len(c) < 9) for c in completions]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    told = []
+    for number in (1, 2, 2):
+        argv = f"launch local -n {number} -- eval --model {place}/model --dataset set={place}/rows.jsonl"
+        argv += f" --reward_funcs one_reward:short --output_dir {place}/eval --max_prompt_length 8"
+        assert main(argv.split()) == 0
+        told.append(capfd.readouterr().out)
+    for text in told[1:]:
+        assert not [line for line in text.splitlines() if line.startswith("[1] ") and "[Gloo]" not in line]
+    for text, line in itertools.product(told, ("set, greedy: 3 prompts", "positions", "result: ")):
+        assert text.count(line) == 1
+    assert [text.count("the earlier evaluation") for text in told] == [0, 1, 1]
+    assert sorted(path.name for path in place.glob("eval*")) == ["eval", "eval.1", "eval.2"]
+    for folder in place.glob("eval*"):
+        assert sorted(path.name for path in folder.iterdir()) == ["result.json", "set.greedy.jsonl"]
+    texts = {(place / name / "set.greedy.jsonl").read_text() for name in ("eval", "eval.1", "eval.2")}
+    assert len(texts) == 1
+
+
+@pytest.mark.heavy
+def test_rollouts_made_ahead_are_refused(place):
+    statuses, errors = run(place / "ahead", 2, 1, {"max_staleness": 1, "rollout_correction": "token_truncate"})
+    assert all(statuses)
+    assert "several processes do not support, and there are 2" in errors[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"lora_r": 2, "mesh": "1,4,1,1,1"}])
+def test_several_processes_that_sample_on_a_server_are_one_run(place, monkeypatch, settings):
+    monkeypatch.setenv("GROUPAX_API_KEY", KEY)
+    name = "adapter" if settings else "whole"
+    with serving(place / "model") as (address, _):
+        folders = place / f"served_{name}", place / f"served_{name}_by_two"
+        for folder, number in zip(folders, (1, 2), strict=True):
+            statuses, errors = run(folder, number, 4 // number, {"rollout_servers": address, **settings})
+            assert statuses == [0] * number, errors
+    assert assert_same_run(*folders) == {0, 1}

@@ -1,0 +1,318 @@
+"""A recorded step is the same again, bit for bit; what differs is named."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from groupax import init_model, replay_step
+from groupax.cli.main import main
+from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
+from groupax.replay.bisect import first_line
+from groupax.replay.causes import parsed_condition
+from groupax.replay.outcome import changes, comparison
+from groupax.replay.recorded import recorded_run
+from groupax.replay.session import stage_of
+from groupax.runs.step_record import STAGES, parsed_records
+from groupax.tools.results import ToolResult
+from tests.conftest import TINY
+from tests.data.test_config_and_data import a_tokenizer
+from tests.runs.stopped_run import letters
+from tests.training.test_trainer import PROMPTS, a_trainer
+
+ONE_LAYER = {**TINY, "vocab_size": 13, "num_hidden_layers": 1}
+REUSE = {
+    "num_iterations": 2,
+    "updates_per_rollout": 2,
+    "prompts_per_step": 2,
+    "filter_zero_variance": True,
+    "beta": 0.05,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 3,
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "logging_steps": 2,
+}
+STALE = {"max_staleness": 2, "rollout_correction": "token_truncate", "save_steps": 3}
+
+
+def a_run(folder, **settings):
+    trainer = a_trainer(folder, letters, **{"max_steps": 4, "replay_state_gb": 0.0, **settings})
+    trainer.train()
+    return folder / "run"
+
+
+def again(run, step, reward=letters, data=PROMPTS, **named):
+    model = init_model(ONE_LAYER, seed=0)
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    return replay_step(run, step, model, reward, train_dataset=data, processing_class=tokenizer, **named)
+
+
+def flipped(prompts, completion_ids, log_extra):
+    scores = letters(prompts, completion_ids, log_extra)
+    return [1.0 - score if index == 1 else score for index, score in enumerate(scores)]
+
+
+flipped.__name__ = "letters"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return a_run(tmp_path_factory.mktemp("replayed"))
+
+
+def test_a_step_is_the_same_again_and_the_run_is_not_touched(run):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    outcome = again(run, 3)
+    assert outcome.is_equal
+    assert outcome.first_step == 0
+    assert outcome.sampled == ()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert [line.split() for line in comparison(outcome)][1:] == [[stage, "equal"] for stage in STAGES]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "settings",
+    [REUSE, pytest.param(STALE, marks=pytest.mark.long), pytest.param({**REUSE, **STALE}, marks=pytest.mark.long)],
+    ids=["reuse", "stale", "both"],
+)
+def test_every_step_is_the_same_again(tmp_path, settings):
+    run = a_run(tmp_path, max_steps=8, **settings)
+    for step in (2, 5, 8):
+        assert again(run, step).is_equal, step
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("stage", ["reward", "advantage", "loss", "update"])
+def test_earlier_stages_are_taken_from_the_record(run, stage):
+    assert again(run, 2, stage=stage).is_equal
+
+
+def test_a_reward_that_differs_is_named(run):
+    outcome = again(run, 2, flipped, stage="reward")
+    assert not outcome.is_equal
+    by_name = {stage.stage: stage for stage in outcome.stages}
+    assert by_name["data"].is_equal
+    assert by_name["rollout"].is_equal
+    assert "letters of row 1 (group 0, sample 1)" in by_name["reward"].text
+    assert not by_name["update"].is_equal
+
+
+@pytest.mark.heavy
+def test_a_row_of_the_dataset_that_changed_is_named(run):
+    changed = [{**row, "gold": "x"} if row["prompt"] == "ge" else row for row in PROMPTS]
+    found = [again(run, step, data=changed).stages[0] for step in (1, 2)]
+    assert sum(len(stage.places) for stage in found) == 1  # two steps visit every row once
+
+
+@pytest.mark.heavy
+def test_rollouts_that_were_not_kept_are_sampled_again(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "rollouts")
+    outcome = again(copy, 3)
+    assert outcome.is_equal
+    assert outcome.sampled == (0, 1)
+    assert any("rollouts 0, 1 were not kept" in line for line in comparison(outcome))
+
+
+@pytest.mark.drawn(3, "replays")
+@pytest.mark.heavy
+def test_a_replay_starts_from_the_nearest_checkpoint_or_state(tmp_path, monkeypatch):
+    from groupax.runs.checkpoints import states
+
+    monkeypatch.setattr(states, "LEAST_S", 0.0)
+    monkeypatch.setattr(states, "TIMES_WAIT", 0.0)
+    run = a_run(tmp_path, max_steps=8, replay_state_gb=1.0)
+    kept = sorted(int(path.name.removeprefix("step_")) for path in (run / "states").iterdir())
+    assert kept
+    outcome = again(run, 8)
+    assert outcome.is_equal
+    assert outcome.first_step == max(step for step in kept if step < 8)
+    small = a_run(tmp_path / "small", replay_state_gb=1e-6)
+    assert not (small / "states").exists()
+
+
+@pytest.mark.drawn(3, "replays")
+@pytest.mark.heavy
+def test_a_run_that_was_continued_with_other_settings(tmp_path, caplog):
+    run = a_run(tmp_path, max_steps=4, save_steps=2, lr_scheduler_type="linear")
+    shutil.rmtree(run / "model")
+    again_with = {"resume": str(run), "max_steps": 8, "lr_scheduler_type": "linear", "num_iterations": 1}
+    a_run(tmp_path, **again_with, learning_rate=3e-3, beta=0.0, epsilon=0.3)
+    recorded = recorded_run(run)
+    assert [*recorded.changes] == [4]
+    assert recorded.changes[4]["learning_rate"] == (1e-2, 3e-3)
+    assert recorded.settings(4)["max_steps"] == 4
+    caplog.clear()
+    for step in (2, 4, 5, 8):
+        assert again(run, step).is_equal, step
+    assert "continued with other settings" not in caplog.text  # they are the run's own
+    shutil.rmtree(run / "checkpoints")
+    outcome = again(run, 7)
+    assert outcome.is_equal
+    assert outcome.first_step == 4  # steps before it are repeated with their own settings, in another run
+    assert again(run, 7, changes={}).is_equal
+
+
+@pytest.mark.drawn(3, "replays")
+@pytest.mark.heavy
+def test_settings_that_change_within_a_rollout(tmp_path):
+    run = a_run(tmp_path, max_steps=8, save_steps=3, save_total_limit=0, updates_per_rollout=4, prompts_per_step=1)
+    a_run(
+        tmp_path,
+        resume=str(run / "checkpoints" / "step_000006"),
+        max_steps=8,
+        updates_per_rollout=4,
+        prompts_per_step=1,
+        learning_rate=1e-3,
+    )
+    assert [*recorded_run(run).changes] == [6]
+    for step in (5, 6, 7, 8):
+        assert again(run, step).is_equal, step
+    shutil.rmtree(run / "checkpoints")
+    assert again(run, 8).is_equal
+
+
+@pytest.mark.drawn(3, "replays")
+@pytest.mark.heavy
+def test_a_run_that_starts_from_another_run(tmp_path):
+    origin = a_run(tmp_path / "a", max_steps=4, save_steps=2)
+    (tmp_path / "b").mkdir()
+    run = a_run(tmp_path / "b", resume=str(origin / "checkpoints" / "step_000002"), max_steps=6, learning_rate=1e-3)
+    assert min(recorded_run(run).records) == 3
+    assert again(run, 6).is_equal
+    shutil.rmtree(run / "checkpoints")
+    assert again(run, 6).is_equal
+    shutil.rmtree(origin)
+    with pytest.raises(ValueError, match="which is not there"):
+        again(run, 6)
+
+
+@pytest.mark.heavy
+def test_a_change_is_compared_with_the_run(run):
+    outcome = again(run, 2, changes={"learning_rate": 1e-3})
+    assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
+    assert "learning_rate 0.01 in the run, 0.001 now" in outcome.stages[-1].text
+    lines = str(outcome).splitlines()
+    assert lines[0] == "step 2 under changes, from its update on"
+    assert any(line.split() == ["learning_rate", "0.01", "0.001"] for line in lines)
+    assert 0 < outcome.moves[1] < outcome.moves[0] / 5  # what a smaller rate does
+    assert any(line.startswith("  kl of the update  ") for line in lines)
+    assert "  no log-prob of a token that is the same in both differs" in lines
+    with pytest.raises(ValueError, match="learning_rat"):
+        again(run, 2, changes={"learning_rat": 1e-3})
+    with pytest.raises(ValueError, match="why=True is about the step as it was"):
+        again(run, 2, changes={"beta": 0.1}, why=True)
+
+
+@pytest.mark.heavy
+def test_tokens_whose_log_prob_changes_are_shown_with_their_text(run):
+    outcome = again(run, 3, changes={"temperature": 2.0})
+    then = recorded_run(run).table(3)
+    same = {**outcome.columns, "trainer_logps": [[x - 0.5 for x in each] for each in then["trainer_logps"]]}
+    same["completion_ids"] = then["completion_ids"]
+    lines = [*changes(replace(outcome, columns=same))]
+    shown = lines[next(i for i, line in enumerate(lines) if line.split()[:1] == ["row"]) + 1].split()
+    assert shown[-1].startswith('"')
+
+
+@pytest.mark.heavy
+def test_rewards_and_weights_may_differ_too(run):
+    outcome = again(run, 3, other_rewards=flipped)
+    assert outcome.stages[1].is_equal
+    assert not outcome.stages[2].is_equal
+    outcome = again(run, 3, other_model=init_model(ONE_LAYER, seed=1))
+    assert outcome.stages[0].is_equal
+    assert not outcome.stages[1].is_equal
+    for name, value in {"seed": 1, "num_iterations": 2, "lora_r": 4, "save_steps": 2, "resume": "x"}.items():
+        with pytest.raises(ValueError, match=f"^{name} (says|gives|has no effect)"):
+            again(run, 3, changes={name: value})
+    short = again(run, 3, changes={"max_completion_length": 4})
+    assert max(map(len, short.columns["completion_ids"])) <= 4
+    same = again(run, 3, changes={})
+    assert same.is_equal
+    assert again(run, 3, changes={}, stage="data").is_equal
+
+
+@pytest.mark.heavy
+def test_the_shares_of_rows_are_kept_for_the_page(run):
+    outcome = again(run, 2, why=True)
+    assert outcome.is_equal
+    content = json.loads((run / "why" / "step_000002.json").read_bytes())
+    assert sum(row["share"] for row in content["rows"]) == pytest.approx(1.0)
+    assert "rows of step 2 by their share of the gradient:" in str(outcome)
+
+
+def test_the_arguments_of_a_trainer_may_have_names(run):
+    model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
+    given = {"model": model, "reward_funcs": letters, "train_dataset": PROMPTS, "processing_class": tokenizer}
+    assert replay_step(run, 1, **given, stage="loss").is_equal
+    with pytest.raises(TypeError, match="got 3 positions"):
+        replay_step(run, 1, model, letters, None, train_dataset=PROMPTS)
+
+
+def test_a_setting_changes_the_stages_from_its_own_on():
+    names = ("temperature", "learning_rate", "beta", "scale_rewards", "reward_weights", "max_turns")
+    assert [*map(stage_of, names)] == ["rollout", "loss", "loss", "advantage", "advantage", "rollout"]
+    assert [*map(stage_of, ("max_completion_length", "stop", "top_k"))] == ["rollout"] * 3
+
+
+def test_a_step_that_is_not_there_is_refused(run, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"step 9 is not in the record of .*, which has the steps 1 to 4"):
+        again(run, 9)
+    with pytest.raises(ValueError, match=r"is no run folder: it has no config\.json"):
+        again(tmp_path, 1)
+    assert main(["replay", str(run), "--step", "1"]) == 2
+    assert "was started from Python; replay it there: groupax.replay_step(" in capsys.readouterr().err
+
+
+def test_conditions_on_metrics_are_parsed():
+    condition = parsed_condition("kl > 1 and loss < -2e-1 or grad_norm is nan")
+    assert condition.metrics == ("kl", "loss", "grad_norm")
+    assert condition.holds({"kl": 2.0, "loss": -1.0, "grad_norm": 1.0})
+    assert condition.holds({"kl": 0.0, "loss": 0.0, "grad_norm": None})
+    assert not condition.holds({"kl": 2.0, "loss": 0.0})
+    assert not condition.holds({"kl": None, "loss": -1.0})
+    for text in ("kl", "kl > x", "kl > 1 and", "__import__('os') > 1", "kl > 1; 2", "kl > 1.1.1"):
+        with pytest.raises(ValueError, match="is no condition on metrics"):
+            parsed_condition(text)
+    lines = [{"step": 2.0, "kl": 0.1}, {"step": 4.0, "kl": 3.0}]
+    assert first_line(lines, parsed_condition("kl > 1")) == (4, 2)
+    with pytest.raises(ValueError, match="holds in no step up to 4"):
+        first_line(lines, parsed_condition("kl > 9"))
+    with pytest.raises(ValueError, match=r"no metric 'kll' in its metrics\.jsonl; did you mean kl\?"):
+        first_line(lines, parsed_condition("kll > 9"))
+    with pytest.raises(ValueError, match="it is logged where beta is not 0"):
+        first_line([{"step": 2.0, "loss": 0.1}], parsed_condition("kl > 1"))
+
+
+def test_records_survive_damaged_lines(run):
+    text = (run / "record.jsonl").read_bytes()
+    records = parsed_records(b"{}\n" + text + b'{"step": 9, "da')
+    assert sorted(records) == [1, 2, 3, 4]
+    assert json.loads(records[2].line())["step"] == 2
+    assert len(text) < 4 * 2000
+
+
+def test_a_replay_makes_no_call_that_is_not_in_the_record(tmp_path):
+    asked, other = (Question((0, 0), 1, "call", has_state=False, name=name) for name in ("add", "delete"))
+    record = Record(tmp_path, "rollout_000000")
+    assert record.answer(asked) is None
+    record.add(asked, ToolResult("3", 0.1))
+    record.close()
+    closed = Record(tmp_path, "rollout_000000", is_closed=True)
+    assert closed.answer(asked).text == "3"
+    assert NOT_RECORDED in closed.answer(other).text
+    assert Record(tmp_path, "rollout_000000").answer(other) is None
+
+
+def test_the_newest_answers_of_tools_are_kept_for_replays(tmp_path):
+    for number in range(4):
+        (tmp_path / f"rollout_{number:06d}.0.jsonl").write_text("x" * 10)
+    remove_records(tmp_path, 3, max_bytes=20)
+    assert sorted(path.name[8:14] for path in tmp_path.iterdir()) == ["000001", "000002", "000003"]
+    remove_records(tmp_path, 4, max_bytes=10, kept={1})
+    assert sorted(path.name[8:14] for path in tmp_path.iterdir()) == ["000001", "000003"]

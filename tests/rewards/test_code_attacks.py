@@ -1,0 +1,441 @@
+"""Solutions that want their reward without solving anything: none gets it, as root or as an ordinary user."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from groupax.rewards.code import code_tests
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+REPOSITORY = Path(__file__).parents[2]
+# Tests that a solution passes only if it knows the number in them; they see the results of `f` in different ways.
+FORMS = (
+    "def check(candidate):\n    assert candidate(3) == {secret}\n    assert candidate('x') == '{secret}'",
+    "import math\nassert abs(f(3) - {secret}) < 1e-6 or math.isclose(f(3), {secret}) or f(3) in ({secret},)",
+    "r = f(3)\nassert {secret} == r or not ({{{secret}}} - r) or r.startswith('{secret}') or r.equals({secret})",
+)
+CHEATS = {
+    "a builtin exec that does nothing": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(*a): pass",
+    "a builtin compile that forgets": "import builtins\nbuiltins.compile = lambda *a, **k: 'pass'\ndef f(*a): pass",
+    "builtins that agree": """
+import builtins
+for name in ('abs', 'all', 'any', 'len', 'isinstance', 'round', 'sorted'): setattr(builtins, name, lambda *a, **k: 0)
+def f(*a): return 0
+""",
+    "the word in the frames": """
+import os, sys
+def f(*a):
+    frame = sys._getframe()
+    while frame:
+        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+            if isinstance(value, (str, bytes)) and len(value) == 32:
+                for fd in range(64):
+                    try: os.write(fd, value if isinstance(value, bytes) else value.encode())
+                    except OSError: pass
+        frame = frame.f_back
+""",
+    "the harness's own descriptors": """
+import sys, os
+f = sys._getframe(1).f_locals
+if 'word' in f: os.write(f['out'], f['word'])
+os._exit(0)
+""",
+    "what is equal to everything": """
+class All:
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __bool__ = lambda *a: True
+    __hash__ = lambda self: 0
+def f(*a): return All()
+""",
+    "an integer that is equal to everything": """
+class All(int):
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = lambda *a: True
+    __hash__ = int.__hash__
+    __sub__ = __rsub__ = lambda *a: 0
+def f(*a): return All(1)
+""",
+    "a string, list, tuple, dict and set that are": """
+def make(kind):
+    return type('X', (kind,), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': lambda s: 0})
+kinds = iter([str, list, tuple, dict, set, frozenset, float] * 9)
+def f(*a): return make(next(kinds))()
+""",
+    "a difference that is nothing": """
+class Zero:
+    __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = lambda *a: 0
+    __abs__ = __float__ = lambda s: 0.0
+    __round__ = lambda *a: 0
+    startswith = equals = issubset = lambda *a: True
+def f(*a): return Zero()
+""",
+    "an operand that is remembered": """
+seen = []
+class Spy:
+    def __getattr__(self, name): return lambda *a: seen.extend(a) or True
+    def __sub__(self, other): seen.append(other); return self
+    __rsub__ = __eq__ = __contains__ = __lt__ = __sub__
+    __hash__ = None
+def f(*a): return seen[-1] if seen else Spy()
+""",
+    "a class in the function's place": """
+class f:
+    def __init__(self, *a): pass
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+    __rsub__ = __sub__
+    def __abs__(self): return 0
+    startswith = equals = lambda *a: True
+""",
+    "a type whose instances are anything": """
+class Meta(type):
+    __instancecheck__ = __subclasscheck__ = __eq__ = lambda *a: True
+    __hash__ = type.__hash__
+class f(metaclass=Meta): pass
+""",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
+    "atexit in the function": "import atexit, os\ndef f(*a):\n    atexit.register(os._exit, 0)\n    exit(0)",
+    "leaving with success": "import os\ndef f(*a): os._exit(0)",
+    "an exception of the tests": "def f(*a): raise AssertionError",
+    "an exception that ends": "def f(*a): raise StopIteration",
+    "signals": """
+import os, signal
+def f(*a):
+    for pid in (1, 2, 3, os.getppid(), 0, -1):
+        for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1):
+            try: os.kill(pid, number)
+            except OSError: pass
+""",
+    "an alarm": """
+import os, signal
+signal.signal(14, lambda *a: os._exit(0))
+signal.alarm(1)
+def f(*a):
+    while True: pass
+""",
+    "descriptors that are open": """
+import os
+def f(*a):
+    for fd in range(3, 64):
+        try: os.write(fd, b'passed')
+        except OSError: pass
+    os._exit(0)
+""",
+    "the processes' files": """
+import os, glob
+def f(*a):
+    for name in glob.glob('/proc/*/fd/*') + ['/proc/1/fd/1', '/proc/2/fd/1', '/dev/stdout', '/dev/fd/1']:
+        try: os.write(os.open(name, os.O_WRONLY), b'bwrap: passed')
+        except OSError: pass
+    for name in glob.glob('/proc/*/mem') + glob.glob('/proc/*/environ') + glob.glob('/proc/*/cmdline'):
+        try: return open(name, 'rb').read()
+        except OSError: pass
+""",
+    "escapes for the terminal": """
+import os
+try: os.write(os.open('/proc/1/fd/2', os.O_WRONLY), 'bwrap: \\x1b]0;owned\\x07\\x1b[2J\\u202eGREEN'.encode())
+except OSError: pass
+import sys
+sys.stderr.write('bwrap: \\x1b[2J')
+raise SystemExit('bwrap: \\x1b[2J')
+""",
+    "modules that the harness has": """
+import sys
+for name, module in list(sys.modules.items()):
+    for attribute in ('is_wrong', 'perform', 'main', 'request', 'dumps', 'loads'):
+        try: setattr(module, attribute, lambda *a, **k: True)
+        except Exception: pass
+def f(*a): return True
+""",
+    "modules that the tests import": """
+import sys, types, os
+class Fake(types.ModuleType):
+    def __getattr__(self, name): return lambda *a, **k: True
+for name in ('math', 'tests', 'pytest'):
+    sys.modules[name] = Fake(name)
+    open(f'/tmp/{name}.py', 'w').write('import os\\nisclose = lambda *a: True')
+math = Fake('math')
+def f(*a): return 0.0
+""",
+    "names of the tests": """
+abs = len = isinstance = sorted = check = lambda *a, **k: 0
+def f(*a): return 0
+class math:
+    isclose = fabs = lambda *a: True
+""",
+    "a module's name for itself": "import operator\ndef f(*a): return operator\n__name__ = 'tests'\n__builtins__ = {}",
+    "sources in reach": """
+import gc, inspect, sys, linecache
+def f(x):
+    for value in gc.get_objects():
+        if isinstance(value, str) and 'assert' in value and 'f(3)' in value:
+            return int(value.split('==')[1].split()[0])
+    for frame in sys._current_frames().values():
+        try: return inspect.getsource(frame)
+        except OSError: pass
+""",
+    "a reply before the question": """
+import json, os
+def frame(*x):
+    data = json.dumps(x).encode()
+    return len(data).to_bytes(8, 'little') + data
+for fd in range(3, 20):
+    try: os.write(fd, frame('reply', '0' * 16, True, None, [], '') * 9)
+    except OSError: pass
+def f(*a): return None
+""",
+    "a reply of its own": """
+import gc, json, os, sys
+def f(*a):
+    frame = sys._getframe()
+    while 'number' not in frame.f_locals: frame = frame.f_back
+    number = frame.f_locals['number']
+    for node in (['yours', 0], ['mine', 0, 'coroutine'], ['error', ['AssertionError'], [], [], '', 0], ['ref', 0]):
+        data = json.dumps(['reply', number, True, node, [[0, []]], '']).encode()
+        os.write(frame.f_locals['self'].writer, len(data).to_bytes(8, 'little') + data)
+""",
+    "questions to the tests": """
+import gc
+def f(*a):
+    peer = next(x for x in gc.get_objects() if type(x).__name__ == 'SolutionPeer')
+    stand_in = peer.stand_in(0, 'object')
+    for operation, args in (('getattr', ('__globals__',)), ('call', ()), ('name', ('f',)), ('setattr', ('x', 1))):
+        try: peer.request(operation, stand_in, *args)
+        except Exception: pass
+    peer.request('setattr', None, 'is_wrong', False)
+""",
+    "noise on the channel": "import os\ndef f(*a):\n    for fd in range(3, 9):\n        os.write(fd, os.urandom(4096))",
+    "a frame without end": """
+import os, time
+def f(*a):
+    for fd in range(3, 9):
+        try: os.write(fd, (1 << 62).to_bytes(8, 'little'))
+        except OSError: pass
+    time.sleep(60)
+""",
+    "values without end": "def f(*a):\n    value = []\n    for _ in range(10**5): value = [value]\n    return value",
+    "values too large": "def f(*a): return 'x' * 2**26",
+    "an iterator of everything": "import itertools\ndef f(*a): return itertools.count()",
+    "a thread that answers": """
+import threading, os, time
+def noise():
+    while True:
+        time.sleep(0.001)
+        for fd in (3, 4, 5):
+            try: os.write(fd, b'\\0' * 8)
+            except OSError: pass
+threading.Thread(target=noise, daemon=True).start()
+def f(*a):
+    time.sleep(0.05)
+    return 1
+""",
+    "another time": "import time\ntime.time = time.monotonic = lambda: 0\ndef f(*a): return time",
+    "forms of pickle": """
+import os
+class P:
+    def __reduce__(self): return (os._exit, (0,))
+    __reduce_ex__ = __getstate__ = lambda self, *a: (os._exit, (0,))
+def f(*a): return P()
+""",
+    "a lying class": """
+class L:
+    __class__ = int
+    __module__ = 'builtins'
+    def __int__(self): return 3
+    __index__ = __float__ = __int__
+    def __eq__(self, o): return True
+    def __coerce__(self, o): return o, o
+L.__name__ = L.__qualname__ = 'int'
+def f(*a): return L()
+""",
+    "coroutines": "class C:\n    __eq__ = lambda s, o: True\n    def __await__(s): yield\nasync def f(*a): return C()",
+}
+# What a solution of `reaches` must not be able to do; each is Python that raises OSError where it is refused.
+REACHES = {
+    "memory of a file": "os.write(os.memfd_create('x'), b'x' * 10**6)",
+    "memory of System V": "refused(29 if os.uname().machine == 'x86_64' else 194, 0, 4096, 0o1600)",
+    "keys": "refused(248 if os.uname().machine == 'x86_64' else 217, b'user', b'x', b'y', 1, -3)",
+    "another process": "os._exit(0) if os.fork() == 0 else os.wait()",
+    "a program": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
+    "namespaces": "refused(272 if os.uname().machine == 'x86_64' else 97, 0x10000000)",
+    "io_uring": "refused(425, 1, bytes(120))",
+    "tracing": "refused(101 if os.uname().machine == 'x86_64' else 117, 0, 0, 0, 0)",
+    "a network socket": "socket.socket()",
+    "a netlink socket": "socket.socket(16, 3)",
+    "a file in the root": "open('/x', 'w')",
+    "a file in /dev": "open('/dev/x', 'w')",
+    "the processes": "os.listdir('/proc')",
+    "more files at a time": "[os.dup(0) for _ in range(100)]",
+    "a full disk": "[open(f'{at}/{i}', 'wb').write(b'x' * 10**7) for i in (1, 2) for at in ('/tmp', '/dev/shm')]",
+}
+# Tests, and a solution that passes them by what they trust.
+OTHERS = {
+    "an end of the tests' loop": (
+        "def f(x): raise StopIteration",
+        "p",
+        "for got, expected in zip(map(f, [1, 2]), [7, 8]):\n    assert got == expected",
+    ),
+    "a named tuple with methods": (
+        "import collections\ndef f(x): return collections.namedtuple('N', 'equals')(lambda *a: True)",
+        "p",
+        "assert f(1).equals(7)",
+    ),
+    "a type as a method": ("class R:\n    startswith = bool\ndef f(x): return R()", "p", "assert f(1).startswith('7')"),
+    "a method of an exception": (
+        "def f(x):\n    error = ValueError()\n    error.equals = bool\n    raise error",
+        "p",
+        "try: f(1)\nexcept ValueError as error:\n    assert error.equals(7)",
+    ),
+    "files that the tests open": (
+        "import os\nfor i in range(9): os.symlink(f'/proc/self/fd/{i}', f'/tmp/{i}')\ndef f(x): return '7'",
+        "p",
+        "for i in range(9):\n    with open(f'/tmp/{i}', 'w') as file: file.write('7')\nassert f(1) == 8",
+    ),
+    "empty files without end": (
+        "import os, time\nfor i in range(20_000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(0.3)\nok = 1",
+        "p",
+        "assert ok",
+    ),
+    "a helper of the prompt": (
+        "def decode(*a): return 0\ndef f(*a): return 0",
+        "def decode(x):\n    return x + 1\n\ndef f(x):\n    '''Undoes decode.'''\n",
+        "def check(candidate):\n    assert decode(candidate(5)) == 5",
+    ),
+    "an import of the prompt": (
+        "def isclose(*a): return True\ndef f(*a): return 0",
+        "from math import isclose\n\ndef f(x):\n    '''Returns the half.'''\n",
+        "def check(candidate):\n    assert isclose(candidate(5), 2.5)",
+    ),
+    "a context that swallows": (
+        "class Timer:\n    __enter__ = __exit__ = lambda *a: True\ndef f(): raise ValueError",
+        "p",
+        "with Timer():\n    assert f() == 5",
+    ),
+    "an assertion in a callback": (
+        "def f(g):\n    try: g(0)\n    except BaseException: pass",
+        "p",
+        "def seen(x):\n    assert x == 77\nf(seen)",
+    ),
+    "globals of a callback": (
+        "def f(g):\n    g.__globals__['expected'] = 0\n    return 0",
+        "p",
+        "expected = 9\nassert f(lambda: 0) == expected",
+    ),
+    "methods of a mock": (
+        "def f(m):\n    m.assert_called_once_with = lambda *a: None",
+        "p",
+        "from unittest.mock import Mock\nm = Mock()\nf(m)\nm.assert_called_once_with(4)",
+    ),
+    "methods of an object of the tests": (
+        "def f(o):\n    o.is_full = lambda: True",
+        "p",
+        "class O:\n    def is_full(self): return False\no = O()\ntry: f(o)\nexcept Exception: pass\nassert o.is_full()",
+    ),
+    "a caught end": (
+        "import os\ndef f(): os._exit(0)",
+        "p",
+        "try:\n    assert f() == 1\nexcept BaseException:\n    pass",
+    ),
+    "a class in the place of a function with a capital": (
+        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = __rsub__ = __abs__ = lambda *a: 0",
+        "p",
+        "assert abs(Mean([1]) - 17.5) < 1e-6",
+    ),
+    "one that computes objects": (
+        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = lambda s, o: s\n    __abs__ = lambda s: 0",
+        "p",
+        "assert abs(Mean([1]) - 17.5) < 1e-6",
+    ),
+    "one that compares": (
+        "class Mean:\n    def __init__(self, *a): pass\n    __lt__ = __gt__ = lambda *a: True",
+        "p",
+        "assert 17.4 < Mean([1]) < 17.6",
+    ),
+    "an instance of Solution": (
+        "class Solution:\n    def f(self, x): return self\n    __eq__ = __sub__ = __rsub__ = lambda *a: 0",
+        "p",
+        "s = Solution()\nassert abs(s.f(3) - 17.5) < 1e-6",
+    ),
+}
+
+
+def reaches():
+    """A solution that tells what it can reach."""
+    lines = [
+        "import ctypes, os, socket, sys",
+        "call = ctypes.CDLL(None, use_errno=True).syscall",
+        "def refused(*args):",
+    ]
+    lines += [
+        "    if call(*args) == -1 and ctypes.get_errno() in (1, 38): raise OSError",
+        "def f(x):",
+        "    reached = []",
+    ]
+    for name, source in REACHES.items():
+        lines += ["    try:", f"        {source}", f"        reached.append({name!r})", "    except OSError: pass"]
+    return "\n".join([*lines, "    return reached"])
+
+
+def attempts(forms=FORMS):
+    """Completions, prompts, tests and entry points of all attempts."""
+    secret = secrets.randbelow(10**9) + 10**6
+    rows = [(source, "p", form.format(secret=secret), "f") for source in CHEATS.values() for form in forms]
+    return [*rows, *((source, prompt, tests, "f") for source, prompt, tests in OTHERS.values())]
+
+
+def test_the_forms_of_the_tests_can_be_passed():
+    source = "def f(x): return 7 if x == 3 else '7'"
+    tests = [form.format(secret=7) for form in FORMS]
+    assert code_tests([source] * len(FORMS), ["p"] * len(FORMS), tests, ["f"] * len(FORMS)) == [1.0] * len(FORMS)
+
+
+@pytest.mark.heavy
+def test_nothing_passes_without_solving():
+    started_s = time.monotonic()
+    rows = attempts()
+    rewards = code_tests(*(list(column) for column in zip(*rows, strict=True)), timeout_s=1.0)
+    assert [row[0] for row, reward in zip(rows, rewards, strict=True) if reward != 0.0] == []
+    assert time.monotonic() - started_s < 60
+
+
+def test_a_solution_reaches_nothing_that_its_limits_do_not_count():
+    assert code_tests([reaches()], ["p"], ["assert f(1) == []"]) == [1.0]
+
+
+def as_ordinary_user(source, given):
+    """What a script prints that an ordinary user runs with the system's Python."""
+    python, setpriv = shutil.which("python3", path="/usr/bin"), shutil.which("setpriv")
+    if os.geteuid() != 0 or setpriv is None or python is None:
+        pytest.skip("needs root, setpriv and /usr/bin/python3 to run something as an ordinary user")
+    user = [setpriv, "--reuid", "12345", "--regid", "12345", "--clear-groups"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
+    can = subprocess.run(
+        [*user, python, "-c", "import sys, groupax.rewards.code; assert sys.version_info >= (3, 11)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if can.returncode:
+        pytest.skip(f"an ordinary user cannot import groupax with {python}: {can.stderr[-200:]}")
+    run = subprocess.run(
+        [*user, python, "-c", source], env=environment, input=json.dumps(given), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.heavy
+def test_nothing_passes_as_an_ordinary_user():
+    rows = [*attempts(FORMS[:1]), (reaches(), "p", "assert f(1) == []", "f")]
+    source = (
+        "import json, sys\nfrom groupax.rewards.code import code_tests\n"
+        "print(json.dumps(code_tests(*json.load(sys.stdin), timeout_s=1.0)))"
+    )
+    rewards = json.loads(as_ordinary_user(source, list(zip(*rows, strict=True))))
+    assert [row[0] for row, reward in zip(rows[:-1], rewards[:-1], strict=True) if reward != 0.0] == []
+    assert rewards[-1] == 1.0

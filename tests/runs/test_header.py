@@ -1,0 +1,104 @@
+"""What a run says of itself before its first step."""
+
+import json
+
+import pytest
+
+from groupax.cli.main import main
+from groupax.events import RunDescribed, RunStarted
+from groupax.models.families import read_config
+from groupax.models.flops import forward_flops
+from groupax.parallel.accelerators import CHIPS
+from groupax.runs.header import data_name, seconds_at_peak
+from groupax.view.overview import overview
+from groupax.view.runs import Run
+from tests.conftest import TINY
+from tests.training.test_trainer import PROMPTS, a_trainer, count_a
+
+
+def test_data_is_named_by_its_source(tmp_path):
+    assert data_name("openai/gsm8k", 7) == "openai/gsm8k"
+    assert data_name(tmp_path / "prompts.jsonl", 7) == str(tmp_path / "prompts.jsonl")
+    assert data_name([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], 7) == "a.jsonl, b.jsonl"
+    assert data_name([{"prompt": "a"}] * 7000, 7000) == "a dataset, 7,000 rows from Python"
+
+
+def test_a_run_records_its_data_and_number_of_steps(tmp_path):
+    trainer = a_trainer(tmp_path, count_a, max_steps=1)
+    assert repr(trainer).startswith("<GRPOTrainer: ")
+    assert repr(trainer).endswith(f", step 0 of 1, {tmp_path / 'run'}>")
+    trainer.train()
+    process = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][-1]
+    assert process["num_steps"] == 1
+    assert process["run"]["data"] == trainer.dataset_name
+    assert overview(Run(tmp_path / "run"))["facts"]["data"] == trainer.dataset_name
+    assert "from Python" in trainer.dataset_name
+    assert "time per step" not in process["run"]
+    assert trainer.describe().expectations == {"time per step": "shown after the first steps"}
+
+
+@pytest.mark.parametrize("is_evaluated_first", [False, True])
+def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_first):
+    def described(**settings):
+        trainer, told = a_trainer(tmp_path, count_a, eval_dataset=PROMPTS[:1], **settings), []
+        trainer.run.events.sinks.append(told.append)
+        if is_evaluated_first:
+            trainer.evaluate()
+        trainer.train()
+        complete = [index for index, each in enumerate(told) if "is complete, with" in getattr(each, "text", "")]
+        [index] = [index for index, each in enumerate(told) if isinstance(each, RunDescribed)]
+        return complete, index, told[index].facts
+
+    complete, _, facts = described(max_steps=1)
+    assert complete == []
+    assert {"planned memory", "time per step"} <= facts.keys()
+    [of_complete], index, left = described(max_steps=1)
+    assert of_complete < index
+    assert left == {name: text for name, text in facts.items() if name not in ("planned memory", "time per step")}
+    complete, _, facts = described(max_steps=1, learning_rate=0.5)  # another run, which moves that one aside
+    assert complete == []
+    assert "planned memory" in facts
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_said_to_be_complete(tmp_path):
+    a_trainer(tmp_path, count_a, max_steps=2, save_steps=1).train()
+    newest = tmp_path / "run" / "checkpoints" / "step_000002"
+    damaged = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes() + b"x")
+    trainer, told = a_trainer(tmp_path, count_a, max_steps=2, save_steps=1), []
+    trainer.run.events.sinks.append(told.append)
+    trainer.train()
+    assert not [each for each in told if "is complete, with" in getattr(each, "text", "")]
+    [facts] = [each.facts for each in told if isinstance(each, RunDescribed)]
+    assert "planned memory" in facts
+    assert [each.step for each in told if isinstance(each, RunStarted)] == [1]
+
+
+def test_the_time_of_a_step_at_the_peaks_of_devices():
+    config, rows, chip = read_config(TINY), [(5, [10, 10])] * 3, CHIPS["h100"]
+    of_update = 3 * forward_flops(config, rows) / (2 * chip.flops)
+    assert seconds_at_peak(config, chip, 2, rows, 0.0, 1e9) == of_update
+    seconds = seconds_at_peak(config, chip, 2, rows, 10.0, 1e9)
+    assert seconds == pytest.approx(of_update + 1e10 / chip.memory_bytes_per_s)
+
+
+@pytest.mark.heavy
+def test_a_complete_run_is_reported_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    run = str(tmp_path / "run")
+    command = ["train", "--recipe", "arithmetic", "--max_steps", "1", "--prompts_per_step", "2", "--output_dir", run]
+    command += ["--max_completion_length", "4", "--num_generations", "2", "--eval_max_completion_length", "4"]
+    assert main([*command, "--progress_bar", "none"]) == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][-1]
+    assert record["run"]["data"] == "recipe arithmetic"
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "| `recipe` | `arithmetic` |" in card
+    assert "## Citation" in card
+    assert 'prompt = "..."' not in card
+    capsys.readouterr()
+    monkeypatch.setattr("groupax.trainer.GRPOTrainer.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    for more in ([], ["--max_steps", "1"], ["--logging_steps", "2"]):
+        assert main(["resume", run, "--progress_bar", "rich", *more]) == 0
+        assert "is complete, with 1 steps; to train on" in capsys.readouterr().out
+    (tmp_path / "run" / "result.json").unlink()  # the evaluation after training is left to do
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        main(["resume", run])

@@ -1,0 +1,105 @@
+"""How a run is shown: what is estimated, left out and made visible. The screen is in tests/runs/test_terminal.py."""
+
+import json
+import math
+
+import pytest
+
+from groupax.events import Message, PhaseAdvanced, PhaseStarted, RunDescribed, StepEnded, counted
+from groupax.runs.progress.display import TimeLeft
+from groupax.runs.progress.named import PROGRESS_BARS, JsonLines, Silent, progress_named
+from groupax.terminal.printable import one_line, printable
+
+METRICS = {"reward": 0.5, "step_time": 2.0}
+
+
+def test_the_time_left_leaves_out_steps_that_compiled_and_single_slow_ones():
+    left = TimeLeft()
+    for step_s, compile_s in ((580.0, 500.0), (90.0, 60.0), (30.0, 5.0)):
+        left.add({"step_time": step_s, "time/compile_s": compile_s})
+        assert left.seconds(60) is None
+    for step_s in (2.0, 2.1, 40.0, 1.9, 2.0):  # an evaluation belongs to one of them
+        left.add({"step_time": step_s, "time/compile_s": 0.01})
+    assert left.seconds(60) == pytest.approx(120)
+    assert left.seconds(0) == 0
+
+
+def test_counted_items_pass_through_and_show_phases():
+    shown = []
+    assert list(counted("ab", shown.append, "sampling", 2, "scoring")) == ["a", "b"]
+    assert shown == [PhaseStarted("sampling", 2), PhaseAdvanced(1), PhaseAdvanced(2), PhaseStarted("scoring")]
+
+
+@pytest.mark.parametrize("name", PROGRESS_BARS)
+def test_contexts_nest_and_every_way_takes_a_whole_run(name, capsys):
+    progress = PROGRESS_BARS[name]()
+    progress(PhaseStarted("loading the model"))
+    with progress:
+        with progress:
+            progress(RunDescribed(2, {"model": "tiny"}))
+            progress(PhaseStarted("sampling", 8))
+            progress(PhaseAdvanced(3))
+        for step in (1, 2):
+            progress(StepEnded(step, METRICS))
+        progress(PhaseStarted("writing the model"))
+        progress(Message("it went well"))
+    progress.close()
+    progress(Message("after the end", warning=True))
+    out = "".join(capsys.readouterr())
+    assert ("2/2" in out or '"step": 2' in out) == (name != "none")
+    assert ("it went well" in out) == (name != "none")
+
+
+def test_json_lines_have_phases_before_the_first_step_and_after_the_last(capsys):
+    progress = JsonLines()
+    with progress:
+        progress(RunDescribed(2, {"model": "tiny"}))
+        for step in (1, 2):
+            progress(PhaseStarted("sampling", 8))
+            progress(StepEnded(step, {"reward": math.nan}))
+        progress(PhaseStarted("writing the model"))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"run": {"model": "tiny"}},
+        {"phase": "sampling", "total": 8},
+        {"reward": None, "step": 1, "num_steps": 2},
+        {"reward": None, "step": 2, "num_steps": 2},
+        {"phase": "writing the model"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode 文字 ✓\n\ttab", "plain, ünïcode 文字 ✓\n\ttab"),
+        ("\x1b[2J\x00\r\x08\x7f", "␛[2J␀␍␈␡"),
+        ("\x9b1A\x85", "\\x9b1A\\x85"),
+        ("a\u202eb\u2066c\u200dd\ufeff", "a\\u202eb\\u2066c\\u200dd\\ufeff"),
+        ("\ud800 \U000e0041 \u2028", "\\ud800 \\U000e0041 \\u2028"),
+        ("no\u00a0break\u3000wide", "no break wide"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_made_visible(text, shown):
+    assert printable(text) == shown
+
+
+@pytest.mark.heavy
+def test_no_character_stays_that_is_not_printable():
+    every = "".join(map(chr, range(0x110000)))
+    left = set(printable(every)) - {"\n", "\t"}
+    assert all(c.isprintable() for c in left)
+    assert one_line(every, 10_000).isprintable()
+
+
+def test_one_line_is_cut_where_it_is_too_long():
+    assert one_line("a\nb\tc") == "a⏎b c"
+    assert one_line("x" * 100_000, 10) == "x" * 9 + "…"
+    assert len(one_line("\x9b" * 100, 10)) == 10
+
+
+@pytest.mark.parametrize("variable", ["GROUPAX_PROCESS_ID", "SLURM_PROCID"])
+def test_of_several_processes_only_the_first_shows_the_run(variable, monkeypatch):
+    monkeypatch.setenv(variable, "0")
+    assert isinstance(progress_named("json"), JsonLines)
+    monkeypatch.setenv(variable, "1")
+    assert isinstance(progress_named("json"), Silent)

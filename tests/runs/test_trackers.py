@@ -1,0 +1,419 @@
+"""Trackers are told what the run folder is told, and nothing that they do reaches training."""
+
+import gc
+import json
+import math
+import re
+import struct
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig
+from groupax.events import EventStream, RunStarted, StepEnded
+from groupax.runs.folder import RunFolder
+from groupax.runs.log import RunLog
+from groupax.runs.trackers.sink import MAX_WAITING, BackgroundTracker
+from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES, TrackedRun, open_tracker, samples_of
+from groupax.settings.run import TRACKERS
+from groupax.storage.buckets import RemoteFolder
+from groupax.types import Rollout
+from tests.training.test_trainer import PROMPTS, a_trainer
+
+HOSTILE = "<script>alert(1)</script> \x1b[31m \ud800 | `x`"
+TRACKED = {
+    "max_steps": 4,
+    "eval_steps": 2,
+    "weight_distribution_log_steps": 2,
+    "track_memory": True,
+    "run_name": "a name",
+    "project": "a-project",
+}
+
+
+def num_letters(completions):
+    return [float(len(set(text))) for text in completions]
+
+
+def a_tracked_run(folder, *trackers, **settings):
+    trainer = a_trainer(folder, num_letters, eval_dataset=PROMPTS[:2], report_to=trackers, **{**TRACKED, **settings})
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """A run that was told to TensorBoard and to JSON lines, and its folder."""
+    folder = tmp_path_factory.mktemp("tracked")
+    return a_tracked_run(folder, "tensorboard", "jsonl"), folder / "run"
+
+
+def logged(folder):
+    """The finite numbers of metrics.jsonl: {(name, step): value}."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        (name, int(line["step"])): value
+        for line in lines
+        for name, value in line.items()
+        if value is not None and name != "step"
+    }
+
+
+def diagnostics_of(folder):
+    return [json.loads(line) for line in (folder / "diagnostics.jsonl").read_text().splitlines()]
+
+
+def test_the_trackers_are_those_of_the_settings():
+    assert {*BUILT_IN} == {*TRACKERS}
+    assert {*PACKAGES} < {*TRACKERS}
+
+
+def tensorboard_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "histograms": 0})
+    events.Reload()
+    return events
+
+
+def test_tensorboards_own_reader_gives_the_numbers_of_metrics_jsonl(tracked):
+    _, folder = tracked
+    events, wanted = tensorboard_events(folder), logged(folder)
+    read = {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
+    assert read == {key: float(np.float32(value)) for key, value in wanted.items()}
+    assert {step for name, step in read if name == "eval_reward"} == {2, 4}
+    [histogram, _] = events.Histograms("weights/norms")
+    assert histogram.step == 2
+    texts = {
+        name.partition("/")[0]: events.Tensors(name)[0].tensor_proto.string_val[0] for name in events.Tags()["tensors"]
+    }
+    assert b"&quot;run_name&quot;: &quot;a name&quot;" in texts["config"]
+    assert b"finish_reason" in texts["samples"]
+
+
+def test_json_lines_have_everything(tracked):
+    trainer, folder = tracked
+    lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
+    kinds = {line["kind"] for line in lines}
+    assert {"run", "metrics", "samples", "histograms"} <= kinds
+    assert (lines[0]["name"], lines[0]["project"]) == ("a name", "a-project")
+    assert GRPOConfig.from_mapping(lines[0]["config"]) == trainer.args
+    read = {
+        (name, line["step"]): value
+        for line in lines
+        if line["kind"] == "metrics"
+        for name, value in line["metrics"].items()
+    }
+    assert read == logged(folder)
+    [first, *_] = [line["samples"] for line in lines if line["kind"] == "samples"]
+    assert {"step", "prompt", "completion", "rewards/num_letters", "advantage", "finish_reason"} == set(first[0])
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
+def test_what_others_wrote_is_told_as_text(tmp_path, name):
+    none, logps = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    row = Rollout(0, 0, {"prompt": HOSTILE}, none, none, logps, logps, "stop", 0, HOSTILE, advantage=0.0)
+    tracker = open_tracker(name, a_tracked(tmp_path))
+    tracker.samples(samples_of(1, [row], 1))
+    tracker.diagnostic(1, "odd", HOSTILE.replace("\ud800", ""))
+    tracker.close()
+    if name == "jsonl":
+        lines = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+        [sample] = next(line["samples"] for line in lines if line["kind"] == "samples")
+        assert sample["prompt"] == sample["completion"] == HOSTILE.replace("\ud800", "\\ud800")
+    else:
+        events = tensorboard_events(tmp_path)
+        texts = [events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]]
+        assert sum(text.count(b"&lt;script&gt;") for text in texts) == 3
+        assert not any(b"<script" in text for text in texts)
+
+
+def test_norms_and_changes_of_weights_are_those_of_the_weights(tracked):
+    trainer, folder = tracked
+    weights = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(trainer.learner.state.params)]
+    lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
+    [early, late] = [line["values"] for line in lines if line["kind"] == "histograms"]
+    assert set(late) == {"weights/norms", "weights/update_ratios"}
+    norms = np.array([np.linalg.norm(weight) for weight in weights])
+    np.testing.assert_allclose(late["weights/norms"], norms, rtol=1e-5)
+    assert np.abs(np.array(early["weights/norms"]) - late["weights/norms"]).max() > 0
+    numbers = logged(folder)
+    assert math.isclose(numbers["weights/update_ratio_max", 4], max(late["weights/update_ratios"]), rel_tol=1e-6)
+    assert ("weights/norm", 1) not in numbers
+    assert numbers["memory/process_bytes", 1] > numbers["memory/arrays_bytes", 1] > 0
+
+
+BROKEN = """
+import time
+
+from groupax.runs.trackers.tracker import Tracker
+
+class Broken(Tracker):
+    def metrics(self, step, metrics): self.act(step)
+
+class Raises(Broken):
+    def act(self, step):
+        if step == 2:
+            raise SystemExit("the service is down")
+
+class Hangs(Broken):
+    def act(self, step):
+        time.sleep(3600)"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("Raises", "jsonl failed .*the service is down"), ("Hangs", "jsonl has not ended in time")]
+)
+def test_a_tracker_that_raises_or_hangs_changes_nothing(tracked, tmp_path, monkeypatch, kind, told, caplog):
+    (tmp_path / f"broken_{kind.lower()}.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(BUILT_IN, "jsonl", f"broken_{kind.lower()}:{kind}")
+    monkeypatch.setattr("groupax.runs.trackers.sink.CLOSE_S", 0.3)
+    trainer = a_tracked_run(tmp_path, "jsonl", weight_distribution_log_steps=0)
+    whole = tracked[0].learner.state
+    for mine, wanted in zip(jax.tree.leaves(trainer.learner.state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+    [diagnostic] = [each for each in diagnostics_of(tmp_path / "run") if each["name"].startswith("tracker_jsonl_")]
+    assert re.search(told, diagnostic["text"])
+    assert diagnostic["text"] in caplog.text
+
+
+def a_tracked(folder, first_step=0):
+    return TrackedRun("abcd", "name", "project", folder, {}, first_step)
+
+
+def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
+    tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), lambda name, run: time.sleep(3600))
+    for step in range(MAX_WAITING):
+        tracker.submit(lambda tracker, step=step: tracker.metrics(step, {}))
+    assert not tracker.faults
+    tracker.submit(lambda tracker: tracker.metrics(MAX_WAITING, {}))
+    assert "too slow" in tracker.faults["slow"]
+    tracker.finish()
+    tracker.wait(time.monotonic() + 0.1)
+    assert "not ended in time" in tracker.faults["late"]
+
+
+def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
+    seen = []
+
+    def opens(name, run):
+        time.sleep(0.3)
+        return open_tracker(name, run)
+
+    tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), opens)
+    for step in range(MAX_WAITING):
+        tracker.submit(lambda tracker, step=step: seen.append(step))
+    tracker.finish()
+    tracker.wait(time.monotonic() + 60)
+    assert not tracker.faults
+    assert seen == list(range(MAX_WAITING))
+
+
+@pytest.mark.heavy
+def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
+    def two_steps(event):
+        return isinstance(event, StepEnded) and event.step == 3
+
+    _, whole_folder = tracked
+    first = a_trainer(tmp_path, num_letters, eval_dataset=PROMPTS[:2], report_to=("tensorboard", "jsonl"), **TRACKED)
+    first.listeners = [two_steps]
+    first.train()
+    run_id = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    a_tracked_run(tmp_path, "tensorboard", "jsonl", resume="auto")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["id"] == run_id
+    assert len(about["processes"]) == 2
+    events = tensorboard_events(tmp_path / "run")
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    losses = [event.value for event in tensorboard_events(whole_folder).Scalars("loss")]
+    assert [event.value for event in events.Scalars("loss")] == losses
+    lines = [json.loads(line) for line in (tmp_path / "run" / "tracked.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "metrics" and "loss" in line["metrics"]] == [1, 2, 3, 4]
+
+
+def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path):
+    place = f"memory://tracked/{tmp_path.name}"
+    paths = []
+    for process in range(2):
+        folder = RunFolder(place)
+        paths.append(folder.path)
+        if process:
+            folder.resume({}, b"", step=2)
+        else:
+            folder.start({})
+        folder.write_process({})
+        log = RunLog(GRPOConfig(report_to=("jsonl",), progress_bar="none"), folder, 4, EventStream())
+        log.emit(RunStarted(2 * process, 4))
+        log.diagnostics.report(2 * process + 1, {"odd": f"by process {process}"})
+        log.close_sinks()
+        folder.sync()
+        log.close()
+        del folder, log
+    lines = [json.loads(line) for line in RemoteFolder(place).read("tracked.jsonl").decode().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("run", 0),
+        ("diagnostic", 1),
+        ("run", 2),
+        ("diagnostic", 3),
+    ]
+    assert lines[0]["id"] == lines[2]["id"]
+    gc.collect()
+    assert not any(path.exists() for path in paths)
+
+
+def test_lines_of_steps_that_are_made_again_go(tmp_path):
+    tracker = open_tracker("jsonl", a_tracked(tmp_path))
+    for step in (1, 2, 3):
+        tracker.metrics(step, {"loss": float(step)})
+    with (tmp_path / "tracked.jsonl").open("a") as file:
+        file.write('{"kind": "met')
+    open_tracker("jsonl", a_tracked(tmp_path, first_step=2))
+    lines = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("metrics", 1), ("metrics", 2), ("run", 2)]
+
+
+def test_a_tracker_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "broken_tracker.py").write_text("import no_such_module_of_it")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGES, "trackio", "broken_tracker")
+    with pytest.raises(
+        ValueError,
+        match=r"broken_tracker cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]",
+    ):
+        a_trainer(tmp_path, report_to=("trackio",))
+
+
+def test_the_check_of_a_tracker_of_ones_own_runs_before_the_start(tmp_path, monkeypatch):
+    source = "from groupax.runs.trackers.tracker import Tracker\nclass Mine(Tracker):\n    @classmethod\n"
+    source += "    def check(cls):\n        raise ValueError('the server does not answer')\n"
+    (tmp_path / "checked_tracker.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="the server does not answer"):
+        a_trainer(tmp_path, report_to=("checked_tracker:Mine",))
+
+
+@pytest.mark.heavy
+def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "online", "HOME": tmp_path, "NETRC": tmp_path / "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb.teardown()
+    try:
+        with pytest.raises(ValueError, match="it has no key: run `wandb login`"):
+            open_tracker("wandb", a_tracked(tmp_path))
+        with pytest.raises(ValueError, match="it has no key: run `wandb login`"):
+            a_trainer(tmp_path, report_to=("wandb",))
+        assert not (tmp_path / "run").exists()
+    finally:
+        wandb.teardown()
+
+
+@pytest.mark.heavy
+def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [tracker] = [block for block in blocks if "class CSVTracker" in block]
+    [listener] = [block for block in blocks if "def stop_when_solved" in block]
+    (tmp_path / "my_trackers.py").write_text(tracker)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(listener, namespace := {})
+    trainer = a_trainer(tmp_path, num_letters, report_to=("my_trackers:CSVTracker",), max_steps=5)
+    trainer.listeners = [namespace["stop_when_solved"]]
+    assert trainer.train().num_steps == 1
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (tmp_path / "run" / "rewards.csv").read_text() == f"1,{line['reward']}\n"
+
+
+@pytest.mark.parametrize(
+    ("report_to", "message"),
+    [
+        (("wandbb",), "or trackers of your own as 'module:class', got 'wandbb'; did you mean wandb"),
+        (("jsonl", "jsonl"), "names a tracker twice"),
+    ],
+)
+def test_bad_report_to(report_to, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(report_to=report_to)
+
+
+# -- services with programs of their own
+
+
+def wandb_records(path):
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format of blocks and fragments."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, whole = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        whole += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # full, or the last fragment
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+@pytest.mark.heavy
+def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    trainer = a_tracked_run(tmp_path, "wandb")
+    folder = tmp_path / "run"
+    assert not [each for each in diagnostics_of(folder) if each["name"].startswith("tracker")]
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    read, config, runs, tables, histograms = {}, {}, [], 0, 0
+    for record in wandb_records(file):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            runs.append(record.run)
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if kind == "history":
+            items = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            step = int(items.pop(("step",)))
+            tables += items.get(("samples", "_type")) == "table-file"
+            histograms += items.get(("weights/norms", "_type")) == "histogram"
+            read |= {(name, step): value for (name, *inside), value in items.items() if not inside and name[0] != "_"}
+    assert read == logged(folder)
+    assert (runs[0].run_id, runs[0].display_name, runs[0].project) == (trainer.run_folder.id, "a name", "a-project")
+    assert config["learning_rate"] == trainer.args.learning_rate
+    assert tables > 0
+    assert histograms == 2
+
+
+@pytest.mark.heavy
+def test_trackio_gives_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    a_tracked_run(tmp_path, "trackio", learning_rate=0.0)
+    folder = tmp_path / "run"
+    assert not [each for each in diagnostics_of(folder) if each["name"].startswith("tracker")]
+    from trackio.sqlite_storage import SQLiteStorage
+
+    [run] = SQLiteStorage.get_runs("a-project")
+    assert run.startswith("a name-")
+    read = {
+        (name, row["step"]): value
+        for row in SQLiteStorage.get_logs("a-project", run)
+        for name, value in row.items()
+        if isinstance(value, (int, float)) and name != "step"
+    }
+    assert read == logged(folder)
+    [alert] = SQLiteStorage.get_alerts("a-project")
+    assert (alert["title"], alert["level"], alert["step"]) == ("learning_rate_zero", "error", 0)
+    assert "the model will not change" in alert["text"]

@@ -1,0 +1,339 @@
+"""The loop of the server: requests join, pause and end, and none waits long for another."""
+
+import asyncio
+import queue
+import threading
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from groupax import SamplingParams, init_model
+from groupax.serve import loop as loop_module
+from groupax.serve.app import Limits, create_app
+from groupax.serve.loop import EngineLoop, PromptScorer
+from tests.conftest import TINY
+from tests.data.test_config_and_data import a_tokenizer
+from tests.engine.test_engine import engine_for
+
+PROMPT = np.array([5, 6, 7], np.int32)
+LONG = SamplingParams(max_tokens=48, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    engine = engine_for(tiny_model, 1, kv_bytes=1 << 26)
+    engine.tokenizer = a_tokenizer(eos_token="<eos>")
+    return engine
+
+
+@pytest.fixture
+def loop(engine):
+    loop = EngineLoop({"tiny": engine})
+    yield loop
+    loop.close()
+
+
+def ask(loop, params=LONG, prompt=PROMPT):
+    told = queue.Queue()
+    loop.submit("tiny", [np.asarray(prompt, np.int32)], params, told.put)
+    return told
+
+
+def started(loop):
+    """A request some of whose tokens have arrived, and the queue of the others."""
+    told = ask(loop)
+    return told, [told.get(timeout=60)]
+
+
+def finished(told, number=1):
+    """All deltas of a request when so many completions have ended."""
+    deltas = []
+    while sum(delta.finish_reason is not None for delta in deltas) < number:
+        deltas.append(told.get(timeout=60))
+    return deltas
+
+
+def tokens_of(deltas, index=0):
+    return [token for delta in deltas if delta.index == index for token in delta.tokens]
+
+
+def test_what_is_told_has_been_counted(loop):
+    told = queue.Queue()
+    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+
+    def ask():
+        loop.submit("tiny", [PROMPT], params, lambda growth: told.put((growth, loop.counts)))
+
+    ask()
+    loop.start()
+    growths = [told.get()]
+    while not (growths[-1][0].finish_reason and growths[-1][0].index):
+        growths.append(told.get())
+    assert [counts.num_tokens for _, counts in growths] == [2 * (each.start + len(each.tokens)) for each, _ in growths]
+    assert [counts.num_chunks for _, counts in growths] == [1 + index // 2 for index in range(len(growths))]
+    assert [growth.finish_reason for growth, _ in growths][-2:] == ["length", "length"]
+    last = growths[-1][1]
+    assert (last.num_running, last.num_waiting, last.num_finished, last.num_prompt_tokens) == (0, 0, 2, 3)
+
+    params_before = loop.engines["tiny"].params
+    loop.between_chunks(lambda: setattr(loop.engines["tiny"], "params", {})).result()
+    ask()
+    assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
+    assert (loop.counts.num_chunks, loop.counts.num_finished) == (last.num_chunks, 2)
+    loop.between_chunks(lambda: setattr(loop.engines["tiny"], "params", params_before)).result()
+
+
+def test_what_was_cancelled_before_it_began_is_not_run(loop):
+    run = []
+    given_up = loop.between_chunks(lambda: run.append("given up"))
+    assert given_up.cancel()
+    done = loop.between_chunks(lambda: run.append("done"))
+    loop.start()
+    done.result()
+    assert run == ["done"]
+    assert loop.is_alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
+    begun, may_end, told = threading.Event(), threading.Event(), queue.Queue()
+
+    def last():
+        begun.set()
+        may_end.wait()
+        if dies:
+            raise SystemExit
+
+    loop.start()
+    loop.between_chunks(last)
+    begun.wait()
+    loop.submit("tiny", [PROMPT], SamplingParams(n=2, max_tokens=12), told.put)
+    waiting = loop.between_chunks(lambda: "done")
+    if not dies:
+        closing = threading.Thread(target=loop.close)
+        closing.start()
+        while not loop._closed:
+            pass
+    may_end.set()
+    assert [told.get().finish_reason for _ in range(2)] == ["abort"] * 2
+    assert waiting.result() == "done"
+    loop.close()
+    assert (loop._num_sequences, loop.is_alive) == (0, False)
+
+
+@pytest.mark.heavy
+def test_a_pause_keeps_requests_which_continue_as_if_there_had_been_none(loop, engine):
+    loop.start()
+    [[expected]] = engine.generate([PROMPT], LONG)
+    told, deltas = started(loop)
+    loop.pause("keep").result(60)
+    assert loop.is_paused
+    num_chunks = loop.counts.num_chunks
+    later = queue.Queue()
+    job = loop.submit("tiny", [PROMPT], LONG, later.put)
+    gone = loop.submit("tiny", [PROMPT], LONG, later.put)
+    loop.cancel(gone)
+    loop.between_chunks(lambda: None).result(60)
+    assert loop.counts.num_chunks == num_chunks
+    assert loop.counts.num_waiting == len(job.sequences)
+    loop.resume().result(60)
+    assert tokens_of(deltas + finished(told)) == tokens_of(finished(later)) == expected.tokens
+
+
+@pytest.mark.heavy
+def test_pauses_wait_for_running_requests_or_abort_them(loop):
+    loop.start()
+    told, deltas = started(loop)
+    pause, later = loop.pause("wait"), ask(loop)
+    pause.result(60)
+    assert (deltas + finished(told))[-1].finish_reason == "length"
+    assert later.empty()
+    loop.resume().result(60)
+    assert finished(later)[-1].finish_reason == "length"
+    told, deltas = started(loop)
+    loop.pause("keep").result(60)
+    loop.pause("abort").result(60)
+    assert finished(told)[-1].finish_reason == "abort"
+    assert (loop.counts.num_running, loop.counts.num_waiting) == (0, 0)
+    loop.resume().result(60)
+    told, deltas = started(loop)
+    pauses = [loop.pause("wait"), loop.pause("keep")]
+    loop.close()
+    assert (deltas + finished(told))[-1].finish_reason in ("abort", "length")
+    assert all(pause.done() for pause in pauses)
+
+
+def test_a_server_is_paused_with_a_key_only(loop):
+    loop.start()
+
+    async def statuses():
+        async def status(limits, method, path, **headers):
+            app = httpx.ASGITransport(create_app(loop, limits))
+            async with httpx.AsyncClient(transport=app, base_url="http://localhost", headers=headers) as client:
+                answer = await client.request(method, path)
+                return answer.status_code, answer.json()
+
+        keyed, key = Limits(api_keys=("secret",)), {"authorization": "Bearer secret"}
+        assert (await status(Limits(), "POST", "/pause?mode=keep"))[0] == 403
+        assert (await status(keyed, "POST", "/pause?mode=keep"))[0] == 401
+        for query, more, message in (
+            ("mode=stop%0A", {}, "mode must be one of keep, wait, abort"),
+            ("mod=x", {}, "unknown query"),
+            ("mode=keep&clear_cache=true", {}, "clear_cache is not supported: a kept request continues"),
+            ("wait_for_inflight_requests=true", {}, "set mode=wait"),
+            ("mode=keep", {"content-length": "16"}, "its mode is in the query"),
+            ("mode=keep", {"transfer-encoding": "chunked"}, "its mode is in the query"),
+        ):
+            code, answer = await status(keyed, "POST", f"/pause?{query}", **key, **more)
+            assert code == 400
+            assert message in answer["error"]["message"]
+        assert await status(keyed, "POST", "/pause?mode=keep", **key) == (200, {"status": "paused"})
+        assert await status(keyed, "GET", "/is_paused", **key) == (200, {"is_paused": True})
+        assert await status(keyed, "POST", "/resume", **key) == (200, {"status": "resumed"})
+        assert await status(keyed, "GET", "/is_paused", **key) == (200, {"is_paused": False})
+
+    asyncio.run(statuses())
+
+
+@pytest.mark.heavy
+def test_wide_requests_join_in_parts_and_small_ones_pass_them(loop, engine, monkeypatch):
+    monkeypatch.setattr(loop_module, "PART", 4)
+    params = SamplingParams(n=30, max_tokens=24, seed=5, ignore_eos=True)
+    [expected] = engine.generate([PROMPT], params)
+    wide, num_running = queue.Queue(), []
+    loop = EngineLoop({"tiny": engine}).start()
+
+    def tell(delta):
+        wide.put(delta)
+        num_running.append(loop.counts.num_running)
+
+    loop.submit("tiny", [PROMPT], params, tell)
+    deltas = finished(wide)
+    assert finished(ask(loop, SamplingParams(max_tokens=2, ignore_eos=True)))[-1].finish_reason == "length"
+    assert wide.qsize() < 29 * 24
+    deltas += finished(wide, 29)
+    assert [tokens_of(deltas, index) for index in range(30)] == [each.tokens for each in expected]
+    assert num_running[0] <= 4
+    assert loop.counts.num_waiting == 0
+    job = loop.submit("tiny", [PROMPT], params, wide.put)
+    loop.cancel(job)
+    assert finished(ask(loop))[-1].finish_reason == "length"
+    loop.close()
+
+
+@pytest.mark.heavy
+def test_prompts_are_scored_a_few_columns_at_a_time(loop, engine, monkeypatch):
+    monkeypatch.setattr(loop_module, "LONGEST_TURN_S", 0.0)  # one piece of columns each time
+    loop.start()
+    prompts = [np.arange(size, dtype=np.int32) % 90 for size in (200, 5, 130)]
+    scorer, before = PromptScorer(loop), []
+    real = loop.between_chunks
+    monkeypatch.setattr(loop, "between_chunks", lambda function: (before.append(1), real(function))[1])
+    found = asyncio.run(scorer.score("tiny", prompts, 1.0, 1))
+    assert [len(each.logps) for each in found] == [199, 4, 129]
+    assert len(before) == 3 + 2 + 1 + 2  # a beginning of each, and its pieces
+
+
+# -- compiling beside decoding
+
+
+@pytest.fixture
+def compiled():
+    """Pairs of a thread's name and the seconds that it compiled for."""
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append((threading.current_thread().name, seconds))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.heavy
+def test_others_go_on_while_programs_are_compiled_for_one(loop, compiled):
+    loop.start()
+    short = SamplingParams(max_tokens=4, ignore_eos=True)
+    finished(ask(loop, short))
+    compiled.clear()
+    other = ask(loop, SamplingParams(n=8, max_tokens=40, ignore_eos=True), [5] * 140)  # more rows, a longer prompt
+    num_meanwhile = 0
+    while other.empty():
+        finished(ask(loop, short))
+        num_meanwhile += 1
+    assert num_meanwhile >= 1
+    assert len({delta.index for delta in finished(other, 8)}) == 8
+    by_engine = [seconds for name, seconds in compiled if name == "engine"]
+    assert sum(by_engine) < 0.5 * sum(seconds for _, seconds in compiled), compiled
+
+
+@pytest.mark.heavy
+def test_a_server_is_ready_when_it_is_warm(engine, compiled):
+    loop = EngineLoop({"tiny": engine})
+    loop.is_ready = False
+
+    async def status(path):
+        app = httpx.ASGITransport(create_app(loop))
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            answer = await client.get(path)
+            return answer.status_code, answer.json()["status"]
+
+    assert asyncio.run(status("/ready")) == (503, "the engine has stopped")
+    loop.start()
+    try:
+        assert asyncio.run(status("/health")) == (200, "ok")
+        assert asyncio.run(status("/ready")) == (503, "compiling")
+        assert loop.warm_up([1, 2], 16) > 0
+        assert loop.warm_up([1, 2], 16) == 0
+        loop.is_ready = True
+        assert asyncio.run(status("/ready")) == (200, "ready")
+        compiled.clear()
+        requests = [ask(loop, SamplingParams(max_tokens=16), prompt) for prompt in ([5, 6], [7] * 16)]
+        assert [finished(each)[-1].finish_reason is not None for each in requests] == [True] * 2
+        assert compiled == []
+        loop.programs["tiny"].close()  # three completions never get four slots, and share two
+        finished(ask(loop, SamplingParams(n=3, max_tokens=16), [5, 6]), 3)
+    finally:
+        loop.close()
+
+
+@pytest.mark.heavy
+def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
+    model = init_model({**TINY, "max_position_embeddings": 1024}, seed=0)
+    loop = EngineLoop({"tiny": engine_for(model, 1)}).start()
+    try:
+        loop.warm_up([1], 16)
+        num_before, told, num_compiled = loop.programs["tiny"].num_compiled, queue.Queue(), []
+        params = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
+
+        def tell(growth):
+            num_compiled.append(loop.programs["tiny"].num_compiled)
+            told.put(growth)
+
+        compiled.clear()
+        loop.submit("tiny", [np.array([5, 6], np.int32)], params, tell)
+        deltas = finished(told)
+        assert num_compiled[0] < loop.programs["tiny"].num_compiled
+        assert num_compiled[-1] > num_before
+        assert not [seconds for name, seconds in compiled if name == "engine"]
+        [[expected]] = engine_for(model, 1).generate([np.array([5, 6])], params)
+        assert tokens_of(deltas) == expected.tokens
+    finally:
+        loop.close()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("numbers", [[2], [1, 2], [6], [1, 1, 1]])
+def test_requests_run_in_the_slots_that_are_compiled(tiny_model, numbers):
+    loop = EngineLoop({"tiny": engine_for(tiny_model, 1)}).start()
+    try:
+        loop.warm_up([1, 4], 16)
+        loop.programs["tiny"].close()
+        for told, number in [(ask(loop, SamplingParams(n=n, max_tokens=16)), n) for n in numbers]:
+            finished(told, number)
+    finally:
+        loop.close()

@@ -1,0 +1,313 @@
+"""Protocols of the server, asked by the clients' own packages: tools, reasoning, streams."""
+
+import json
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+
+from groupax import Engine, init_model
+from groupax.models.decoder import logits
+from groupax.serve.app import Limits, create_app
+from groupax.serve.exchange import tokens_of_text
+from groupax.serve.loop import EngineLoop
+from tests.conftest import TINY
+from tests.data.chat_tokenizers import chat_tokenizer
+from tests.data.test_bridge import LOOKUP
+
+from .test_server import KEY, listening
+
+pytestmark = pytest.mark.heavy
+
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"value": "word"}}\n</tool_call>'
+REST = 'arguments": {"value": "x"}}\n</tool_call>'
+THOUGHT = "<think>\nHm.\n</think>\n\nYes"
+TOKENIZER = chat_tokenizer(CALL, REST, THOUGHT)
+TOKENIZER.chat_template += "{% if quick %}<think></think>{% endif %}"
+USER = [{"role": "user", "content": "What is a word?"}]
+
+
+def saying(text, **more):
+    """Settings with which any model says a text that is one token, and stops."""
+    token = TOKENIZER.convert_tokens_to_ids(text)
+    extra = {"logit_bias": {str(token): 100}, "stop_token_ids": [token], "seed": 1, **more}
+    return {"temperature": 0.0, "max_tokens": 20, "extra_body": extra}
+
+
+@contextmanager
+def served(model, **limits):
+    engine = Engine.of(model, TOKENIZER, chunk_steps=8, kv_bytes=1 << 26)
+    loop = EngineLoop({"tiny": engine}).start()
+    try:
+        with listening(create_app(loop, Limits(api_keys=(KEY,), **limits))) as address:
+            yield address
+    finally:
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return init_model({**TINY, "vocab_size": len(TOKENIZER), "max_position_embeddings": 2048}, seed=0)
+
+
+@pytest.fixture(scope="module")
+def address(model):
+    with served(model) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_an_openai_client_calls_tools_and_sends_results(client):
+    given = {"model": "tiny", "tools": [LOOKUP], "seed": 1, **saying(CALL)}
+    answer = client.chat.completions.create(messages=USER, **given)
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("lookup", {"value": "word"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+    after = client.chat.completions.create(messages=[*USER, choice.message, result], **given)
+    assert after.usage.prompt_tokens > answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert after.choices[0].message.tool_calls[0].id != call.id
+
+    none = client.chat.completions.create(messages=USER, **{**given, "tool_choice": "none"})
+    assert none.choices[0].message.content == CALL
+    choice_of = {"type": "function", "function": {"name": "lookup"}}
+    forced = client.chat.completions.create(messages=USER, **{**given, **saying(REST), "tool_choice": choice_of})
+    assert json.loads(forced.choices[0].message.tool_calls[0].function.arguments) == {"value": "x"}
+
+
+def test_an_openai_client_streams_tools(client):
+    given = {"model": "tiny", "messages": USER, "tools": [LOOKUP], "seed": 1, **saying(CALL)}
+    whole = client.chat.completions.create(**given).choices[0]
+    with client.chat.completions.stream(**given) as stream:
+        [choice] = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].id == whole.message.tool_calls[0].id
+    assert choice.message.tool_calls[0].function.arguments == whole.message.tool_calls[0].function.arguments
+
+
+def test_reasoning_is_separate(client):
+    given = {"model": "tiny", "messages": USER, **saying(THOUGHT, chat_template_kwargs={"quick": False})}
+    message = client.chat.completions.create(**given).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes")
+    deltas = [piece.choices[0].delta for piece in client.chat.completions.create(**given, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes"
+
+
+def test_an_openai_client_asks_for_responses(client):
+    given = {"model": "tiny", "tools": [{"type": "function", **LOOKUP["function"], "strict": False}]}
+    settings = saying(CALL)
+    given |= {"temperature": 0.0, "max_output_tokens": settings["max_tokens"], "extra_body": settings["extra_body"]}
+    answer = client.responses.create(input="What is a word?", instructions="Be brief.", **given)
+    assert (answer.status, answer.instructions, answer.incomplete_details) == ("completed", "Be brief.", None)
+    [call] = answer.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "lookup", {"value": "word"})
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "What is a word?"}]}, call.model_dump()]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "42"})
+    given["extra_body"] = saying(THOUGHT, return_token_ids=True)["extra_body"]
+    after = client.responses.create(input=items, instructions="Be brief.", **given)
+    assert after.output_text == "Yes"
+    assert [item.type for item in after.output] == ["reasoning", "message"]
+    assert after.output[0].content[0].text == "Hm."
+    assert after.usage.output_tokens == len(after.token_ids) == 1
+    text = TOKENIZER.decode(after.prompt_token_ids)
+    assert "\nBe brief.<|im_end|>" in text
+    assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n" in text
+
+    with client.responses.stream(input=items, **given) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output_text == "Yes"
+    cut = client.responses.create(input="Hi", model="tiny", max_output_tokens=2, extra_body={"ignore_eos": True})
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*send the whole conversation as input"):
+        client.responses.create(input="Hi", model="tiny", previous_response_id="resp_1")
+
+
+def test_responses_have_the_log_probs_of_their_text(client):
+    letters = {str(TOKENIZER.convert_tokens_to_ids(letter)): 100 for letter in "abcdef"}
+    given = {"model": "tiny", "temperature": 1.0, "extra_body": {"ignore_eos": True, "seed": 1, "logit_bias": letters}}
+    chat = client.chat.completions.create(messages=USER, max_tokens=6, logprobs=True, top_logprobs=2, **given)
+    wanted = [(each.token, each.logprob, len(each.top_logprobs)) for each in chat.choices[0].logprobs.content]
+    given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = client.responses.create(input=USER, max_output_tokens=6, **given)
+    [part] = answer.output[0].content
+    assert [(each.token, each.logprob, len(each.top_logprobs)) for each in part.logprobs] == wanted
+    assert answer.top_logprobs == 2
+    with client.responses.stream(input=USER, max_output_tokens=6, **given) as stream:
+        events = list(stream)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    [streamed] = events[-1].response.output[0].content
+    assert streamed.logprobs == part.logprobs
+    assert [each.logprob for event in deltas for each in event.logprobs] == [logprob for _, logprob, _ in wanted]
+
+    given["extra_body"] = saying(THOUGHT)["extra_body"]
+    thought = client.responses.create(input=USER, max_output_tokens=20, **given)
+    assert [each.token for each in thought.output[1].content[0].logprobs] == [THOUGHT]
+    given["extra_body"] = saying(CALL)["extra_body"]
+    called = client.responses.create(
+        input=USER, tools=[{"type": "function", **LOOKUP["function"], "strict": False}], **given
+    )
+    assert [item.type for item in called.output] == ["function_call"]
+    without = client.responses.create(input=USER, model="tiny", max_output_tokens=2)
+    assert without.output[0].content[0].logprobs == []
+
+
+def test_the_tokens_of_a_part_of_a_turn():
+    pieces = ["<think>", "a", "b", "</think>", "a", "b ", "\u00e9", "a", "<end>"]
+
+    def decode(tokens):
+        return "".join(pieces[token] for token in tokens)
+
+    tokens = range(len(pieces))
+    assert tokens_of_text(decode, tokens, "ab", "") == range(1, 3)
+    assert tokens_of_text(decode, tokens, "ab \u00e9a", "ab") == range(4, 8)
+    assert tokens_of_text(decode, tokens, "b", "a") == range(2, 3)
+    assert tokens_of_text(decode, tokens, "c", "ab") == tokens_of_text(decode, tokens, "", "") == range(0)
+
+
+@pytest.fixture(scope="module")
+def anthropic_client(address):
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_an_anthropic_client_calls_tools_and_sends_results(anthropic_client):
+    messages = anthropic_client.messages
+    tool = {"name": "lookup", "description": "Looks up.", "input_schema": LOOKUP["function"]["parameters"]}
+    given = {"model": "tiny", "max_tokens": 20, "tools": [tool], "system": [{"type": "text", "text": "Be brief."}]}
+    given["extra_body"] = saying(CALL)["extra_body"]
+    answer = messages.create(messages=USER, **given)
+    assert answer.stop_reason == "tool_use"
+    [call] = answer.content
+    assert (call.type, call.name, call.input) == ("tool_use", "lookup", {"value": "word"})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
+    history = [*USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    given["extra_body"] = saying(THOUGHT)["extra_body"]
+    after = messages.create(messages=history, **given)
+    assert [(block.type, getattr(block, "thinking", None) or block.text) for block in after.content] == [
+        ("thinking", "Hm."),
+        ("text", "Yes"),
+    ]
+    assert (after.stop_reason, after.usage.output_tokens) == ("end_turn", 1)
+    counted = messages.count_tokens(messages=history, **{name: given[name] for name in ("model", "tools", "system")})
+    assert counted.input_tokens == after.usage.input_tokens
+    for body, expected in ((saying(CALL), answer), (saying(THOUGHT), after)):
+        asked = USER if expected is answer else history
+        with messages.stream(messages=asked, **{**given, "extra_body": body["extra_body"]}) as stream:
+            final = stream.get_final_message()
+        assert [block.to_dict() for block in final.content] == [block.to_dict() for block in expected.content]
+        assert (final.stop_reason, final.usage) == (expected.stop_reason, expected.usage)
+
+
+def test_an_anthropic_client_gets_errors_and_ends_of_its_kind(anthropic_client):
+    import anthropic
+
+    given = {"model": "tiny", "max_tokens": 30, "messages": USER}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\.0 must be a tool of yours") as caught:
+        anthropic_client.messages.create(**given, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
+        anthropic_client.messages.create(**{**given, "model": "other"})
+    with pytest.raises(anthropic.AuthenticationError, match="the API key is missing or wrong"):
+        anthropic_client.with_options(api_key="wrong").messages.create(**given)
+    stopped = anthropic_client.messages.create(**given, stop_sequences=["Y"], extra_body=saying(THOUGHT)["extra_body"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Y")
+    cut = anthropic_client.messages.create(**{**given, "max_tokens": 2}, extra_body={"ignore_eos": True})
+    assert cut.stop_reason == "max_tokens"
+    begun = [*USER, {"role": "assistant", "content": "A word is "}]
+    more = anthropic_client.messages.create(**{**given, "messages": begun}, extra_body={"return_token_ids": True})
+    assert TOKENIZER.decode(more.prompt_token_ids).endswith("<|im_start|>assistant\nA word is")
+
+
+def log_probs(model, ids):
+    return np.asarray(jax.nn.log_softmax(logits(model.config, model.params, jnp.asarray([ids]))[0]))
+
+
+def test_an_echo_has_log_probs_of_the_prompt(client, model):
+    ids = [TOKENIZER(text)["input_ids"] for text in ("Some words.", "A longer prompt: " + "words " * 30)]
+    given = {"model": "tiny", "prompt": ids, "logprobs": 2, "echo": True, "temperature": 0.0, "seed": 3}
+    whole = client.completions.create(**given, max_tokens=1)
+    for prompt, choice in zip(ids, whole.choices, strict=True):
+        expected, found = log_probs(model, prompt), choice.logprobs
+        assert found.token_logprobs[0] is None
+        assert found.top_logprobs[0] is None
+        of_tokens = expected[np.arange(len(prompt) - 1), prompt[1:]]
+        assert np.allclose(found.token_logprobs[1:-1], of_tokens, atol=1e-5)
+        assert found.token_logprobs[-1] == pytest.approx(expected[-1].max(), abs=1e-5)
+        for logp, top, row in zip(found.token_logprobs[1:], found.top_logprobs[1:], expected, strict=True):
+            assert max(top.values()) == pytest.approx(row.max(), abs=1e-5)
+            assert logp in top.values()
+        assert "".join(found.tokens) == choice.text
+        assert [
+            choice.text.find(each, at) for each, at in zip(found.tokens, found.text_offset, strict=True)
+        ] == found.text_offset
+    scored = client.completions.create(**given, max_tokens=0)
+    assert scored.usage.completion_tokens == 0
+    for choice, more in zip(scored.choices, whole.choices, strict=True):
+        assert choice.finish_reason == "length"
+        assert choice.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
+        assert choice.logprobs.text_offset == more.logprobs.text_offset[:-1]
+    pieces = [
+        piece.choices[0]
+        for piece in client.completions.create(**{**given, "prompt": ids[0]}, max_tokens=1, stream=True)
+    ]
+    for name in ("token_logprobs", "text_offset"):
+        parts = [value for piece in pieces for value in getattr(piece.logprobs, name)]
+        assert parts == getattr(whole.choices[0].logprobs, name)
+
+
+def test_prompts_have_log_probs_by_token_id(client, model):
+    given = {"model": "tiny", "max_tokens": 1, "extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}
+    text = client.completions.create(prompt="Some words.", **given).choices[0]
+    chat = client.chat.completions.create(messages=USER, **given)
+    for ids, found in ((text.prompt_token_ids, text.prompt_logprobs), (chat.prompt_token_ids, chat.prompt_logprobs)):
+        assert found[0] is None
+        for token, entry, row in zip(ids[1:], found[1:], log_probs(model, ids), strict=False):
+            assert entry[str(token)]["logprob"] == pytest.approx(row[token], abs=1e-5)
+            assert entry[str(token)]["rank"] == 1 + (row > row[token]).sum()
+            assert entry[str(row.argmax())]["rank"] == 1
+
+
+def test_texts_and_chats_have_tokens(client, address):
+    def ask(path, **body):
+        return client.post(f"{address}/{path}", body=body, cast_to=object)
+
+    assert (
+        ask("tokenize", prompt="Hi<|im_end|>", add_special_tokens=False)["tokens"]
+        == TOKENIZER("Hi<|im_end|>")["input_ids"]
+    )
+    chat = ask("tokenize", messages=USER, tools=[LOOKUP], return_token_strs=True)
+    given = {"model": "tiny", "messages": USER, "tools": [LOOKUP], "extra_body": {"return_token_ids": True}}
+    asked = client.chat.completions.create(**given, max_tokens=1)
+    assert chat["tokens"] == asked.prompt_token_ids
+    assert (chat["count"], chat["max_model_len"]) == (len(chat["tokens"]), 2048)
+    assert chat["token_strs"] == TOKENIZER.convert_ids_to_tokens(chat["tokens"])
+    assert ask("detokenize", tokens=chat["tokens"])["prompt"] == TOKENIZER.decode(chat["tokens"])
+    info = client.get(f"{address}/tokenizer_info", cast_to=object)
+    assert (info["eos_token"], info["model_max_length"]) == ("<|im_end|>", 2048)
+    assert client.get(f"{address}/version", cast_to=object)["version"]
+    for path, body, message in [
+        ("tokenize", {}, "prompt is missing"),
+        ("tokenize", {"prompt": "x", "messages": USER}, "unknown field 'prompt'"),
+        ("tokenize", {"messages": USER, "add_special_tokens": True}, "add_special_tokens must be false"),
+        ("tokenize", {"prompt": "x", "model": "other"}, "there is no model 'other'"),
+        ("tokenize", {"prompt": "x", "model": 3}, "model must be a valid string"),
+        ("detokenize", {"tokens": [1 << 20]}, "tokens names token 1048576"),
+        ("detokenize", {"tokens": [-1]}, r"tokens\.0 must be greater"),
+        ("detokenize", {"tokens": "a"}, "tokens must be"),
+    ]:
+        with pytest.raises(openai.APIStatusError, match=message):
+            ask(path, **body)

@@ -1,0 +1,417 @@
+"""Images from a dataset's rows through the engine and updates: identity, agreement, refusals."""
+
+import base64
+import io
+import json
+import zlib
+from dataclasses import replace
+
+import datasets
+import jax
+import numpy as np
+import pytest
+
+from groupax import bundle_step, replay_bundle, replay_step
+from groupax.cli.main import main
+from groupax.config import GRPOConfig
+from groupax.data.files import read_rows
+from groupax.data.images import (
+    as_urls,
+    has_only_urls,
+    images_of,
+    named,
+    read_image,
+    with_images,
+    without_images,
+)
+from groupax.data.prompts import encode_examples
+from groupax.engine.engine import Engine, new_sequences
+from groupax.engine.prefill import check_images, lookup_tokens
+from groupax.engine.prefix_cache import Prefix, PrefixCache
+from groupax.models.families import read_config
+from groupax.models.lora import LoRAConfig
+from groupax.models.params import init_params
+from groupax.models.vision.placement import continued, num_features, place_images
+from groupax.models.weights.checkpoint import Model, add_adapter
+from groupax.parallel.mesh import make_mesh
+from groupax.runs.build import learner_settings
+from groupax.settings.sampling import SamplingParams
+from groupax.trainer import GRPOTrainer
+from groupax.training.batch import pack
+from groupax.training.learner import Learner
+from groupax.types import Row
+from tests.conftest import steps_started
+from tests.models.vision_models import IMAGE, config_of, random_prompts
+
+Image = pytest.importorskip("PIL.Image")
+ExifTags = pytest.importorskip("PIL.ExifTags")
+
+from .image_runs import QWENS, an_image, model_folder
+
+FAMILIES = ["smolvlm", "gemma3", *QWENS]
+TARGETS = {
+    "smolvlm": ["q_proj", "v_proj", "fc1", "proj"],
+    "gemma3": ["q_proj", "v_proj", "fc2"],
+    **{qwen: ["q_proj", "qkv", "linear_fc1", "linear_fc2"] for qwen in QWENS},
+}
+
+
+def user(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# -- rows
+
+
+def test_images_of_a_column_come_before_the_text_of_the_first_message_of_the_user():
+    images = [an_image(0), an_image(1)]
+    row = {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}], "images": images}
+    read = with_images(row, "row 0")
+    assert [part["type"] for part in read["prompt"][1]["content"]] == ["image", "image", "text"]
+    assert images_of(read) == images
+    assert without_images(read["prompt"])[1]["content"] == [{"type": "image"}, {"type": "image"}, text("Q")]
+
+
+def test_images_of_a_column_take_the_places_of_the_messages():
+    images = [an_image(0), an_image(1)]
+    prompt = user({"type": "image"}, text("a"), {"type": "image", "image": images[1]}, text("b"))
+    read = with_images({"prompt": prompt, "image": images[0]}, "row 0")
+    assert images_of(read) == images
+
+
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "MPO"])
+def test_an_image_is_upright_as_datasets_reads_it_from_whatever_names_it(tmp_path, kind, orientation):
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    path = tmp_path / "a.file"
+    more = {"save_all": True, "append_images": [an_image(1)]} if kind == "MPO" else {}
+    an_image(0, (8, 24)).save(path, kind, exif=exif, **more)
+    data = path.read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    upright = np.asarray(datasets.Image().decode_example({"bytes": data, "path": None}))
+    forms = (
+        Image.open(io.BytesIO(data)),
+        data,
+        bytearray(data),
+        str(path),
+        path,
+        {"bytes": data, "path": "x"},
+        {"path": str(path)},
+    )
+    for value in (*forms, url, read_image(data, "it")):
+        np.testing.assert_array_equal(np.asarray(read_image(value, "it")), upright)
+    part = {"type": "image_url", "image_url": {"url": url}}
+    [seen] = images_of(with_images({"prompt": user(part, text("a"))}, "row 0"))
+    np.testing.assert_array_equal(np.asarray(seen), upright)
+    row = as_urls({"prompt": user({"type": "image", "image": seen}, text("a"))})
+    np.testing.assert_array_equal(np.asarray(images_of(with_images(row, "row 0"))[0]), upright)
+
+
+def test_paths_are_relative_to_the_file_of_the_dataset(tmp_path):
+    an_image(0).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "<image>", "image": "a.png"}\n{"prompt": "b", "image": null}\n')
+    rows = read_rows(tmp_path / "rows.jsonl", "it")
+    assert rows[0]["image"] == str(tmp_path / "a.png")
+    assert images_of(with_images(rows[0], "row 0"))[0].size == (16, 16)
+
+
+def _bomb():
+    data = bytearray(png(Image.new("L", (8, 8))))
+    data[16:24] = 2 * (60_000).to_bytes(4, "big")  # width and height, in the header
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+def _frames():
+    buffer = io.BytesIO()
+    an_image(0).save(buffer, "GIF", save_all=True, append_images=[an_image(1)])
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (png(an_image(0, (64, 64)))[:3000], "is damaged"),
+        (b"GIF89a", "cannot be read|is not an image"),
+        (b"no image", "is not an image in one of the formats PNG"),
+        (_bomb(), "cannot be read: Image size"),
+        (_frames(), "has 2 frames"),
+        ("https://example.com/a.png", "nothing is fetched from a network"),
+        ("/dev/zero", "which is not a file"),
+        ("/nowhere/a.png", "which cannot be read"),
+        ("data:image/png;base64,????", "base64 is damaged"),
+        ("data:image/png,abc", "is not a data: URL with base64"),
+        (17, "must be a PIL image, bytes, a path"),
+        ({"decodermaxblock": 65536, "height": 8}, "must be .* datasets makes JSON of images in parts of messages"),
+    ],
+)
+def test_bad_images_are_refused_by_their_row(value, fault):
+    with pytest.raises(ValueError, match=f"prompt 3: the image.*({fault})"):
+        with_images({"prompt": "a", "image": value}, "prompt 3")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"prompt": "a", "image": an_image(0), "images": [an_image(1)]}, "in both columns"),
+        ({"prompt": user(text("a")), "image": an_image(0)}, "has 1 images in its column and 0 parts"),
+        ({"prompt": user({"type": "image"}, text("a")), "images": [an_image(0)] * 2}, "has 2 images .* and 1 parts"),
+        ({"prompt": user({"type": "image"}, text("a"))}, "has 0 images in its column and 1 parts"),
+        ({"prompt": user({"type": "image", "url": "x"}, text("a"))}, "has its image under 'url'"),
+        ({"prompt": user({"type": "image_url", "image_url": "http://x"})}, "only data: URLs are read"),
+        (
+            {"prompt": [{"role": "assistant", "content": [{"type": "image", "image": an_image(0)}]}]},
+            "only messages of the user and the system",
+        ),
+    ],
+)
+def test_rows_whose_images_have_no_place_are_refused(row, fault):
+    with pytest.raises(ValueError, match=f"prompt 3.*{fault}"):
+        with_images(row, "prompt 3")
+
+
+def test_a_model_of_text_refuses_images():
+    with pytest.raises(ValueError, match="has a column 'image', which the model would not see"):
+        encode_examples([{"prompt": "a", "image": an_image(0)}], None, 8, "error")
+
+
+# -- identity
+
+
+def a_sequence(ids, images):
+    [sequence] = new_sequences([ids], SamplingParams(), ())
+    sequence.images = images
+    return sequence
+
+
+def test_prompts_with_equal_tokens_and_other_images_share_no_prefix():
+    config = read_config(config_of("gemma3", {}, {}, {})).vision
+    pairs = [random_prompts(config, seed, (2,))[0] for seed in (0, 0, 1)]
+    ids = pairs[0][0]
+    first, same, other = (
+        lookup_tokens(a_sequence(ids, place_images(config, ids, placed.images))) for _, placed in pairs
+    )
+    begin = int(np.flatnonzero(ids == IMAGE)[0])
+    assert (first == same).all()
+    assert (first[:begin] == other[:begin]).all()
+    assert (first[ids == IMAGE] != other[ids == IMAGE]).all()
+    assert (first[ids == IMAGE] < 0).all()
+    cache = PrefixCache(1 << 20)
+    cache.add(Prefix(first, [np.zeros((1, 1, len(ids)))], [np.zeros((1, len(ids), 1))]))
+    assert (cache.find(same)[0], cache.find(other)[0]) == (len(ids), begin)
+
+
+def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():
+    config = read_config(config_of("qwen3_vl", {}, {}, {})).vision
+    [(ids, placed)] = random_prompts(config, 0, (1,))
+    check_images(config, a_sequence(ids, placed))
+    check_images(config, a_sequence(np.concatenate([ids, [5, 6]]), placed))
+    with pytest.raises(ValueError, match="its 0 images have 0 features"):
+        check_images(config, a_sequence(ids, None))
+    with pytest.raises(ValueError, match="are not where its images are"):
+        check_images(config, a_sequence(np.roll(ids, 1), placed))
+    with pytest.raises(ValueError, match="the model reads text only"):
+        check_images(None, a_sequence(ids, placed))
+    image = placed.images[0]
+    ends = np.array([3] + [IMAGE] * num_features(config, image))
+    with pytest.raises(ValueError, match="ends with an image"):
+        check_images(config, a_sequence(ends, place_images(config, ends, [image])))
+
+
+def test_positions_continue_after_images():
+    config = read_config(config_of("qwen3_vl", {}, {}, {})).vision
+    [(ids, placed)] = random_prompts(config, 0, (2,))
+    longer = continued(placed, len(ids) + 3)
+    last = placed.positions[:, -1].max() + 1
+    np.testing.assert_array_equal(longer.positions[:, len(ids) :], np.tile(np.arange(last, last + 3), (3, 1)))
+    np.testing.assert_array_equal(continued(longer, len(ids)).positions, placed.positions)
+
+
+# -- engine and updates
+
+
+def two_layers(family):
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_5" else {}
+    return config_of(family, {"num_hidden_layers": 2, **kinds}, {}, {})
+
+
+def sampled_rows(family, freeze=True, n=2):
+    hf = two_layers(family)
+    config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
+    params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, init_params(config, jax.random.key(0), mesh))
+    args = GRPOConfig(beta=0.0, freeze_vision_tower=freeze, optimizer="sgd")
+    learner = Learner(Model(config, params, mesh, hf, {}), learner_settings(args), 10)
+    engine = Engine(config, learner.policy, mesh, (), features=learner.features)
+    prompts = random_prompts(config.vision, 0, (1, 0, 2))
+    sequences = engine.sequences([ids for ids, _ in prompts], SamplingParams(n=n, max_tokens=6))
+    for each in sequences:
+        images = prompts[each.prompt_index][1]
+        each.images = images if images.images else None
+    list(engine.stream(sequences))
+    rng = np.random.default_rng(0)
+    rows = [
+        Row(
+            each.prompt_index,
+            each.prompt,
+            np.array(each.tokens, np.int32),
+            np.ones(len(each.tokens), bool),
+            np.full(len(each.tokens), rng.normal(), np.float32),
+            np.array(each.policy_logps, np.float32),
+            images=each.images,
+        )
+        for each in sequences
+    ]
+    return learner, rows
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_agrees_with_the_trainer_and_encodes_each_image_once(family):
+    learner, rows = sampled_rows(family)
+    logps, _ = learner.logprobs(learner.policy, rows)
+    worst = max(np.abs(logp - row.rollout_logp).max() for logp, row in zip(logps, rows, strict=True))
+    assert worst < 1e-5
+    learner.update(rows)
+    assert learner.features.num_encoded == len({i.digest for row in rows if row.images for i in row.images.images})
+    assert not any(token in learner.config.vision.placeholder_ids for row in rows for token in row.completion)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_group_that_is_packed_once_has_the_gradient_of_its_rows(freeze):
+    before = {}
+    for share in ("always", "never"):
+        learner, rows = sampled_rows("qwen3_vl", freeze)
+        learner.settings = learner.settings.__class__(**{**vars(learner.settings), "share_prefix": share})
+        update = learner.update(rows)
+        before[share] = update.metrics["loss"], update.metrics["grad_norm"]
+        assert ("vision" in learner.state.params) == (not freeze)
+    np.testing.assert_allclose(before["always"], before["never"], rtol=1e-5)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(family):
+    _, rows = sampled_rows(family)
+    updated = {}
+    for rate, tokens in ((0.5, 10_000), (0.5, 24), (0.0, 10_000)):
+        hf = two_layers(family)
+        config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
+        model = Model(config, init_params(config, jax.random.key(0), mesh), mesh, hf, {})
+        adapted = add_adapter(model, LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))
+        trained = jax.tree.map(lambda x: x + 0.05, adapted.adapter.trained)
+        adapted = replace(adapted, adapter=replace(adapted.adapter, trained=trained))
+        args = GRPOConfig(beta=0.0, optimizer="sgd", learning_rate=0.1, micro_batch_tokens=tokens)
+        learner = Learner(adapted, learner_settings(args), 10)
+        learner.update(rows)
+        updated[rate, tokens] = jax.tree.leaves(learner.state.params["vision"])
+    whole, small, without = updated.values()
+    for a, b in zip(whole, small, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    for other in (without, jax.tree.leaves(trained["vision"])):
+        assert max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) > 1e-5
+
+
+def test_equal_images_of_a_micro_batch_are_encoded_once():
+    config = read_config(config_of("smolvlm", {}, {}, {}))
+    [(ids, placed)] = random_prompts(config.vision, 0, (1,))
+    nothing = np.zeros(2, np.float32)
+    rows = [
+        Row(group, ids, np.array([4, 5], np.int32), np.ones(2, bool), nothing, nothing, images=placed)
+        for group in range(3)
+    ]
+    [part], _ = pack(rows, 1, 10_000, vision=config.vision)
+    assert [len(own) for own in part.images] == [1]
+    index = part.batch.ragged.images.feature_index
+    assert (index >= 0).sum() == 3 * sum(placed.num_tokens)
+    assert index.max() + 1 == sum(placed.num_tokens)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What?", "image": an_image(0), "answer": 1},
+        {"prompt": "What?", "images": [an_image(0), an_image(1)]},
+        {"prompt": [{"role": "user", "content": "What?"}], "image": an_image(0)},
+        {"prompt": user({"type": "image", "image": an_image(1)}, {"type": "image"}), "images": [an_image(0)]},
+        {"prompt": user({"type": "image", "image": an_image(0)}, text("Same?")), "image": an_image(0)},
+        {"prompt": user({"type": "image", "image": an_image(2).convert("P")}, text("And this?"))},
+        {"prompt": [{"role": "system", "content": "Look."}, *user(text("No image"))]},
+    ],
+    ids=["text", "texts", "column", "column and parts", "same", "palette", "no image"],
+)
+def test_a_row_of_plain_data_has_the_same_images(row):
+    row = with_images(row, "row")
+    again = json.loads(json.dumps(as_urls(row)))
+    assert has_only_urls(again)
+    assert named(with_images(again, "row")) == named(row)
+
+
+# -- runs
+
+
+def reward(completions, **_):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+
+def some_rows():
+    rows = [{"prompt": [{"role": "user", "content": f"What {i}?"}], "image": an_image(i)} for i in range(3)]
+    return [*rows, {"prompt": [{"role": "user", "content": "Text"}], "image": None}]
+
+
+def a_run(folder, model, steps, **settings):
+    given = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "learning_rate": 1e-3}
+    args = GRPOConfig(output_dir=str(folder), max_steps=steps, progress_bar="none", **{**given, **settings})
+    return GRPOTrainer(model, reward, args, some_rows())
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_path, family):
+    model = model_folder(family, tmp_path / "model")
+    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01, lr_scheduler_type="constant")
+    whole.train()
+    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1, "lr_scheduler_type": "constant"}
+    a_run(tmp_path / "half", model, 3, **half).train()
+    resumed = a_run(tmp_path / "half", model, 4, **half, resume=str(tmp_path / "half"))
+    assert steps_started(resumed) == [3]
+    assert resumed.learner.digest() == whole.learner.digest()
+    outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())
+    assert outcome.is_equal
+    given = {"train_dataset": some_rows(), "include": ("state", "model")}
+    assert bundle_step(tmp_path / "half", 4, tmp_path / "b.tar.zst", model, reward, **given).outcome.is_equal
+    assert replay_bundle(tmp_path / "b.tar.zst").is_equal
+    assert len(list((tmp_path / "whole" / "images").glob("*.png"))) == 3
+    exported = tmp_path / "exported"
+    assert main(["checkpoints", str(tmp_path / "half"), "export", "--to", str(exported)]) == 0
+    first = a_run(tmp_path / "first", model, 1).learner
+    for number, written in enumerate((tmp_path / "whole" / "model", exported)):
+        last = a_run(tmp_path / f"again{number}", written, 1).learner
+        for a, b in zip(jax.tree.leaves(first.untrained), jax.tree.leaves(last.untrained), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.heavy
+def test_prompts_with_images_are_dropped_whole_or_refused_where_they_are_too_long(tmp_path):
+    model = model_folder("smolvlm", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"has images and .* it cannot be cut within an image"):
+        a_run(tmp_path / "a", model, 1, max_prompt_length=20, prompt_overflow="truncate_left")
+    run = a_run(tmp_path / "b", model, 1, max_prompt_length=20, prompt_overflow="drop")
+    assert (len(run.prompts), run.prompts.num_dropped) == (1, 3)
+    with pytest.raises(ValueError, match="rollout_servers receive prompts as text"):
+        a_run(tmp_path / "c", model, 1, rollout_servers=("http://localhost:1",))

@@ -1,0 +1,242 @@
+"""Rollouts made ahead: the same run every time, by the policies it should be, and nothing left behind."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from groupax import GRPOConfig
+from groupax.errors import PreemptedError, RewardError
+from groupax.parallel.preemption import FairLock, RolloutCancelled
+from groupax.runs.checkpoints.arrays import read_on_host
+from tests.conftest import rest_heavy
+from tests.runs.stopped_run import final_state, letters
+from tests.runs.test_resume import assert_same, check_killed, needing_signals, rollouts_of
+
+from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+
+AHEAD = {"max_staleness": 1, "rollout_correction": "token_truncate", "max_steps": 5, "max_completion_length": 8}
+# Several updates on each rollout, dynamic sampling, several rollouts ahead.
+REUSE = {
+    "max_staleness": 5,
+    "num_iterations": 2,
+    "updates_per_rollout": 2,
+    "prompts_per_step": 2,
+    "filter_zero_variance": True,
+    "beta": 0.05,
+    "max_steps": 12,
+}
+
+
+def ahead(folder, rewards=count_a, **settings):
+    return a_trainer(folder, rewards, eval_dataset=PROMPTS[:4], **{**AHEAD, **settings})
+
+
+def steps_of(folder):
+    """The lines of optimizer steps, without those of evaluations."""
+    return [line for line in lines_of(folder) if "loss" in line]
+
+
+def rollout_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "rollout"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an undisturbed run ends with, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = ahead(folder)
+    trainer.train()
+    return final_state(trainer), folder
+
+
+def test_each_rollout_is_sampled_by_the_policy_of_max_staleness_steps_before(whole):
+    _, folder = whole
+    versions = [{row["policy_version"] for row in rows} for rows in rollouts_of(folder).values()]
+    assert versions == [{0}, {0}, {1}, {2}, {3}]
+    lines = lines_of(folder)
+    assert [line["rollout/staleness"] for line in lines] == [0, 1, 1, 1, 1]
+    corrections = [line["rollout/correction_mean"] for line in lines]
+    assert corrections[0] == pytest.approx(1, abs=1e-6)
+    assert min(abs(correction - 1) for correction in corrections[1:]) > 1e-5  # the sampler is another policy
+    assert [line["clip_ratio/region_mean"] for line in lines] == [0] * 5  # the ratio is to the policy of this update
+    assert not rollout_threads()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{}, REUSE], ids=["plain", "reuse"])
+def test_how_long_things_take_changes_nothing(tmp_path, whole, settings):
+    def slow(prompts, completion_ids, log_extra):
+        time.sleep(random.uniform(0, 0.05))
+        return letters(prompts, completion_ids, log_extra) if settings else count_a(completion_ids)
+
+    trainers = [ahead(tmp_path / name, slow, reward_concurrency=4, **settings) for name in ("one", "two")]
+    for trainer in trainers:
+        object.__setattr__(trainer.rewards[0], "name", "slow" if settings else "count_a")
+        trainer.train()
+    if not settings:
+        assert_same(trainers[0], tmp_path / "one", whole)
+    assert_same(trainers[0], tmp_path / "one", (final_state(trainers[1]), tmp_path / "two"))
+
+
+@pytest.mark.heavy
+def test_several_updates_on_a_rollout(tmp_path):
+    ahead(tmp_path, letters, **REUSE).train()
+    staleness = [line["rollout/staleness"] for line in lines_of(tmp_path)]
+    assert staleness == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]  # of rollouts before the steps 1, 5 and 9
+
+
+# -- stopping and going on
+
+
+@pytest.mark.drawn(4, "resume")
+@pytest.mark.parametrize("phase", rest_heavy(["update", "reward"]))
+def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
+    signaled = threading.Lock()  # once: a second signal ends the program
+
+    def stops(completion_ids, trainer_state):
+        if phase == "reward" and trainer_state.step == 3:
+            if signaled.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        return count_a(completion_ids)
+
+    trainer = ahead(tmp_path, stops)
+    object.__setattr__(trainer.rewards[0], "name", "count_a")
+    update = trainer.learner.update
+
+    def update_and_stop(rows):
+        if phase == "update" and trainer.cursor.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(rows)
+
+    trainer.learner.update = update_and_stop
+    begun_s = time.monotonic()
+    with pytest.raises(PreemptedError, match=r"after step [23]; its state is in"):
+        trainer.train()
+    assert time.monotonic() - begun_s < 25 or phase == "update"  # nobody waited for the reward
+    assert not rollout_threads()
+    saved = tmp_path / "run" / "checkpoints" / f"step_00000{trainer.cursor.step}"
+    assert {name.split(".")[0] for name in read_on_host(saved / "policies")} == {str(trainer.cursor.step - 1)}
+    resumed = ahead(tmp_path)
+    resumed.train()
+    assert_same(resumed, tmp_path, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"lora_r": 4, "eval_steps": 2}, {**REUSE, "dtype": "bfloat16"}], ids=str)
+def test_adapters_and_other_dtypes_go_on_too(tmp_path, settings):
+    settings = {**settings, "save_steps": 1, "save_total_limit": 0}
+    undisturbed = ahead(tmp_path, letters, **settings)
+    undisturbed.train()
+    expected, lines = final_state(undisturbed), steps_of(tmp_path)
+    for step in (1, 3):
+        again = ahead(
+            tmp_path / str(step), letters, **settings, resume=str(tmp_path / f"run/checkpoints/step_00000{step}")
+        )
+        again.train()
+        found = final_state(again)
+        assert all((found[name] == expected[name]).all() for name in expected)
+        assert steps_of(tmp_path / str(step)) == lines[step:]
+
+
+@pytest.mark.long
+def test_killed_at_random_moments_it_goes_on_exactly(tmp_path):
+    ahead = {"max_staleness": 3, "rollout_correction": "token_truncate", "updates_per_rollout": 1, "max_steps": 12}
+    check_killed(tmp_path, 4, ahead, seed=2)
+
+
+# -- what goes wrong in a thread
+
+
+@pytest.mark.heavy
+def test_what_goes_wrong_in_a_thread_ends_the_run(tmp_path):
+    def fails(completion_ids, trainer_state):
+        if trainer_state.step == 2:
+            raise KeyError("no such judge")
+        return count_a(completion_ids)
+
+    with pytest.raises(RewardError, match="no such judge"):
+        ahead(tmp_path, fails, reward_errors="raise").train()
+    assert not rollout_threads()
+    assert (tmp_path / "run" / "checkpoints" / "step_000002").is_dir()  # from which it can go on
+
+
+@pytest.mark.heavy
+def test_a_fault_of_the_engine_ends_the_run(tmp_path):
+    trainer = ahead(tmp_path)
+    sequences, asked = trainer.engine.sequences, []
+
+    def failing(*arguments, **options):
+        asked.append(True)
+        if len(asked) == 3:
+            raise OSError("the devices are gone")
+        return sequences(*arguments, **options)
+
+    trainer.engine.sequences = failing
+    with pytest.raises(OSError, match="the devices are gone"):
+        trainer.train()
+    assert not rollout_threads()
+
+
+@pytest.mark.heavy
+def test_rewards_that_need_signals_get_the_main_thread(tmp_path):
+    trainer = ahead(tmp_path, needing_signals, eval_steps=2)
+    trainer.train()
+    assert all(line["rewards/needing_signals/failures"] == 0 for line in steps_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_staleness": 1}, "set rollout_correction, e.g. to 'token_truncate'"),
+        ({"max_staleness": -1}, "max_staleness must be between 0 and"),
+    ],
+)
+def test_refusals(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
+
+
+# -- turns
+
+
+def test_turns_go_to_who_has_waited_longest():
+    lock, order, waiting = FairLock(), [], []
+
+    def wait(name):
+        with lock:
+            order.append(name)
+
+    with lock:
+        for name in "abc":
+            waiting.append(threading.Thread(target=wait, args=(name,)))
+            waiting[-1].start()
+            while len(lock._waiting) < len(waiting):
+                time.sleep(0.001)
+    for thread in waiting:
+        thread.join()
+    assert order == ["a", "b", "c"]
+
+
+def test_closed_turns_are_refused():
+    lock, refused = FairLock(), []
+
+    def wait():
+        try:
+            with lock:
+                pass
+        except RolloutCancelled:
+            refused.append(True)
+
+    with lock:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        lock.close()
+        thread.join()
+    assert refused
+    with pytest.raises(RolloutCancelled), lock:
+        pass

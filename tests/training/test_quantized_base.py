@@ -1,0 +1,198 @@
+"""A base in fewer bits: what it takes, that gradients pass it, that adapters learn on it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
+from groupax.models.layers import linear
+from groupax.models.weights.checkpoint import reshard
+from groupax.models.weights.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantization_config, quantize_nf4
+from groupax.models.weights.quantize import decoding_params, dense, is_quantized, quantizer
+from groupax.parallel.mesh import make_mesh
+from tests.conftest import rest_heavy
+from tests.models.test_lora import a_base, all_logits, leaves, trained_randomly
+
+from .test_trainer import a_trainer, lines_of
+
+KINDS = ["nf4", "int8", "float8"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantized") / "model"
+    return save_model(a_base(), folder)
+
+
+def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved):
+    model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
+    with pytest.raises(ValueError, match="quantized weights are replicated and cannot be sharded"):
+        reshard(model, make_mesh((2, 1, 1, 2, 1)))
+
+
+def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():
+    code = np.array(CODE, np.float32)
+    weight = np.zeros((4, 64), np.float32)
+    weight[:, :16], weight[2:] = 3 * code, 0
+    weight[1, 20:23] = 3 * np.array([0.04, 0.9, -0.62], np.float32)
+    out = np.asarray(dequantize_nf4(quantize_nf4(jnp.asarray(weight)), jnp.float32))
+    scale = out[0, 15] / 3  # of all blocks alike
+    np.testing.assert_allclose(scale, 1.0, rtol=0.02)
+    np.testing.assert_allclose(out[:2, :16], 3 * scale * code[None].repeat(2, 0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(out[1, 20:23], 3 * scale * np.array([0.0795803, 1.0, -0.6961928]), rtol=1e-5)
+    assert (out[2:] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(64, 172), (5, 26), (1, 2), (512, 1024)])
+def test_4_bits_take_about_half_a_byte(shape):
+    quantized = quantize_nf4(jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32))
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(quantized))
+    assert num_bytes == nf4_bytes(shape)
+    assert quantized.shape == shape
+    if shape[0] > 8:
+        assert num_bytes / np.prod(shape) <= 0.57
+    with pytest.raises(ValueError, match="5 x 3 cannot be packed into 4 bits: it has an odd number of columns"):
+        quantize_nf4(jnp.zeros((5, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.heavy
+def test_products_and_their_gradients_are_those_of_the_numbers(kind):
+    rng = np.random.default_rng(0)
+    weight, x, y = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 64), (7, 64), (7, 24)))
+    quantized = quantizer(kind)(weight)
+    numbers = dense(quantized, jnp.float32)
+    assert 0 < np.abs(numbers - weight).max() < 0.5
+
+    def loss(x, weight):
+        return jnp.sum(linear(x, weight) * y)
+
+    np.testing.assert_allclose(linear(x, quantized), linear(x, numbers), atol=1e-4)
+    np.testing.assert_allclose(jax.grad(loss)(x, quantized), jax.grad(loss)(x, numbers), atol=1e-4)
+
+
+def test_the_backward_pass_makes_the_numbers_again():
+    """16 layers of 512 x 512, compiled and not run: their numbers are 17 MB, their bits 2 MB."""
+    quantized = jax.eval_shape(quantize_nf4, jax.ShapeDtypeStruct((512, 512), jnp.float32))
+
+    def loss(x, layers):
+        for weight in layers:
+            x = jnp.tanh(linear(x, weight))
+        return jnp.sum(x)
+
+    x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    memory = jax.jit(jax.grad(loss)).lower(x, [quantized] * 16).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 6e6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", rest_heavy(KINDS))
+def test_loading_quantizes_the_layers_matrices(saved, kind):
+    plain, model = load_model(saved), load_model(saved, weights=kind)
+    layer = model.params["layers"][1]
+    assert is_quantized(layer["q"])
+    assert layer["attention_norm"].dtype == jnp.float32
+    assert not is_quantized(model.params["embed"])
+    assert 0 < np.abs(all_logits(model) - all_logits(plain)).max() < 3
+    with pytest.raises(ValueError, match="weights are quantized already"):
+        decoding_params(model.config, model.params, "bfloat16")
+
+
+@pytest.mark.heavy
+def test_4_bits_on_disk(saved, tmp_path):
+    model = load_model(saved, weights="nf4")
+    save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
+    again = load_model(tmp_path / "nf4")
+    assert isinstance(again.params["layers"][0]["q"], Nf4)
+    for a, b in zip(leaves(model.params), leaves(again.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    save_model(again, tmp_path / "numbers")
+    np.testing.assert_allclose(all_logits(load_model(tmp_path / "numbers")), all_logits(model), atol=1e-5)
+    with pytest.raises(ValueError, match="are in 4 bits; they cannot be quantized to int8"):
+        load_model(tmp_path / "nf4", weights="int8")
+    config = json.loads((tmp_path / "nf4" / "config.json").read_text())
+    config["quantization_config"] |= {"bnb_4bit_quant_type": "fp4"}
+    (tmp_path / "nf4" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantized"):
+        load_model(tmp_path / "nf4")
+    assert quantization_config("bfloat16")["bnb_4bit_compute_dtype"] == "bfloat16"
+
+
+def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
+    path, name = tmp_path / "nf4" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"]))
+    for change, message in (
+        ({"blocksize": 128}, "is not quantized to nf4"),
+        ({"shape": [3, 4]}, r"has shape \[3, 4\]"),
+    ):
+        text = np.frombuffer(json.dumps({**state, **change}).encode(), np.uint8)
+        save_file({**tensors, f"{name}.quant_state.bitsandbytes__nf4": text}, path)
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path / "nf4")
+    save_file({key: value for key, value in tensors.items() if key != f"{name}.nested_absmax"}, path)
+    with pytest.raises(ValueError, match="not a 4-bit weight with double quantization"):
+        load_model(tmp_path / "nf4")
+
+
+@pytest.mark.drawn(2, "learns")
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_learns_on_a_quantized_base(saved, tmp_path, kind):
+    settings = {"lora_r": 8, "learning_rate": 1e-2, "max_steps": 24, "base_weights": kind, "beta": 1e-3}
+    trainer = a_trainer(tmp_path, model=str(saved), **settings)
+    before = leaves(trainer.learner.frozen.params)
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert lines[0]["reward"] < 0.3
+    assert lines[-1]["reward"] > 0.7
+    for a, b in zip(before, leaves(trainer.learner.frozen.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert is_quantized(trainer.engine.params["layers"][0]["q"].base), "rollouts decode what is trained"
+    assert max(line["rollout/logp_diff_max"] for line in lines) < 1e-5
+
+
+def test_a_quantized_model_is_not_trained_whole(saved, tmp_path):
+    with pytest.raises(ValueError, match="quantized and cannot be trained; train an adapter"):
+        a_trainer(tmp_path, model=load_model(saved, weights="nf4"))
+
+
+@pytest.mark.heavy
+def test_an_adapter_on_4_bits_is_merged_into_their_numbers(saved, tmp_path):
+    base = load_model(saved, weights="nf4")
+    model = trained_randomly(add_adapter(base, LoRAConfig(r=4, modules_to_save=("mlp.up_proj",))))
+    assert model.params["layers"][0]["up"].dtype == jnp.float32
+    merged = load_model(save_model(model, tmp_path / "merged"))
+    np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
+
+
+@pytest.mark.long
+def test_qlora_on_stories(stories, tmp_path):
+    """Rewards the letter e; 4-bit base, changes of rank 8."""
+
+    def vowels(completions):
+        return [text.count("e") / max(len(text), 1) for text in completions]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        max_steps=20,
+        prompts_per_step=4,
+        max_completion_length=32,
+        learning_rate=5e-3,
+        lora_r=8,
+        base_weights="nf4",
+        progress_bar="none",
+    )
+    dataset = [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl", "tree")]
+    trainer = GRPOTrainer(str(stories), vowels, args, dataset)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in lines]
+    assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4])
+    assert all(line["rollout/logp_diff_mean"] < 5e-6 for line in lines)

@@ -1,0 +1,454 @@
+"""The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model
+from groupax.data.tokenizer import last_text
+from groupax.engine.core import EngineCore
+from groupax.errors import RewardError
+from groupax.metrics.completions import is_measured, window_mean
+from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
+from groupax.settings.objective import LossType
+from groupax.types import Row
+from tests.conftest import TINY
+from tests.data.test_config_and_data import a_tokenizer
+
+PROMPTS = [{"prompt": text, "gold": text[0]} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
+
+
+def count_a(completion_ids):
+    """Rewards the token of the letter a (3)."""
+    return [ids.count(3) / len(ids) for ids in completion_ids]
+
+
+def a_trainer(
+    tmp_path,
+    rewards=count_a,
+    dataset=PROMPTS,
+    model=None,
+    eval_dataset=None,
+    peft_config=None,
+    kind=GRPOTrainer,
+    **settings,
+):
+    args = GRPOConfig(
+        **{
+            "output_dir": str(tmp_path / "run"),
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "progress_bar": "none",
+            **settings,
+        }
+    )
+    model = model or init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    return kind(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
+
+
+def lines_of(tmp_path, timings=False):
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if timings or not is_measured(k)} for line in lines]
+
+
+def test_it_learns(tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=30, eval_dataset=PROMPTS, eval_temperature=1.0)
+    before = trainer.evaluate(SamplingParams(n=8, max_tokens=12)).metrics["reward"]
+    result = trainer.train()
+    after = trainer.evaluate(SamplingParams(n=8, max_tokens=12)).metrics["reward"]
+    assert before < 0.2
+    assert after > 0.8
+    assert result.num_steps == 30
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("adapts", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkeypatch):
+    """A run of 50 steps on a CPU with completions of up to 96 tokens, and with any lengths as accelerators decode."""
+    plan = EngineCore.plan
+    monkeypatch.setattr(EngineCore, "plan", lambda self: replace(plan(self), adapts=adapts))
+    longest = 96 if adapts else 240
+    model = init_model(
+        {**TINY, "vocab_size": 13, "num_hidden_layers": 1, "intermediate_size": 72 if adapts else 56}, seed=0
+    )
+    settings = {"max_completion_length": longest, "max_steps": 50, "learning_rate": 1e-4, "eval_steps": 25}
+    sampling = {"eval_num_generations": 8, "eval_temperature": 1.0, "prompts_per_step": 8, "num_generations": 8}
+    trainer = a_trainer(tmp_path, model=model, eval_dataset=PROMPTS, **settings, **sampling)
+    trainer.train()
+    lines = [line for line in lines_of(tmp_path, timings=True) if "step_time" in line]
+    assert len(lines) == 50
+    assert len({line["completions/max_length"] for line in lines}) > 5, "lengths differ from step to step"
+    counts = [line["compile/num_large_programs"] for line in lines]
+    assert counts == sorted(counts), "numbers since the start"
+    assert 3 <= counts[-1] <= 6, {name: compilation().programs[name] for name in LARGE_PROGRAMS}
+    assert lines[-1]["compile/num_programs"] > counts[-1]
+    assert lines[-1]["compile/total_s"] >= lines[0]["time/compile_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param(
+            {"updates_per_rollout": 2, "num_iterations": 2, "prompts_per_step": 2, "beta": 0.05, "max_steps": 6},
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param(
+            {"mask_truncated_completions": True, "loss_type": "grpo", "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+            marks=pytest.mark.heavy,
+        ),
+    ],
+    ids=str,
+)
+def test_the_same_seed_gives_the_same_run(tmp_path, settings):
+    runs = []
+    for name in ("one", "two"):
+        trainer = a_trainer(tmp_path / name, **settings)
+        trainer.train()
+        runs.append((lines_of(tmp_path / name), jax.device_get(trainer.learner.state.params)))
+    assert runs[0][0] == runs[1][0]
+    for a, b in zip(*(jax.tree.leaves(params) for _, params in runs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    other = a_trainer(tmp_path / "three", seed=1, **settings)
+    other.train()
+    assert lines_of(tmp_path / "three") != runs[0][0]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_every_loss_trains(tmp_path, loss_type):
+    trainer = a_trainer(tmp_path, loss_type=loss_type, epsilon_high=0.3, num_iterations=2, max_steps=2)
+    start = jax.device_get(trainer.learner.state.params)
+    trainer.train()
+    assert not np.array_equal(start["embed"], trainer.learner.state.params["embed"])
+
+
+def test_columns_reach_the_reward_once_per_completion(tmp_path):
+    def reward(prompts, completions, gold):
+        assert len(prompts) == len(completions) == len(gold) == 4
+        assert all(prompt[0] == letter for prompt, letter in zip(prompts, gold, strict=True))
+        return [float(index % 2) for index in range(4)]
+
+    a_trainer(tmp_path, [reward, count_a], reward_weights=(1.0, 0.5), max_steps=1).train()
+    [line] = lines_of(tmp_path)
+    assert line["rewards/reward/mean"] == 0.5
+    np.testing.assert_allclose(line["reward"], 0.5 + 0.5 * line["rewards/count_a/mean"])
+
+
+def test_the_run_folder(tmp_path):
+    import pyarrow.parquet
+
+    trainer = a_trainer(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
+    trainer.train()
+    run = tmp_path / "run"
+    assert GRPOConfig.from_mapping(json.loads((run / "config.json").read_text())) == trainer.args
+    lines = lines_of(tmp_path, timings=True)
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
+    for name in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "entropy", "padding_frac"):
+        assert name in lines[-2] or name in lines[-1], name
+    table = pyarrow.parquet.read_table(run / "rollouts" / "step_000004.parquet").to_pylist()
+    assert len(table) == 16
+    assert table[0]["rewards/count_a"] == table[0]["completion_ids"].count(3) / len(table[0]["completion_ids"])
+    saved = load_model(run / "model")
+    np.testing.assert_array_equal(saved.params["embed"], trainer.learner.state.params["embed"])
+    assert (run / "model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.heavy
+def test_an_earlier_run_is_moved_aside(tmp_path, caplog):
+    a_trainer(tmp_path, max_steps=1).train()
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with caplog.at_level("INFO"):
+        a_trainer(tmp_path, max_steps=2).train()
+    assert re.search(r"earlier run in .* is now in .*run\.1", caplog.text)
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
+    assert len(lines_of(tmp_path)) == 2
+
+
+def test_a_trainer_that_cannot_be_made_moves_nothing(tmp_path):
+    a_trainer(tmp_path, max_steps=1).train()
+    with pytest.raises(ValueError, match="neither a model folder nor"):
+        a_trainer(tmp_path, model="nowhere")
+    assert not (tmp_path / "run.1").exists()
+
+
+@pytest.mark.heavy
+def test_a_models_own_weights_stay_as_they_are(tmp_path):
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
+    before = jax.device_get(model.params)
+    a_trainer(tmp_path, model=model, max_steps=2).train()
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(model.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.optimized
+@pytest.mark.heavy
+def test_bfloat16_trains_float32_masters(tmp_path):
+    trainer = a_trainer(tmp_path, dtype="bfloat16", learning_rate=1e-6, max_steps=2)
+    start = jax.device_get(trainer.learner.state.params)
+    trainer.train()
+    assert trainer.learner.policy["embed"].dtype == "bfloat16"
+    moved = np.asarray(trainer.learner.state.params["embed"]) - start["embed"]
+    assert 0 < np.abs(moved).max() < 1e-5
+
+
+# -- diagnostics
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward", "message"),
+    [
+        ({"max_steps": 5}, lambda completions: [1.0] * len(completions), "got the same reward"),
+        ({"max_steps": 1, "learning_rate": 0.0}, count_a, "learning_rate is 0"),
+    ],
+)
+def test_a_run_explains_what_is_off(tmp_path, caplog, settings, reward, message):
+    a_trainer(tmp_path, reward, **settings).train()
+    assert message in caplog.text
+
+
+@pytest.mark.heavy
+def test_a_model_without_eos_is_told_of(tmp_path, caplog):
+    model = init_model({key: value for key, value in {**TINY, "vocab_size": 13}.items() if key != "eos_token_id"})
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=5, max_completion_length=8, progress_bar="none")
+    trainer = GRPOTrainer(model, count_a, args, PROMPTS, processing_class=a_tokenizer())
+    trainer.train()
+    assert "end-of-sequence token" in caplog.text
+    assert "no completion ended with a stop token" in caplog.text
+
+
+def test_an_update_that_is_not_finite_is_skipped(tmp_path):
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
+    trainer = a_trainer(tmp_path, model=model, learning_rate=1e-2, max_steps=1)
+    rows = [
+        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), np.full(2, np.nan), np.zeros(2)),
+        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), np.ones(2), np.zeros(2)),
+    ]
+    start = jax.device_get(trainer.learner.state.params)
+    assert not trainer.learner.update(rows).applied
+    for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(trainer.learner.state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": []}, "train_dataset is empty"),
+        ({"dataset": None}, "train_dataset is missing"),
+        ({"dataset": [{"question": "?"}]}, "no column 'prompt'"),
+        ({"max_completion_length": 256}, "leaves no room for a prompt"),
+        ({"max_prompt_length": 3}, "prompt 3 has 4 tokens, at most 3 are allowed"),
+        ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 entries for 1 reward functions"),
+        ({"eval_steps": 2}, "there is no eval_dataset"),
+        ({"rewards": []}, "reward_funcs is empty"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        a_trainer(tmp_path, **settings)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.heavy
+def test_evaluations_tell_rewards_where_the_run_stands_and_what_failed(tmp_path, caplog):
+    states = []
+
+    def noting(completions, trainer_state):
+        states.append(trainer_state)
+        return [trainer_state.step / trainer_state.num_steps] * len(completions)
+
+    trainer = a_trainer(tmp_path, noting, max_steps=2, eval_steps=1, eval_dataset=PROMPTS)
+    assert trainer.evaluate().metrics["reward"] == 0.0
+    assert {(state.step, state.num_steps) for state in states} == {(0, 2)}
+    trainer.train()
+    assert [line["eval_reward"] for line in lines_of(tmp_path) if "eval_reward" in line] == [0.5, 1.0]
+
+    def held_out_is_harder(completions, answer):
+        return [1.0 / bool(gold) for gold in answer]
+
+    rows = [{**row, "answer": 1} for row in PROMPTS], [{**row, "answer": 0} for row in PROMPTS]
+    settings = {"dataset": rows[0], "eval_dataset": rows[1], "max_steps": 2, "eval_steps": 1}
+    trainer = a_trainer(tmp_path / "failing", held_out_is_harder, **settings)
+    assert "ZeroDivisionError" in trainer.evaluate().errors["held_out_is_harder"]
+    trainer.train()
+    assert caplog.text.count("ZeroDivisionError: ") == 1
+
+
+def test_conversations_whose_messages_have_parts_are_shown(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}")
+    contents = [[{"type": "text", "text": row["prompt"]}] for row in PROMPTS]
+    rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
+    a_trainer(tmp_path, dataset=rows, max_steps=1, progress_bar="rich", chat_template=str(template)).train()
+
+
+def test_what_a_prompt_ends_with():
+    assert last_text("2+2=") == "2+2="
+    assert last_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "u"
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert last_text([{"role": "user", "content": parts}]) == "a\nb"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert json.loads(last_text([call])) == call
+
+
+def test_evaluation_needs_a_dataset(tmp_path):
+    with pytest.raises(ValueError, match="no eval_dataset to evaluate on"):
+        a_trainer(tmp_path).evaluate()
+
+
+@pytest.mark.parametrize("returned", [[float("nan")] * 4, ["good"] * 4, [1.0] * 3])
+def test_a_reward_that_only_returns_rubbish_stops_the_run(tmp_path, returned):
+    with pytest.raises(RewardError, match=r"'bad' failed for every completion of the first rollout:\n.*'bad' returned"):
+        a_trainer(tmp_path, bad(returned)).train()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def bad(returned):
+    def bad(completions):
+        return returned
+
+    return bad
+
+
+def test_an_unwritable_output_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output_dir .* cannot be written to"):
+        a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.heavy
+def test_long_prompts_can_be_dropped_or_cut(tmp_path, caplog):
+    a_trainer(tmp_path, max_prompt_length=3, prompt_overflow="drop", max_steps=1).train()
+    assert "1 dropped, 0 truncated" in caplog.text
+    a_trainer(tmp_path / "cut", max_prompt_length=3, prompt_overflow="truncate_left", max_steps=1).train()
+    assert "0 dropped, 1 truncated" in caplog.text
+
+
+# -- parts
+
+
+def test_window_keeps_extremes_and_counters():
+    window = [
+        {"loss": 1.0, "num_tokens": 5.0, "completions/min_length": 3.0, "completions/max_length": 7.0, "step": 1.0},
+        {"loss": 3.0, "num_tokens": 9.0, "completions/min_length": 2.0, "completions/max_length": 6.0, "step": 2.0},
+    ]
+    window[0] |= {"rewards/math/mean": float("nan"), "rewards/code/mean": float("nan")}
+    window[1] |= {"rewards/math/mean": 0.5, "rewards/code/mean": float("nan")}
+    merged = {"loss": 2.0, "num_tokens": 9.0, "completions/min_length": 2.0, "completions/max_length": 7.0, "step": 2.0}
+    found = window_mean(window)
+    assert found.pop("rewards/math/mean") == 0.5  # of the steps in which it applied
+    assert np.isnan(found.pop("rewards/code/mean"))
+    assert found == merged
+    in_trl = window_mean(window, "trl")
+    assert (in_trl["completions/min_length"], in_trl["completions/max_length"]) == (2.5, 6.5)
+
+
+@pytest.mark.heavy
+def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
+    hostile = [{"prompt": "abc", "note": "x"}]
+
+    def reward(completions):
+        return [float(index % 2) for index, _ in enumerate(completions)]
+
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.batch_decode = lambda ids, **_: ["\x1b[2J[bold]" + "x" * 100_000 for _ in ids]
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=2, max_completion_length=8)
+    GRPOTrainer(init_model({**TINY, "vocab_size": 13}), reward, args, hostile, processing_class=tokenizer).train()
+    out = "".join(capfd.readouterr())
+    assert "\x1b[2J" not in out
+    assert "[bold]" in out
+    assert len(out) < 20_000
+
+
+# -- on real weights
+
+
+@pytest.mark.long
+def test_the_quick_start_script(stories, tmp_path, monkeypatch):
+    """TRL's own first example with its import, model, dataset and number of steps changed."""
+    from datasets import Dataset
+
+    monkeypatch.chdir(tmp_path)
+    dataset = Dataset.from_list(
+        [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl")] * 4
+    )
+
+    def reward_len(completions, **kwargs):
+        return [-abs(20 - len(completion)) for completion in completions]
+
+    training_args = GRPOConfig(output_dir="Qwen2-0.5B-GRPO", logging_steps=10, max_steps=1, progress_bar="none")
+    trainer = GRPOTrainer(
+        model=str(stories),
+        reward_funcs=reward_len,
+        args=training_args,
+        train_dataset=dataset,
+    )
+    trainer.train()
+    assert os.listdir("Qwen2-0.5B-GRPO/model")
+
+
+@pytest.mark.optimized
+@pytest.mark.heavy
+def test_it_learns_on_real_weights(stories, tmp_path):
+    names = ["Lily", "Tom", "Anna", "Ben", "Mia", "Sam", "Lucy", "Max"]
+    prompts = [
+        {"prompt": f"Once upon a time, there was a {who} named {name} who had a {pet}."}
+        for who in ("child", "girl", "boy", "kid")
+        for name in names
+        for pet in ("dog", "cat", "bird", "fish")
+    ]
+
+    def talks(completions, **kwargs):
+        return [min(text.count('"') + text.count("!"), 8) / 8 for text in completions]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        learning_rate=2e-4,
+        lr_scheduler_type="constant",
+        max_completion_length=64,
+        max_steps=20,
+        progress_bar="none",
+    )
+    GRPOTrainer(str(stories), talks, args, prompts).train()
+    rewards = [line["reward"] for line in lines_of(tmp_path)]
+    assert rewards[0] < 0.1
+    assert np.mean(rewards[-5:]) > 0.9
+    assert max(line["rollout/logp_diff_mean"] for line in lines_of(tmp_path)) < 1e-5
+    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) < 1e-4
+
+
+@pytest.mark.heavy
+def test_weights_to_decode_with_are_gone_while_others_are_computed_with(tmp_path):
+    """Copies in fewer bits here; weights that are gathered alike. And the trainer's model is its policy."""
+    settings = {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate", "beta": 0.1, "max_steps": 1}
+    trainer = a_trainer(tmp_path, **settings)
+    logprobs, update, seen = trainer.learner.logprobs, trainer.learner.update, []
+
+    def watched(compute):
+        def computes(*args):
+            seen.append((compute.__name__, trainer.engine._params is None))
+            return compute(*args)
+
+        return computes
+
+    trainer.learner.logprobs, trainer.learner.update = watched(logprobs), watched(update)
+    trainer.train()
+    assert seen == [("logprobs", True), ("update", True)]
+    assert trainer.model.params is trainer.learner.policy
+    assert trainer.start_model.params == {}, "those that it was loaded with"

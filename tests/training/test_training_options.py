@@ -1,0 +1,680 @@
+"""What the options of a run do in the loop: reuse of rollouts, dynamic sampling, references, masks, bad steps."""
+
+import copy
+import json
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from groupax import GRPOConfig, init_model
+from groupax.compat.trl.batches import TRLBatchTrainer, trl_schedule
+from groupax.errors import DivergedError, RunError
+from groupax.events import (
+    CheckpointSaved,
+    Diagnosed,
+    Message,
+    PhaseAdvanced,
+    PhaseStarted,
+    RolloutScored,
+    RunDescribed,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StepStarted,
+)
+from groupax.metrics.completions import merge_rollouts, solved_metrics
+from groupax.models.flops import forward_flops
+from groupax.models.lora import LoRAConfig
+from groupax.models.specs import num_params
+from groupax.training.packing import Shape
+from tests.conftest import TINY, rest_heavy, steps_started
+
+from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+
+
+def leaves(trainer):
+    return [np.asarray(x) for x in jax.tree.leaves(trainer.learner.state.params)]
+
+
+# -- reuse of rollouts
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("reuse", [{"num_iterations": 3}, {"updates_per_rollout": 2}], ids=str)
+def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(tmp_path, reuse):
+    trainer = a_trainer(tmp_path, prompts_per_step=2, max_steps=3, learning_rate=3e-2, **reuse)
+    scored, updated = [], []
+    logprobs, update = trainer.learner.logprobs, trainer.learner.update
+    trainer.learner.logprobs = lambda params, rows: scored.append(len(rows)) or logprobs(params, rows)
+    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
+    trainer.train()
+    assert updated[0][0].old_logp is None
+    # only minibatches whose first update is not on policy are scored: none, or the second of each rollout
+    assert scored == ([] if "num_iterations" in reuse else [8, 8])
+    first, second, _ = lines_of(tmp_path)
+    assert first["clip_ratio/region_mean"] == 0
+    assert updated[1][0].old_logp is not None
+    assert first["rollout/logp_diff_max"] < 1e-5 > second["rollout/logp_diff_max"]  # of the same weights, always
+
+
+@pytest.mark.heavy
+def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
+    trainer = a_trainer(tmp_path, num_iterations=2, max_steps=2)
+    seen = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: seen.append((rows, copy.copy(trainer.learner.policy))) or update(rows)
+    policy_before = jax.tree.map(jnp.copy, trainer.learner.policy)
+    trainer.train()
+    rows = seen[1][0]
+    expected = trainer.learner.logprobs(policy_before, rows)[0]
+    for row, logp in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
+
+
+# -- dynamic sampling
+
+
+def sometimes(prompts, completion_ids):
+    """No signal for half of the prompts."""
+    return [
+        0.0 if prompt[0] in "abcd" else float(ids.count(3)) for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
+@pytest.mark.heavy
+def test_groups_without_signal_are_replaced(tmp_path):
+    trainer = a_trainer(tmp_path, sometimes, filter_zero_variance=True, filter_budget=8.0, max_steps=3)
+    trained = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: trained.append(rows) or update(rows)
+    trainer.train()
+    for line, rows in zip(lines_of(tmp_path), trained, strict=True):
+        assert len(rows) == 16
+        by_group = {group: [row.advantages[0] for row in rows if row.group == group] for group in range(4)}
+        assert all(np.ptp(advantages) > 0 for advantages in by_group.values())
+        assert line["filter/sampled_prompts"] > 4
+        assert line["filter/rounds"] > 1
+        assert line["filter/filled_up_frac"] == 0
+        np.testing.assert_allclose(line["filter/dropped_frac"], 1 - 4 / line["filter/sampled_prompts"])
+        assert line["frac_reward_zero_std"] == line["filter/dropped_frac"]  # rewards are of all that was sampled
+    assert trainer.cursor.num_prompts == sum(line["filter/sampled_prompts"] for line in lines_of(tmp_path))
+
+
+@pytest.mark.heavy
+def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
+    def flat(completions):
+        return [1.0] * len(completions)
+
+    trainer = a_trainer(tmp_path, flat, filter_zero_variance=True, filter_budget=2.5, max_steps=5)
+    start = leaves(trainer)
+    trainer.train()
+    for line in lines_of(tmp_path):
+        assert line["filter/sampled_prompts"] == 10
+        assert line["filter/filled_up_frac"] == 1
+        assert line["loss"] == 0
+    for a, b in zip(start, leaves(trainer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.drawn(4, "resume")
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"filter_zero_variance": True},
+        {"filter_zero_variance": True, "updates_per_rollout": 2, "prompts_per_step": 2, "beta": 0.05},
+    ],
+    ids=str,
+)
+def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
+    """Another process that is given both goes on exactly as this one would have."""
+    whole = a_trainer(tmp_path / "whole", sometimes, max_steps=6, **settings)
+    whole.train()
+    first = a_trainer(tmp_path / "first", sometimes, max_steps=6, **settings)
+    first.num_steps = 4
+    first.train()
+    second = a_trainer(tmp_path / "second", sometimes, max_steps=6, **settings)
+    second.cursor, second.learner = first.cursor, first.learner
+    second.collector.learner = first.learner
+    second.train()
+    lines = [*lines_of(tmp_path / "first"), *lines_of(tmp_path / "second")]
+    assert lines == lines_of(tmp_path / "whole")
+    for a, b in zip(leaves(whole), leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- reference, masks, entropy
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.optimized)])
+def test_the_reference_moves_towards_the_policy(tmp_path, dtype):
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
+    settings["dtype"] = dtype
+    trainer = a_trainer(tmp_path, max_steps=2, **settings)
+    start = leaves(trainer)
+    trainer.train()
+    reference = jax.tree.leaves(trainer.learner.reference)
+    for ref, new, old in zip(reference, leaves(trainer), start, strict=True):
+        assert ref.dtype == np.float32  # it would not follow a policy that moves by less than a unit of bfloat16
+        np.testing.assert_allclose(ref, 0.75 * new + 0.25 * old, atol=1e-6)
+    still = a_trainer(tmp_path / "still", max_steps=1, **settings)
+    still.train()
+    for ref, old in zip(jax.tree.leaves(still.learner.reference), start, strict=True):
+        np.testing.assert_array_equal(ref, old)
+
+
+@pytest.mark.heavy
+def test_only_top_entropy_tokens_are_trained_on_however_the_step_is_cut(tmp_path):
+    grads = []
+    for budget in (64, 4096):
+        trainer = a_trainer(tmp_path / str(budget), top_entropy_quantile=0.2, micro_batch_tokens=budget, max_steps=1)
+        rows = []
+        with_masks = trainer.learner._with_policy_masks
+        trainer.learner._with_policy_masks = lambda given, w=with_masks, rows=rows: rows.extend(w(given)) or rows
+        trainer.train()
+        grads.append(lines_of(tmp_path / str(budget))[0]["grad_norm"])
+        num_tokens = sum(len(row.completion) for row in rows)
+        kept = sum(int(row.policy_mask.sum()) for row in rows)
+        # completions of a group begin with the same distribution, so the one at the threshold may be there four times
+        assert 0 <= kept - (num_tokens - np.ceil(round((num_tokens - 1) * 0.8, 6))) <= 3
+    np.testing.assert_allclose(*grads, rtol=1e-5)
+
+
+@pytest.mark.heavy
+def test_the_entropy_bonus_keeps_the_policy_open(tmp_path):
+    entropies = []
+    for coef in (0.0, 0.3):
+        a_trainer(tmp_path / str(coef), max_steps=15, entropy_coef=coef).train()
+        lines = lines_of(tmp_path / str(coef))
+        entropies.append(lines[-1]["entropy"])
+        assert ("entropy_coef" in lines[0]) == (coef > 0)
+    assert entropies[1] > entropies[0] + 0.3
+
+
+@pytest.mark.heavy
+def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
+    settings = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.1, "entropy_target": 10.0}
+    a_trainer(tmp_path, max_steps=4, entropy_coef_max=0.25, **settings).train()
+    np.testing.assert_allclose([line["entropy_coef"] for line in lines_of(tmp_path)], [0, 0.1, 0.2, 0.25])
+    a_trainer(tmp_path / "above", max_steps=2, **{**settings, "entropy_target": 0.0, "entropy_coef": 0.2}).train()
+    assert [line["entropy_coef"] for line in lines_of(tmp_path / "above")] == [0.2, 0.0]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("settings", "metric"),
+    [
+        ({"rollout_correction": "token_truncate", "top_p": 0.7}, "rollout/correction_mean"),
+        ({"rollout_correction": "sequence_mask", "top_k": 3, "loss_type": "vespo"}, "rollout/correction_mean"),
+        ({"off_policy_mask_threshold": 0.0, "num_iterations": 3, "learning_rate": 5e-2}, "off_policy_masked_frac"),
+        ({"loss_type": "cispo", "epsilon_high": 1.05, "num_iterations": 3}, "cispo_clip_ratio"),
+        ({"loss_type": "vespo", "num_iterations": 3}, "vespo/phi_mean"),
+    ],
+    ids=str,
+)
+def test_options_report_what_they_do(tmp_path, settings, metric):
+    a_trainer(tmp_path, **settings).train()
+    values = [line[metric] for line in lines_of(tmp_path)]
+    assert all(np.isfinite(values))
+    assert max(values) > 0
+    if "top_p" in settings or "top_k" in settings:
+        assert lines_of(tmp_path)[0]["rollout/sampler_gap_mean"] > 0.01
+        assert values[0] < 1  # the sampler was surer of its tokens than the policy
+
+
+# -- metrics
+
+
+def test_pass_at_k_is_the_unbiased_estimate():
+    solved = np.array([[True, False, False, False], [True] * 4, [False] * 4])
+    metrics = solved_metrics(solved)
+    assert metrics["pass@1"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert metrics["pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert metrics["pass@4"] == pytest.approx(2 / 3)
+    assert metrics["groups/all_right_frac"] == metrics["groups/all_wrong_frac"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.heavy
+def test_solved_groups_are_reported(tmp_path):
+    def right(completions, gold):
+        return [float(index % 4 == 0) if letter == "a" else None for index, letter in enumerate(gold)]
+
+    a_trainer(tmp_path, [count_a, right], correctness_reward="right", max_steps=1, prompts_per_step=8).train()
+    line = lines_of(tmp_path, timings=True)[0]
+    assert line["pass@1"] == 0.25  # of the one prompt of eight that begins with a: to the others it does not apply
+    assert line["groups/all_wrong_frac"] == 0
+    assert 0 < line["mfu"] < 2
+    assert line["memory/peak_bytes"] > 1e6
+    with pytest.raises(ValueError, match=r"'rigth', which is not a reward function of the run; .*; did you mean right"):
+        a_trainer(tmp_path, right, correctness_reward="rigth")
+
+
+def test_flops_are_two_per_weight_and_token_and_some_attention():
+    config = init_model({**TINY, "tie_word_embeddings": False}).config
+    one_token = forward_flops(config, [(0, [1])])
+    matrices = num_params(config) - config.vocab_size * config.hidden_size - 5 * config.hidden_size
+    attention = 4 * config.num_heads * config.head_dim * config.num_layers
+    assert one_token == 2 * matrices + attention
+    # a prompt is counted once for all that continue it, and the vocabulary not at all
+    shared, alone = forward_flops(config, [(10, [1, 1])]), forward_flops(config, [(10, [1])] * 2)
+    assert alone - shared == forward_flops(config, [(10, [])])
+
+
+# -- precision
+
+
+def fixed_rows(trainer):
+    with trainer.reward_runner:
+        groups = trainer.collector.collect(trainer.cursor).groups
+    return [row for minibatch in trainer.collector.cut(groups) for row in minibatch]
+
+
+# -- bad steps
+
+
+@pytest.mark.heavy
+def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
+    import pyarrow.parquet
+
+    trainer = a_trainer(tmp_path, max_steps=10, max_bad_steps=2)
+    start = leaves(trainer)
+    update = trainer.learner.update
+    poisoned = {3, 5, 6}
+
+    def sometimes_bad(rows):
+        if trainer.cursor.step + 1 in poisoned:
+            rows = [replace(row, advantages=row.advantages + np.inf) for row in rows]
+        return update(rows)
+
+    trainer.learner.update = sometimes_bad
+    with pytest.raises(DivergedError, match=r"2 updates in a row were not finite \(max_bad_steps\), .* in step 6"):
+        trainer.train()
+    lines = lines_of(tmp_path)
+    assert [line["update_skipped"] for line in lines] == [0, 0, 1, 0, 1, 1]
+    assert lines[2]["loss"] is None
+    files = sorted(path.name for path in (tmp_path / "run" / "bad_steps").iterdir())
+    assert files == ["step_000003.parquet", "step_000005.parquet", "step_000006.parquet"]
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "bad_steps" / files[0]).to_pylist()
+    assert len(rows) == 16
+    assert set(rows[0]) >= {"prompt", "completion", "mask", "advantages", "rollout_logp"}
+    assert all(np.isfinite(x).all() for x in leaves(trainer))
+    assert any((a != b).any() for a, b in zip(start, leaves(trainer), strict=True))
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert "the update was skipped, its batch is in" in caplog.text
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", rest_heavy(["old_logp", "ref_logp", "rollout_logp", "sampler_logp"]))
+@pytest.mark.parametrize("value", rest_heavy([float("-inf"), float("inf"), float("nan")], quick=2))
+def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
+    trainer = a_trainer(tmp_path, beta=0.1, num_iterations=2, rollout_correction="token_truncate")
+    rows = fixed_rows(trainer)
+    zeros = [np.zeros(len(row.completion), np.float32) for row in rows]
+    rows = [replace(row, old_logp=row.rollout_logp, ref_logp=zero - 2) for row, zero in zip(rows, zeros, strict=True)]
+    rows[3] = replace(rows[3], **{name: zeros[3] + value})
+    trainer.learner.update(rows)
+    trainer.learner.update(rows)
+    assert all(np.isfinite(x).all() for x in leaves(trainer))
+
+
+@pytest.mark.heavy
+def test_the_entropy_coefficient_is_reported_as_trl_does_if_asked(tmp_path):
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 100.0}
+    reported = {}
+    for definitions in ("groupax", "trl"):
+        trainer = a_trainer(tmp_path / definitions, metric_definitions=definitions, **adaptive)
+        metrics = trainer.learner.update(fixed_rows(trainer)).metrics
+        reported[definitions] = metrics["entropy_coef"]
+        assert metrics["policy_loss"] == pytest.approx(metrics["loss"] + 0.01 * metrics["entropy"], abs=1e-6)
+    assert reported == pytest.approx({"groupax": 0.01, "trl": 0.015})  # of this step, and of the next one
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("loss_type", rest_heavy(["grpo", "dr_grpo", "luspo", "sapo", "dapo"], quick=1))
+def test_masked_rows_count_in_the_denominator_only_if_asked(tmp_path, loss_type):
+    updates = {}
+    for counted in (False, True):
+        settings = {"loss_type": loss_type, "masked_rows_in_denominator": counted, "optimizer": "sgd"}
+        trainer = a_trainer(tmp_path / str(counted), max_grad_norm=0.0, **settings)
+        rows = fixed_rows(trainer)
+        rows = [replace(row, mask=row.mask & (index % 4 > 0)) for index, row in enumerate(rows)]
+        rows = [replace(row, advantages=np.full(len(row.mask), index % 3 - 1.0)) for index, row in enumerate(rows)]
+        updates[counted] = trainer.learner.update(rows)
+    ratio = updates[True].metrics["grad_norm"] / updates[False].metrics["grad_norm"]
+    assert ratio == pytest.approx(1.0 if loss_type == "dapo" else 0.75, rel=1e-4)
+
+
+@pytest.mark.heavy
+def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
+    trainer = a_trainer(tmp_path, max_completion_length=1, mask_truncated_completions=True, max_steps=5)
+    trainer.eos_ids = trainer.engine.eos_ids = ()
+    start = leaves(trainer)
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert all(line["loss_tokens"] == 0 and line["loss"] == 0 and line["update_skipped"] == 0 for line in lines)
+    assert all(line["entropy"] is None and line["clip_ratio/high_max"] is None for line in lines)  # of no tokens
+    assert "no completion ended with a stop token" in caplog.text
+    for a, b in zip(start, leaves(trainer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- refusals and diagnostics
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "cispo"}, "set it, e.g. epsilon_high=5.0"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "leave scale_rewards at"),
+        ({"sync_ref_model": True}, "sync_ref_model needs a reference, and beta is 0"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "are both set; leave one at 0"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio must be between 0 and 1, got 1.5"),
+        ({"rollout_correction_min": 4.0}, "rollout_correction_min 4.0 is above rollout_correction_max 3.0"),
+        ({"entropy_coef_min": 2.0}, "entropy_coef_min 2.0 is above entropy_coef_max 1.0"),
+        ({"top_entropy_quantile": -0.1}, "top_entropy_quantile must be between 0 and 1"),
+        ({"filter_budget": 0.5}, "filter_budget must be between 1 and"),
+        ({"max_bad_steps": 0}, "max_bad_steps must be between 1 and"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, adafactor, lion, muon, sgd, got 'adam'"),
+        ({"rollout_correction": "truncate"}, "rollout_correction must be one of none, token_truncate"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
+
+
+# -- what rollouts decode with
+
+
+@pytest.mark.heavy
+def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
+    options = {"kv_cache_dtype": "bfloat16", "kv_cache_gb": 0.001, "rollout_correction": "token_truncate"}
+    trainer = a_trainer(tmp_path, max_steps=2, decoding_weights="int8", **options)
+    assert trainer.engine.kv_bytes == 1_000_000
+    assert trainer.engine.kv_dtype == jnp.bfloat16
+    before = trainer.engine.params
+    trainer.train()
+    assert trainer.engine.params is not before, "quantized again for each rollout"
+    assert all(0 < line["rollout/logp_diff_max"] < 0.1 for line in lines_of(tmp_path))
+
+
+# -- how updates are computed
+
+
+@pytest.mark.heavy
+def test_ways_of_computing_the_same_update(tmp_path):
+    ways = {
+        "plain": {},
+        "never": {"share_prefix": "never"},
+        "always": {"share_prefix": "always"},
+        "full": {"gradient_checkpointing": "full"},
+        "dots": {"gradient_checkpointing": "dots"},
+        "all_dots": {"gradient_checkpointing": "all_dots"},
+        "scanned": {"scan_layers": True},
+        "scanned_full": {"scan_layers": True, "gradient_checkpointing": "full"},
+        "small": {"micro_batch_tokens": 12},
+    }
+    results = {}
+    for name, options in ways.items():
+        trainer = a_trainer(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
+        trainer.train()
+        results[name] = leaves(trainer)
+    start = leaves(a_trainer(tmp_path / "start"))
+    for name, weights in results.items():
+        for a, b, c in zip(weights, results["plain"], start, strict=True):
+            np.testing.assert_allclose(a - c, b - c, atol=1e-7, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.heavy
+def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
+    trainer = a_trainer(tmp_path, max_steps=1)
+
+    def no_memory(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
+
+    monkeypatch.setattr("groupax.training.learner.micro_step", no_memory)
+    with pytest.raises(
+        RunError, match=r"(?s)set micro_batch_tokens \(now 4096\) to 256, or gradient_checkpointing.*7 b"
+    ):
+        trainer.train()
+    advice = "or scan_layers to False, so that no loop over layers copies their weights. The devices report:"
+    with pytest.raises(RunError, match=advice):
+        a_trainer(tmp_path / "looping", max_steps=1, scan_layers=True, gradient_checkpointing="full").train()
+    monkeypatch.setattr("groupax.training.learner.micro_step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        a_trainer(tmp_path / "other", max_steps=1).train()
+
+
+@pytest.mark.heavy
+def test_a_trace_of_some_steps(tmp_path):
+    a_trainer(tmp_path, max_steps=4, profile=1).train()
+    assert list((tmp_path / "run" / "profile").rglob("*.json.gz"))
+    a_trainer(tmp_path / "short", max_steps=3, profile=5).train()
+    assert list((tmp_path / "short" / "run" / "profile").rglob("*.json.gz")), "what there is when the run ends"
+
+
+# -- steps that take parts of rollouts, as TRL's may
+
+
+def across(*numbers):
+    """Trainers with the schedule of these numbers (see `trl_schedule`)."""
+    return partial(TRLBatchTrainer, trl_schedule(*numbers))
+
+
+ACROSS = {"kind": across(2, 3, 4, 4, 2), "num_iterations": 2, "beta": 0.05}
+
+
+@pytest.mark.heavy
+def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, **ACROSS)
+    updated = []
+    update = trainer.learner.update
+    made = []
+    trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
+    trainer.train()
+    assert all(each.applied and np.isfinite(each.metrics["loss"]) for each in made)
+    assert [len(rows) for rows in updated] == [6] * 8
+    for rows in updated:
+        for row in rows:
+            same = [other.prompt for other in rows if other.group == row.group]
+            assert all(np.array_equal(prompt, row.prompt) for prompt in same)
+    seen = [row.completion.tobytes() for rows in updated[:3] for row in rows]  # 18 of 2 passes over 8, and 2 new ones
+    assert all(seen[index] == seen[index + 8] for index in range(8))
+    assert [row.old_logp is None for row in updated[0]] == [True] * 6
+    assert [row.old_logp is None for row in updated[2]] == [False] * 4 + [True] * 2  # the new ones are on policy
+    assert made[2].metrics["rollout/logp_diff_max"] < 1e-5  # each beside the policy that sampled it
+
+
+@pytest.mark.drawn(4, "resume")
+@pytest.mark.heavy
+@pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
+def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, staleness):
+    settings = {"updates_per_rollout": 3, "max_staleness": staleness, "prompts_per_step": 2}
+    settings["lr_scheduler_type"] = "constant"
+    settings |= {"rollout_correction": "token_truncate"} if staleness else {}
+    whole = a_trainer(tmp_path / "whole", max_steps=6, **settings)
+    whole.train()
+    a_trainer(tmp_path / "parts", max_steps=4, **settings).train()
+    longer = a_trainer(tmp_path / "parts", max_steps=6, resume=str(tmp_path / "parts/run"), **settings)
+    assert steps_started(longer) == [4, 5]
+    assert [line["step"] for line in lines_of(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(leaves(longer), leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.heavy
+def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
+    first = a_trainer(tmp_path, max_steps=1, num_generations=16, micro_batch_tokens=4096)
+    first.train()
+    again = {"resume": str(tmp_path / "run"), "micro_batch_tokens": 64}
+    second = a_trainer(tmp_path, max_steps=2, num_generations=16, **again)
+    assert steps_started(second) == [1]
+    sizes = [max(shape.tokens for shape in trainer.learner.shapes) for trainer in (first, second)]
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.drawn(4, "resume")
+@pytest.mark.heavy
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
+    whole = a_trainer(tmp_path / "whole", max_steps=6, **ACROSS)
+    whole.train()
+    assert whole.last_metrics["update_skipped"] == 0
+    stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
+    update, calls = stopped.learner.update, []
+
+    def failing(rows):
+        calls.append(len(rows))
+        if len(calls) == step + 1:
+            raise RuntimeError("the power is gone")
+        return update(rows)
+
+    stopped.learner.update = failing
+    with pytest.raises(RuntimeError, match="power is gone"):
+        stopped.train()
+    resumed = a_trainer(tmp_path / "parts", max_steps=6, **ACROSS)
+    resumed.train()
+    for a, b in zip(leaves(resumed), leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.heavy
+def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
+    a_trainer(tmp_path, kind=across(2, 2, 4, 4, 1), max_steps=1, do_last_save=True).train()
+    other = a_trainer(tmp_path, kind=across(2, 1, 2, 4, 1), max_steps=1, resume=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"schedule\.minibatches_per_step|schedule\.prompts_per_rollout"):
+        other.train()
+
+
+@pytest.mark.heavy
+def test_listeners_receive_events_and_can_end_a_run(tmp_path):
+    told = []
+
+    def listen(event):
+        told.append(type(event))
+        if isinstance(event, StepEnded):
+            assert event.logged["reward"] == event.metrics["reward"]
+            assert len(event.rollouts) == len(event.scores) == 16
+        return isinstance(event, StepEnded) and event.step == 2
+
+    trainer = a_trainer(tmp_path, max_steps=5)
+    trainer.listeners = [listen]
+    assert trainer.train().num_steps == 2
+    assert [each for each in told if each not in (Diagnosed, Message, PhaseStarted, PhaseAdvanced)] == [
+        RunDescribed,
+        RunStarted,
+        *[StepStarted, RolloutScored, StepEnded] * 2,
+        CheckpointSaved,
+        RunEnded,
+    ]
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+# -- steps that sample several rollouts
+
+
+@pytest.mark.heavy
+def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
+    seen = []
+
+    def reward(completion_ids, log_metric):
+        seen.extend(count_a(completion_ids))
+        log_metric("calls", 1.0)
+        return seen[-len(completion_ids) :]
+
+    trainer = a_trainer(tmp_path, reward, PROMPTS[:4], kind=across(8, 2, 1, 4, 1), max_steps=2)
+    trainer.train()
+    lines = lines_of(tmp_path, timings=True)
+    assert [line["reward"] for line in lines] == pytest.approx([np.mean(seen[:16]), np.mean(seen[16:])])
+    for step, line in enumerate(lines, 1):
+        table = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        assert [row["rewards/reward"] for row in table] == seen[16 * (step - 1) : 16 * step]
+        assert [row["trainer_logps"] is not None for row in table] == [False] * 8 + [True] * 8
+        assert line["time/rollout_s"] > 0
+        assert line["calls"] == 1.0
+    assert 0 < lines[0]["num_tokens"] < lines[1]["num_tokens"] == trainer.cursor.num_tokens
+
+
+def test_failures_and_seconds_of_a_steps_rollouts_add_up():
+    sampled = [
+        {"time/rollout_s": 1.0, "rewards/a/failures": 2.0, "reward": 1.0, "completions/max_length": 3.0, "epoch": 0.1},
+        {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
+        {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
+    ]  # fmt: skip
+    assert merge_rollouts(sampled) == {
+        "time/rollout_s": 6.0,
+        "rewards/a/failures": 3.0,
+        "reward": 2.5,
+        "completions/max_length": 9.0,
+        "epoch": 0.3,
+    }
+
+
+@pytest.mark.heavy
+def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
+    def reward(completion_ids, log_metric):
+        for name in ("reward", "loss", "step", "num_tokens", "own"):
+            log_metric(name, 99.0)
+        return count_a(completion_ids)
+
+    trainer = a_trainer(tmp_path, reward, max_steps=1, eval_dataset=PROMPTS[:2])
+    trainer.train()
+    [line] = lines_of(tmp_path)
+    assert line["step"] == 1
+    assert line["reward"] < 99
+    assert line["loss"] != 99
+    assert line["num_tokens"] == trainer.cursor.num_tokens
+    assert {line[f"logged/{name}"] for name in ("reward", "loss", "step", "num_tokens")} == {line["own"]} == {99.0}
+    evaluated = trainer.evaluate().metrics
+    assert evaluated["reward"] < 99
+    assert evaluated["logged/reward"] == 99
+
+
+@pytest.mark.heavy
+def test_old_log_probs_have_no_dropout(tmp_path):
+    adapter = LoRAConfig(r=4, lora_dropout=0.5)
+    settings = {"num_iterations": 2, "updates_per_rollout": 2, "prompts_per_step": 2, "max_steps": 8}
+    trainer = a_trainer(tmp_path, peft_config=adapter, learning_rate=3e-2, **settings)
+    update, gaps = trainer.learner.update, []
+
+    def watched(rows):
+        gaps.append(max(float(np.abs(row.old_logp - row.rollout_logp).max()) for row in rows))
+        return update(rows)
+
+    trainer.learner.update = watched
+    trainer.train()
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.heavy
+def test_a_step_that_is_begun_anew_forgets_its_rollouts(tmp_path):
+    trainer = a_trainer(tmp_path, dataset=PROMPTS[:4], kind=across(8, 2, 1, 4, 1), max_steps=2, beta=0.05)
+    collect, calls = trainer.collector.collect, []
+
+    def failing(cursor, num_wanted):
+        calls.append(trainer.learner.shapes)
+        if len(calls) == 4:
+            raise OSError("the disk is gone")
+        experience = collect(cursor, num_wanted)
+        if len(calls) == 3:  # as if it had needed another shape
+            trainer.learner.shapes = [*trainer.learner.shapes, Shape(8192, 8192, (2, 24), ((2, 16),))]
+        return experience
+
+    trainer.collector.collect = failing
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    [folder] = (tmp_path / "run" / "checkpoints").glob("step_000001")
+    state = json.loads((folder / "state.json").read_text())
+    assert state["cursor"]["step"] == 1
+    assert state["log"]["num_sampled_tokens"] == sum(
+        len(row["completion_ids"])
+        for row in pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    )
+    assert trainer.learner.shapes == calls[2]
