@@ -186,7 +186,7 @@ class SFTTrainer(Trainer):
                 update = self._update(rows, sequences)
                 self._log(update)
                 run.stop_if_diverged(rows, update, "Lower learning_rate, or look at these batches")
-        return SFTResult(self.cursor.step, run.train_seconds, self.last_metrics)
+        return SFTResult(self.cursor.step, run.train_seconds, run.log.last)
 
     def visited(self, step: int) -> list[int]:
         """Returns the indices of the sequences that a step trains on."""

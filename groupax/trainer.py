@@ -236,7 +236,7 @@ class GRPOTrainer(Trainer):
                 rows = self.next_rows()
                 update = self.update(rows)
                 run.stop_if_diverged(rows, update, DIVERGED)
-        return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, self.last_metrics)
+        return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, run.log.last)
 
     def next_rows(self) -> list[Row]:
         """Returns the rows of the next update; collects a rollout if the last one is used up."""

@@ -181,14 +181,14 @@ class Admitted:
             one by one, with all columns at once.
     """
 
-    prompts: Int[Array, "P S"]
-    starts: Int[Array, "P"]
-    num_prompts: Int[Array, "D"]
-    source: Int[Array, "Q"]
-    is_new: Bool[Array, "B"]
+    prompts: Int[Any, "P S"]
+    starts: Int[Any, "P"]
+    num_prompts: Int[Any, "D"]
+    source: Int[Any, "Q"]
+    is_new: Bool[Any, "B"]
     slots: Slots
     known: Known | None = None
-    adapters: Int[Array, "P"] | None = None
+    adapters: Int[Any, "P"] | None = None
     images: AdmittedImages | None = None
 
 

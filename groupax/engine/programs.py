@@ -179,7 +179,7 @@ class Tracer:
             static = {} if call is None else {name: each for name, each in call.keywords.items() if name != "rows"}
             if call is not None and (key := (x.shape, x.dtype, *static.items())) not in seen:
                 seen.add(key)
-                yield move.trace(x, call.keywords["rows"], **static)
+                yield move.trace(x, **call.keywords)  # as calls give them
         if has_rows:
             yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
 

@@ -12,8 +12,8 @@ import contextlib
 import itertools
 import pickle
 import queue
-import types
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,17 +34,21 @@ Method = Callable[[], tuple[Callable[..., Any], dict[str, Any]]]  # looked up wh
 Matched = Callable[[], Sequence[tuple[Tool | None, ToolCall]]]
 
 
-@types.coroutine
-def until(begin: Callable[[Continue], None]) -> Generator[Callable[[Continue], None], Any, Any]:
-    """Suspends a coroutine until the function that `begin` receives is called, and returns its argument."""
-    return (yield begin)
+@dataclass(frozen=True)
+class Until:
+    """Awaited, it suspends a coroutine until the function that `begin` receives is called, and gives its argument."""
+
+    begin: Callable[[Continue], None]
+
+    def __await__(self) -> Generator[Callable[[Continue], None], Any, Any]:
+        return (yield self.begin)
 
 
 class Task:
     """A coroutine that has started. To await it is to wait for its end.
 
     It continues within the call that reports what it waits for, so its errors are raised there. Its own awaits must end
-    in `until`.
+    in `Until`.
 
     Attributes:
         is_done: Whether it has ended.
@@ -183,7 +187,7 @@ class Calls:
         if _is_own(episode):
             self._own.add(number)
             ask(lambda value: self._done.put((number, value)))
-        return await until(partial(self._waiting.__setitem__, number))
+        return await Until(partial(self._waiting.__setitem__, number))
 
     def _arrived(self, waits: bool) -> list[tuple[int, Any]]:
         """Returns the numbers and values of calls that have ended, the same in all processes."""
@@ -219,7 +223,7 @@ class Scheduler:
         """Returns an unstarted sequence when it has ended; its keys and values are kept in the place."""
         sequence.place = place
         self._to_submit.append(sequence)
-        return await until(partial(self._sampled.__setitem__, id(sequence)))
+        return await Until(partial(self._sampled.__setitem__, id(sequence)))
 
     def finished(self, tasks: Sequence[Task]) -> Iterator[Any]:
         """Runs all coroutines, and yields what each of the tasks returns as soon as it has ended."""

@@ -437,7 +437,7 @@ class ReplayTrainer(GRPOTrainer):
                 run.saver.save_and_wait(self.cursor, self.experience)
             if self.finish is not None:
                 self.finish()
-        return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, self.last_metrics)
+        return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, run.log.last)
 
     def _step(self) -> None:
         self._keep_policies()

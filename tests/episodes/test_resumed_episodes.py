@@ -36,7 +36,7 @@ class Agent:
     def start(self):
         arguments = [str(self.folder), json.dumps(self.settings), str(self.pause_s)]
         environment = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, str(REPO / "tests" / "stopped_agent.py"), *arguments]
+        command = [sys.executable, str(REPO / "tests" / "episodes" / "stopped_agent.py"), *arguments]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
     def kill_after(self, num_calls, pause_s):

@@ -407,7 +407,7 @@ DOCUMENTED = (
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
     monkeypatch.setitem(
-        BUILT_IN, "wandb", "groupax.runs.trackers.jsonl:JsonLinesTracker"
+        BUILT_IN, "wandb", "groupax.runs.trackers.services:JsonLinesTracker"
     )  # which takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)

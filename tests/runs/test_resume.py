@@ -303,7 +303,7 @@ class Killed:
             "PYTHONPATH": str(REPO),
             "HF_HUB_OFFLINE": "1",
         }
-        command = [sys.executable, str(REPO / "tests" / "stopped_run.py"), *arguments]
+        command = [sys.executable, str(REPO / "tests" / "runs" / "stopped_run.py"), *arguments]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
     def now(self):
