@@ -17,8 +17,8 @@ from . import trl_tool_loss
 from .test_compat_agents import Scripted
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "coming_from_trl.md"
-THEIRS = HERE.parents[1] / "shared" / "peers" / "trl_tests"
+PAGE = HERE.parents[1] / "docs" / "coming_from_trl.md"
+THEIRS = HERE.parents[2] / "shared" / "peers" / "trl_tests"
 FILE = "trl_tests/test_grpo_trainer.py"
 # The installed TRL may lack what another version's tests ask it for: whether some package is there.
 PLUGIN = """
@@ -147,7 +147,7 @@ def run_theirs(folder, select=(), plugin=PLUGIN):
         **os.environ,
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join((str(folder), str(HERE.parent))),
+        "PYTHONPATH": os.pathsep.join((str(folder), str(HERE.parents[1]))),
         "XLA_FLAGS": " ".join(f"--{name}={FLAGS[name]}" for name in FLAGS if name in known()),
         "RES": str(outcomes),
     }
