@@ -1,12 +1,9 @@
 """Recipes: known tasks that a model can be trained on with one command. Each is imported when it is used."""
 
 import importlib
-from typing import TYPE_CHECKING
 
+from groupax.recipes.recipe import Recipe
 from groupax.settings.fields import nearest
-
-if TYPE_CHECKING:
-    from groupax.recipes.recipe import Recipe
 
 # Name of a recipe -> its module, which defines `RECIPE`.
 RECIPES = {
@@ -22,7 +19,7 @@ RECIPES = {
 }
 
 
-def load_recipe(name: str) -> "Recipe":
+def load_recipe(name: str) -> Recipe:
     """Returns the recipe with this name.
 
     Raises:
