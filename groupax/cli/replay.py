@@ -214,9 +214,16 @@ def maker(
         tools, environments = inputs.agents.load()
         dataset = inputs.dataset(command)
         fitted, _ = inputs.fitted(replace(command, args=args), dataset)
-        given = inputs.model, inputs.rewards, fitted, dataset
-        parts: dict[str, Any] = {"tools": tools, "environments": environments}
-        return ReplayTrainer(target, *given, progress=progress_named(progress_bar), **parts)
+        return ReplayTrainer(
+            target,
+            inputs.model,
+            inputs.rewards,
+            fitted,
+            dataset,
+            progress=progress_named(progress_bar),
+            tools=tools,
+            environments=environments,
+        )
 
     return make
 

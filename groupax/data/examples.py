@@ -74,17 +74,17 @@ def load_examples(
     if isinstance(dataset, (str, os.PathLike)):
         dataset = read_rows(dataset, name, splits)
     elif _is_list_of_sources(dataset):
-        given = splits, columns, may_have_images
-        tables = [load_examples(source, f"{name}, a list of files", *given) for source in dataset]
+        each_name = f"{name}, a list of files"
+        tables = [load_examples(source, each_name, splits, columns, may_have_images) for source in dataset]
         dataset = [row for table in tables for row in _rows_by_index(table, name)]
     _check_type(dataset, name)
-    given = getattr(dataset, "column_names", None)
-    if given is not None and not {*columns} & {*given} and getattr(dataset, "format", {}).get("type") == "custom":
-        given = None  # `with_transform` makes the columns, row by row
-    rows = dataset if given is not None else _rows_by_index(dataset, name)
+    named = getattr(dataset, "column_names", None)
+    if named is not None and {*columns}.isdisjoint(named) and getattr(dataset, "format", {}).get("type") == "custom":
+        named = None  # `with_transform` makes the columns, row by row
+    rows = dataset if named is not None else _rows_by_index(dataset, name)
     if len(rows) == 0:
         raise ValueError(f"{name} is empty")
-    for index, row in enumerate([dict.fromkeys(given)] if given is not None else rows):
+    for index, row in enumerate([dict.fromkeys(named)] if named is not None else rows):
         if not isinstance(row, Mapping) or not any(column in row for column in columns):
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             if tuple(columns) != ("prompt",):
@@ -96,10 +96,10 @@ def load_examples(
                 f"{name} has no column 'prompt' (row {index} has {found:.200}); rename the column with the prompts, or "
                 "name a recipe that turns such rows into prompts"
             )
-        if given is None:
+        if named is None:
             _check_row(row, f"{name}: row {index}")
     check_text_only(rows, name, may_have_images)
-    if given is None:
+    if named is None:
         return _with_all_columns(absolute_paths(rows, Path.cwd()) if may_have_images else rows)
     features = getattr(rows, "features", None)
     is_plain = getattr(rows, "format", {}).get("type") is None  # a transform may give other rows

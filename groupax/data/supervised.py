@@ -41,13 +41,13 @@ def render_with_spans(
             cannot be rendered (see `render_all`).
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    given = template_kwargs, tools
+    arguments: dict[str, Any] = {"template_kwargs": template_kwargs, "tools": tools}
     if not TAG.search(template):
-        texts = render_all(tokenizer, conversations, names, False, *given)
-        return texts, _spans_of_prefixes(tokenizer, conversations, texts, names, *given)
+        texts = render_all(tokenizer, conversations, names, add_generation_prompt=False, **arguments)
+        return texts, _spans_of_prefixes(tokenizer, conversations, texts, names, **arguments)
     marking = copy.copy(tokenizer)
     marking.chat_template = TAG.sub(_marker, template)
-    marked = render_all(marking, conversations, names, False, *given)
+    marked = render_all(marking, conversations, names, add_generation_prompt=False, **arguments)
     return [text.replace(START, "").replace(END, "") for text in marked], [_marked_spans(text) for text in marked]
 
 
@@ -355,10 +355,12 @@ def _conversations(
     """Returns the token ids of conversations, and which of them are learned."""
     kwargs, tools = _template_arguments(rows, settings, names)
     if settings.assistant_only_loss:
-        given = [*render_with_spans(tokenizer, conversations, names, kwargs, tools)]
-        pairs = [learned_tokens(tokenizer, text, spans) for text, spans in zip(*given, strict=True)]
+        texts, spans = render_with_spans(tokenizer, conversations, names, kwargs, tools)
+        pairs = [learned_tokens(tokenizer, text, own) for text, own in zip(texts, spans, strict=True)]
         return [ids for ids, _ in pairs], [learned for _, learned in pairs]
-    texts = render_all(tokenizer, conversations, names, False, kwargs, tools)
+    texts = render_all(
+        tokenizer, conversations, names, add_generation_prompt=False, template_kwargs=kwargs, tools=tools
+    )
     ids = encode_texts(tokenizer, texts, [True] * len(texts))
     return ids, [np.ones(len(each), bool) for each in ids]
 

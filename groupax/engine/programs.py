@@ -162,8 +162,8 @@ class Tracer:
             adapters=self._rows(num_prompts) if self.has_adapters else None,
         )
         static = {"config": self.config, "mesh": self.mesh, "by_block": False}  # as calls give them: defaults differ
-        given = self.cache(shape), self._slots(shape), admitted
-        return admit.trace(self.params, *given, **static, short_pieces=self.is_served)
+        cache, slots = self.cache(shape), self._slots(shape)
+        return admit.trace(self.params, cache, slots, admitted, **static, short_pieces=self.is_served)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
         changes_slots = before.num_slots != after.num_slots or before.share != after.share

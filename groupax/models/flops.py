@@ -11,8 +11,7 @@ from groupax.models.config import Chunks, GatedDeltaNet, ModelConfig, Window
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig, adapter_base, count_params, read_lora_config, trainable_params_line
 from groupax.models.recurrent import CHUNK
-from groupax.models.specs import Spec, model_specs, num_params, vision_specs
-from groupax.models.vision.config import VisionConfig
+from groupax.models.specs import Spec, model_specs, num_params
 from groupax.models.weights.nf4 import nf4_bytes, without_nf4
 from groupax.storage.folders import ADAPTER_NAME, check_links, read_json, whereabouts
 from groupax.storage.model_json import validate_config
@@ -50,22 +49,6 @@ def _memory_size(config: ModelConfig) -> int:
     """Returns the numbers of the memory of a recurrent layer."""
     net = config.recurrent
     return net.num_value_heads * net.key_dims * net.value_dims if isinstance(net, GatedDeltaNet) else 0
-
-
-def image_flops(config: VisionConfig, text_size: int, tiles: Iterable[int]) -> float:
-    """Counts the floating-point operations of computing features, like `forward_flops`.
-
-    Args:
-        config: The part of the model that sees images.
-        text_size: Hidden size of the language model.
-        tiles: Number of patches of each tile of the images.
-    """
-    tower, merged, specs = config.tower, config.patches_per_feature, vision_specs(config, text_size)
-    per_patch = tower.patch_dims * tower.hidden_size
-    per_patch += sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs["layers"]) if spec.is_matrix)
-    per_feature = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs["projector"]) if len(spec.shape) == 2)
-    per_column = 4 * tower.hidden_size * tower.num_layers
-    return sum(num * (2.0 * per_patch + 2.0 * per_feature / merged + per_column * num) for num in tiles)
 
 
 def _active_weights(config: ModelConfig, layer: dict[str, Spec]) -> float:

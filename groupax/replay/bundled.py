@@ -124,8 +124,7 @@ class Bundle:
         adapter = self.manifest.identity.get("adapter")
         lora = _lora(adapter) if adapter and not args.lora_r else None
         rows = _rows(self.folder / "rows.jsonl", self.manifest)
-        given = self.base, rewards, args, rows
-        return BundleTrainer(self.manifest, target, *given, peft_config=lora, **parts)
+        return BundleTrainer(self.manifest, target, self.base, rewards, args, rows, peft_config=lora, **parts)
 
     def weights_text(self, trainer: ReplayTrainer) -> str:
         """Returns how the weights after the step differ from the run's; empty if they do not, or are not known."""

@@ -338,10 +338,6 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else number(value)
-
-
 def _with_interval(estimates: Any, name: str, value: float | None) -> str:
     """Returns a value with its interval, if there is one."""
     known = (estimates or {}).get(name) or {}
