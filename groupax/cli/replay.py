@@ -214,16 +214,8 @@ def maker(
         tools, environments = inputs.agents.load()
         dataset = inputs.dataset(command)
         fitted, _ = inputs.fitted(replace(command, args=args), dataset)
-        return ReplayTrainer(
-            target,
-            inputs.model,
-            inputs.rewards,
-            fitted,
-            dataset,
-            progress=progress_named(progress_bar),
-            tools=tools,
-            environments=environments,
-        )
+        parts: dict[str, Any] = {"tools": tools, "environments": environments, "progress": progress_named(progress_bar)}
+        return ReplayTrainer(target, inputs.model, inputs.rewards, fitted, dataset, **parts)
 
     return make
 

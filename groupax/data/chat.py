@@ -327,17 +327,10 @@ def render(
         ValueError: These are not messages of text, there is no template, the template fails, exceeds its time limit,
             does not read one of the arguments, or omits a message or the tools.
     """
-    [text] = render_all(
-        tokenizer,
-        [messages],
-        [name],
-        add_generation_prompt=add_generation_prompt,
-        template_kwargs=[template_kwargs or {}],
-        tools=[tools],
-        may_be_empty=may_be_empty,
-        with_images=with_images,
-    )
-    return text
+    kwargs = [template_kwargs or {}]
+    return render_all(tokenizer, [messages], [name], add_generation_prompt, kwargs, [tools], may_be_empty, with_images)[
+        0
+    ]
 
 
 def render_all(
