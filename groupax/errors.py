@@ -14,7 +14,7 @@ EXTRAS = {
     "quantize": ("qwix",),
     "ray": ("ray",),
     "s3": ("s3fs",),
-    "serve": ("httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "serve": ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),
     "trackio": ("trackio",),
     "verifiers": ("verifiers",),

@@ -243,7 +243,7 @@ class GRPOTrainer(Trainer):
         return (self.experience or self.collect()).next_rows()
 
     def collect(self, num_wanted: int = 1) -> Experience:
-        """Collects a rollout: completions with rewards, advantages and log-probs.
+        """Collects a rollout: completions with rewards, advantages and log-probs. Only within a run.
 
         Args:
             num_wanted: Number of its minibatches that the next step takes.

@@ -97,12 +97,13 @@ def option_value(command: Any, key: str, value: Any, path: str) -> Any:
 
 
 def flag_value(arguments: Sequence[str], name: str) -> str | None:
-    """Returns the value of a flag on which the defaults of the others depend."""
+    """Returns the last value of a flag on which the defaults of the others depend."""
+    found = None
     for index, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag == name and (equals or index + 1 < len(arguments)):
-            return value if equals else arguments[index + 1]
-    return None
+            found = value if equals else arguments[index + 1]
+    return found
 
 
 def recorded(command: Any) -> dict[str, Any]:

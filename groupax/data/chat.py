@@ -327,10 +327,9 @@ def render(
         ValueError: These are not messages of text, there is no template, the template fails, exceeds its time limit,
             does not read one of the arguments, or omits a message or the tools.
     """
-    kwargs = [template_kwargs or {}]
-    return render_all(tokenizer, [messages], [name], add_generation_prompt, kwargs, [tools], may_be_empty, with_images)[
-        0
-    ]
+    own = [template_kwargs or {}]
+    texts = render_all(tokenizer, [messages], [name], add_generation_prompt, own, [tools], may_be_empty, with_images)
+    return texts[0]
 
 
 def render_all(

@@ -139,7 +139,10 @@ class Batch:
         now, needed = self.shape, self.scheduler.num_columns(self.chunk_steps)
         shape = replace(now, num_columns=self.plan.num_columns(needed, self.demand, now.num_columns))
         if shape.num_columns > now.num_columns or (shape != now and self._is_prepared(shape)):
-            self._change_to(self.plan.smaller(shape))
+            shape = self.plan.smaller(shape)
+            if self.serving is not None:
+                self.serving.join(shape, [*self.scheduler.running, *self.scheduler.queued], now)
+            self._change_to(shape)
 
     def admit(self, params: Params) -> None:
         """Lets waiting sequences enter free slots, as many prompts at a time as are computed at once.

@@ -50,7 +50,7 @@ class EngineSettings:
             with their keys and values, of the feed-forward's columns and of the vocabulary.
         expected: What the largest of many batches needs of the cache, by which the others choose their shapes too, so
             that few programs are compiled; None chooses by each batch alone.
-        adapters: Names of the adapters in `params`, if it has several (see `models.adapter_stack`). Sequences of all of
+        adapters: Names of the adapters in `params`, if it has several (see `models.adapted`). Sequences of all of
             them and of the base are decoded together.
         record_experts: Whether sequences have the experts that their tokens went through (see `Sequence.experts`).
     """

@@ -8,7 +8,8 @@ compiled one; the others go on meanwhile, and what completions need when they gr
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -246,7 +247,13 @@ class Programs:
 
     def wait(self, programs: Iterable[Program]) -> None:
         """Waits until requested programs are compiled, or this is closed."""
-        wait([self._of_weights[each] for each in programs if each in self._of_weights])
+        for future in [self._of_weights[each] for each in programs if each in self._of_weights]:
+            with suppress(CancelledError):
+                future.result()
+
+    def is_compiling(self, program: Program) -> bool:
+        """Returns whether a thread compiles a program now."""
+        return program in self._of_weights and self._of_weights[program].running()
 
     def close(self) -> None:
         """Ends the threads, after the programs that they are compiling."""
@@ -278,9 +285,15 @@ class Programs:
             records_experts=engine.records_experts,
         )
         leaves, structure = jax.tree.flatten(abstract)
-        self._of_weights = self._all.setdefault((structure, *leaves), {})
+        with self._lock:
+            before, self._of_weights = self._of_weights, self._all.setdefault((structure, *leaves), {})
+            if before is not self._of_weights:
+                for program in [program for program, future in before.items() if future.cancel()]:
+                    del before[program]  # may be requested again
 
     def _compile(self, program: Program, tracer: Tracer) -> None:
+        if not threading.main_thread().is_alive():  # the interpreter waits for this thread before it ends
+            return
         try:
             for traced in tracer.traced(program):
                 traced.lower().compile()
@@ -412,6 +425,11 @@ class Serving:
             return True
         self._request(shape, sequences, before)
         return False
+
+    def join(self, shape: CacheShape, sequences: list[Sequence], before: CacheShape) -> None:
+        """Waits for those programs of a shape that threads compile now; calls compile the others."""
+        needed = self.programs.missing([Change(before, shape), Decode(shape, kind_of(sequences)), Admit(shape)])
+        self.programs.wait(filter(self.programs.is_compiling, needed))
 
     def kind(self, shape: CacheShape, demand: Demand, sequences: list[Sequence]) -> Kind:
         """Returns the kind of chunk that decodes these now, and has all compiled that they come to need."""

@@ -55,13 +55,14 @@ def compile_for(engine: EngineCore, length: int) -> None:
     S, mesh = num_columns(length), engine.mesh
     rows, replicated = NamedSharding(mesh, ROWS), NamedSharding(mesh, PartitionSpec())
     make = _maker(engine.config, mesh, S, jnp.dtype(engine.kv_dtype))
+    make.trace().lower().compile()
     found = jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, pspec_of(x))), jax.eval_shape(make))
     tokens = jax.ShapeDtypeStruct((num_data_shards(mesh), S), jnp.int32, sharding=rows)
     temperature = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     adapter = number if engine.adapters else None
-    given = engine.params, found, tokens, temperature, adapter, number, number
-    _advance.trace(*given, config=engine.config, mesh=mesh).lower().compile()
+    static = {"config": engine.config, "mesh": mesh}
+    _advance.trace(engine.params, found, tokens, temperature, adapter, number, number, **static).lower().compile()
 
 
 class Scoring:
@@ -77,7 +78,7 @@ class Scoring:
     def __init__(
         self, engine: EngineCore, prompts: list[np.ndarray], temperature: float, adapter: str | None = None
     ) -> None:
-        self._config, self._mesh, self._params = engine.config, engine.mesh, engine.params
+        self._static, self._params = {"config": engine.config, "mesh": engine.mesh}, engine.params
         self._lengths = [len(prompt) for prompt in prompts]
         S = num_columns(max(self._lengths))
         tokens = np.zeros((num_data_shards(engine.mesh), S), np.int32)
@@ -99,9 +100,11 @@ class Scoring:
     def advance(self, num_pieces: int) -> None:
         """Computes the next pieces of columns. No other program of the engine may run meanwhile."""
         end = min(self._next + num_pieces, self._end)
-        bounds = jax.device_put((np.int32(self._next), np.int32(end)), self._replicated)
-        given = self._params, self._found, self._tokens, self._temperature, self._adapter, *bounds
-        self._found = jax.block_until_ready(_advance(*given, config=self._config, mesh=self._mesh))
+        first, last = jax.device_put((np.int32(self._next), np.int32(end)), self._replicated)
+        found = _advance(
+            self._params, self._found, self._tokens, self._temperature, self._adapter, first, last, **self._static
+        )
+        self._found = jax.block_until_ready(found)
         self._next = end
 
     def results(self, num_alternatives: int) -> list[PromptLogps]:

@@ -266,6 +266,10 @@ class InvalidActionError(ValueError):
     """The server refuses an action, since it is not of the environment's type."""
 
 
+class FailedOnServerError(InfrastructureError):
+    """The environment has failed on the server, whose session continues."""
+
+
 class CapacityError(InfrastructureError):
     """All sessions of the server are in use."""
 
@@ -336,7 +340,7 @@ class Connection:
         message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
         try:
             return await (self._begun(message) if self._socket is None else self._answer(message))
-        except InvalidActionError:
+        except (InvalidActionError, FailedOnServerError):
             raise
         except BaseException:  # a late answer would be taken for that of the next message
             self._socket, self._is_lost = None, True
@@ -415,7 +419,7 @@ class Connection:
             reasons += [f"{each.get('loc')}: {each.get('msg')}" for each in faults]
             raise InvalidActionError(printable("; ".join(reasons))[:500])
         code = short_repr(data.get("code"))
-        raise InfrastructureError(f"the environment failed on the server ({code}): {printable(reasons[0])}")
+        raise FailedOnServerError(f"the environment failed on the server ({code}): {printable(reasons[0])}")
 
     def _release(self) -> None:
         if self._guard is not None:

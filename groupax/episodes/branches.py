@@ -95,7 +95,8 @@ def streams_of(turns: Sequence[SampledTurn]) -> list[Branch]:
     """
     parents = parents_of(turns)
     paths = []
-    for leaf in set(range(len(turns))) - set(parents):
+    inner = set(parents)
+    for leaf in (index for index in range(len(turns)) if index not in inner):
         path, index = [], leaf
         while index is not None:
             path.append(turns[index])

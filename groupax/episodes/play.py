@@ -480,8 +480,7 @@ class Player:
         if episode.run is not None:
             self._programs.end(episode.run)
         for state in episode.tool_states.values():
-            method = do_nothing if state is None else state.close
-            Task(self._closed(episode.index, "tools", partial(_without_arguments, method)))
+            Task(self._closed(episode.index, "tools", partial(_close_of_state, state)))
         episode.tool_states.clear()
         if episode.start.environment is not None:
             self._close(episode.index, episode.start.environment)
@@ -515,5 +514,5 @@ def _checked_score(returned: Any) -> float | None:
     return None if returned is None else checked_reward(returned)
 
 
-def _without_arguments(method: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    return method, {}
+def _close_of_state(state: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return do_nothing if state is None else state.close, {}

@@ -70,6 +70,7 @@ class ProgramServer:
             routes.append(Route(f"/{{session}}{path}", partial(self._respond, protocol), methods=["POST"]))
         config = uvicorn.Config(
             Starlette(routes=routes),
+            http="h11",  # limits headers
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -251,11 +251,7 @@ def load_environments(references: Sequence[str]) -> Any:
     Raises:
         ValueError: One cannot be found, the options do not fit, or several have no names.
     """
-    parts = [reference.partition("=") for reference in references]
-    named = [
-        (name, rest) if rest and name.isidentifier() else ("", "".join((name, equals, rest)))
-        for name, equals, rest in parts
-    ]
+    named = [_named(reference) for reference in references]
     if len(named) == 1 and not named[0][0]:
         return _load("environment", named[0][1], ENVIRONMENTS)
     names = [name for name, _ in named]
@@ -269,8 +265,8 @@ def load_environments(references: Sequence[str]) -> Any:
 
 def _named(reference: str) -> tuple[str, str]:
     """Returns the name before the reference, if there is one, and the reference."""
-    name, equals, rest = reference.partition("=")
-    return (name, rest) if equals and name.isidentifier() else ("", reference)
+    name, _, rest = reference.partition("=")
+    return (name, rest) if rest and name.isidentifier() else ("", reference)
 
 
 def _load(what: str, reference: str, known: Mapping[str, str]) -> Any:

@@ -1,4 +1,8 @@
-"""Weights with low-rank changes (LoRA, arXiv:2106.09685) of one or several adapters, which are not merged."""
+"""Weights with low-rank changes (LoRA, arXiv:2106.09685) of one or several adapters, which are not merged.
+
+Several adapters stand side by side along their ranks, so that the changes of all rows are two matmuls; between the two,
+a row keeps the ranks of its own adapter only.
+"""
 
 import zlib
 from collections.abc import Sequence

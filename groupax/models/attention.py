@@ -96,7 +96,7 @@ def attend_masked(
         q, keys, values: The queries, and the keys and values of S columns.
         visible: Columns that each query sees.
         attn: Settings of the layer's attention.
-        by_block: Whether to compute by blocks of columns (see `column_blocks`).
+        by_block: Whether to compute by blocks of columns (see `COLUMN_BLOCK`).
         sinks: Logits of the heads that add to their sums (see `attend`).
     """
     B, T, N, H = q.shape
@@ -310,7 +310,7 @@ def attend_past(
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest tokens' keys and values into the cache, and computes their queries' attention.
 
-    With `by_block` it computes by blocks of columns (see `column_blocks`); `sinks` are as in `attention.attend`.
+    With `by_block` it computes by blocks of columns (see `COLUMN_BLOCK`); `sinks` are as in `attention.attend`.
     """
     keys = past.write(cache.k, to_cache(k, cache.k.dtype), axis=3)
     cache = cache._replace(k=keys, v=past.write(cache.v, to_cache(v, cache.v.dtype), axis=2))
@@ -363,6 +363,8 @@ def attend_cached(
     return out.astype(q.dtype).reshape(B, N, H)
 
 
+# Products over a cache's columns are computed by blocks. A processor adds up a product in an order that depends on its
+# shape, so that with blocks of one size, added one after the other, further columns that are masked change no bit.
 COLUMN_BLOCK = 128
 
 

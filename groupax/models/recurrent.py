@@ -216,6 +216,9 @@ def _fused_inputs(net: GatedDeltaNet, weights: Params, h: Float[Array, "M D"]) -
     return Inputs(mixed, step.reshape(M, -1), decay.reshape(M, -1)), gate.reshape(M, -1, net.value_dims)
 
 
+# The gated delta rule (arXiv:2412.06464): S <- exp(g) S, then S <- S + k (b (v - k^T S)), and the output is q^T S. In
+# chunks the changes follow from a triangular system (arXiv:2406.06484, section 3.2); its inverse is made of products of
+# blocks: LAPACK's solver, which XLA calls on CPUs, can wait forever where several devices of one process call it.
 CHUNK = 64
 LEAF = 16  # columns of matrices that are inverted whole
 

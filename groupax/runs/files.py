@@ -42,7 +42,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOCK
-        self._lock = FileLock(self.path, timeout=0, thread_local=False)
+        self._lock = FileLock(self.path, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
             self._lock.acquire()
         except Timeout:
@@ -58,6 +58,13 @@ class RunLock:
         since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self.path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", encoding="utf-8")
         self._inode = self.path.stat().st_ino
+
+    @property
+    def is_in_place(self) -> bool:
+        """True while the lock's file is in the folder, which may have been deleted, or moved and created again."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.path.stat().st_ino == self._inode
+        return False
 
     def release(self) -> None:
         """Releases the folder, and removes the file if it is still this lock's."""
@@ -76,7 +83,7 @@ def check_unlocked(folder: Path) -> None:
     if not (folder / LOCK).is_file():  # without the file nobody holds the lock
         return
     try:
-        FileLock(folder / LOCK, timeout=0, thread_local=False).acquire().lock.release()
+        FileLock(folder / LOCK, timeout=0, thread_local=False, fallback_to_soft=False).acquire().lock.release()
     except Timeout:
         raise _refusal(folder / LOCK) from None
     except OSError:  # a file system without locks, or one that is read-only

@@ -349,7 +349,10 @@ class RunFolder:
         replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _check_in_place(self) -> None:
-        """Warns if the folder was deleted or moved since the last line of metrics, and creates it again."""
+        """Warns if the folder was deleted or moved, and locks the one that takes its place, if no other run has it."""
+        if self._lock is not None and not self._lock.is_in_place:
+            earlier, self._lock = self._lock, RunLock(self.path)
+            earlier.release()
         metrics = self.path / METRICS
         size = metrics.stat().st_size if metrics.exists() else 0
         if size < self.num_metrics_bytes:
@@ -357,7 +360,6 @@ class RunFolder:
                 f"files of the run in {self.uri} were deleted or moved. It continues there with what it writes from "
                 "now on, checkpoints and the model among it; earlier files are not written again"
             )
-            self.path.mkdir(parents=True, exist_ok=True)
             self.num_metrics_bytes = size
 
     def _set_fault(self, fault: str) -> None:

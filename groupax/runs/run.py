@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
-from groupax.runs.trainer import Trainer, result_folders
+from groupax.runs.trainer import Description, Trainer, result_folders
 from groupax.storage.buckets import is_remote
 from groupax.storage.replacing import ForeignFilesError, check_destination
 from groupax.training.learner import Update
@@ -205,7 +205,7 @@ class Run:
             if trainer.cursor.step >= trainer.num_steps:
                 self._report_complete_run()
         processes.run_on_primary(self._check_destination)
-        described = trainer.describe()
+        described = self.described
         folder.write_process(
             {
                 **begun_process(trainer.start_model.mesh, saved),
@@ -326,12 +326,17 @@ class Run:
 
     # -- its introduction ------------------------------------------------------------------------------------------
 
+    @cached_property
+    def described(self) -> Description:
+        """The facts, plans and findings that the trainer has of the run."""
+        return self.trainer.describe()
+
     def introduce(self) -> None:
         """Emits the facts of the run once; of a complete run first that it is, and then no plans."""
         if self._is_introduced:
             return
         self._is_introduced = True
-        described = self.trainer.describe()
+        described = self.described
         facts = dict(described.facts)
         if self._will_resume_complete():
             self._report_complete_run()

@@ -46,6 +46,7 @@ from groupax.serve.prompts import (
     tokenizer_info,
 )
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol, anthropic
+from groupax.serve.remote import MAX_PIECE_BYTES
 from groupax.serve.requests import ChatRequest, Request, parse_json
 from groupax.serve.turns import TurnFormats
 from groupax.serve.web import (
@@ -63,6 +64,7 @@ from groupax.serve.web import (
 from groupax.serve.weights import Weights
 
 RETRY_S = 1
+LEAST_UPLOAD_BYTES_PER_S = 1 << 20  # of a piece of weights, besides receive_timeout_s
 PREPARING_THREADS = 8
 LARGE_BYTES = 64 << 10  # requests with more, or with images, share LARGE_THREADS, so that others go on meanwhile
 LARGE_THREADS = 2
@@ -272,7 +274,8 @@ class Server:
         try:
             found = await unless_disconnected(work, http.receive, deadline_s)
         except (ClosedError, QueueFullError) as error:
-            raise stopping() if isinstance(error, ClosedError) else self._queue_full() from error
+            full = self._queue_full("prompts wait for their log-probs")
+            raise stopping() if isinstance(error, ClosedError) else full from error
         finally:
             work.cancel()
         return replace(exchange, prompt_logps=found)
@@ -289,8 +292,8 @@ class Server:
         except ClosedError as error:
             raise stopping() from error
 
-    def _queue_full(self) -> ApiError:
-        message = f"{self.loop.max_sequences} completions wait or run; try again later"
+    def _queue_full(self, what: str = "completions wait or run") -> ApiError:
+        message = f"{self.loop.max_sequences} {what}; try again later"
         return ApiError(429, message, code="queue_full", headers={"retry-after": str(RETRY_S)})
 
     async def _events(
@@ -312,15 +315,17 @@ class Server:
             yield event
 
     async def _count_tokens(self, http: HttpRequest) -> Any:
-        body = await self._body(http)
+        body, deadline_s = await self._body(http), self._deadline_s(http)
+        parse = partial(anthropic.parse, body, counts_only=True)
+        incoming = await self._in_time(parse, deadline_s, self._threads_for(body))
+        request = incoming.request
+        assert isinstance(request, ChatRequest), "messages are chats"
 
         def count() -> Any:
-            incoming = anthropic.parse(body, counts_only=True)
-            assert isinstance(incoming.request, ChatRequest), "messages are chats"
-            [ids], _, _ = encoded_chat(incoming.request, self._model(incoming.request.model), incoming.hints)
+            [ids], _, _ = encoded_chat(request, self._model(request.model), incoming.hints)
             return {"input_tokens": len(ids)}
 
-        return await self._in_time(count, self._deadline_s(http), self._threads_for(body))
+        return await self._in_time(count, deadline_s, self._threads_for(body, request))
 
     async def _tokenizing(self, work: Callable[[dict[str, Any], ServedModel], Any], http: HttpRequest) -> Any:
         body = await self._body(http)
@@ -389,7 +394,13 @@ class Server:
     async def _put_piece(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")
         upload, piece = http.path_params["upload"], http.path_params["piece"]
-        return await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream())
+        time_s = self.limits.receive_timeout_s + MAX_PIECE_BYTES / LEAST_UPLOAD_BYTES_PER_S
+        try:
+            async with asyncio.timeout(time_s):
+                return await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream())
+        except TimeoutError as error:
+            message = f"piece {piece} did not arrive within {time_s:g} s"
+            raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
 
     async def _abort_upload(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")

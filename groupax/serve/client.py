@@ -45,7 +45,7 @@ UPDATED_FIELDS = ("tokens", "policy_logps", "sampler_logps", "versions", "text",
 
 
 class RemoteSampler:
-    """Samples completions on servers with the current weights: a `engine.sampler.PolicySampler`.
+    """Samples completions on servers with the current weights: a `engine.sequence.PolicySampler`.
 
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
     Other programs' servers have their own arithmetic and randomness (see `serve.dialects`).
@@ -206,7 +206,7 @@ class RemoteSampler:
 
 
 class RemoteSession:
-    """The requests of a rollout, one per prompt: a `engine.sampler.SamplingSession`."""
+    """The requests of a rollout, one per prompt: a `engine.sequence.SamplingSession`."""
 
     def __init__(self, sampler: RemoteSampler) -> None:
         self._sampler, self._requests = sampler, _RolloutRequests()
@@ -310,7 +310,7 @@ def _is_list(value: Any, kind: Any) -> bool:
 
 
 class BroadcastSampler:
-    """A `engine.sampler.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
+    """A `engine.sequence.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
 
     Args:
         sampler: Samples on the servers.
@@ -360,7 +360,7 @@ class BroadcastSampler:
 
 
 class BroadcastSession:
-    """Sequences that the primary process samples (the session is its own): a `engine.sampler.SamplingSession`."""
+    """Sequences that the primary process samples (the session is its own): a `engine.sequence.SamplingSession`."""
 
     def __init__(self, session: RemoteSession | None) -> None:
         self._session = session

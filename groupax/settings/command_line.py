@@ -282,9 +282,11 @@ def _metavar(name: str, kind: Any) -> str:
 
 def _default(option: Option) -> str:
     value = option.value
+    if value is MISSING:
+        return "" if option.is_positional else "required"
     if value is True:
         return f"off with --no_{option.name}"
-    if value in (None, (), {}, MISSING) or value is False:
+    if value in (None, (), {}) or value is False:
         return ""
     shown = (
         " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value

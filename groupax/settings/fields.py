@@ -192,14 +192,16 @@ def from_texts(texts: Sequence[str], kind: Any) -> Any:
     """Converts the texts that follow a flag to a value of its type, or to one that `check_type` refuses.
 
     Raises:
-        ValueError: A mapping is not written as JSON.
+        ValueError: A mapping is not written as JSON, or a key has no value.
     """
     kinds = kinds_of(kind)
     if get_origin(kind) is dict:
         return read_mapping(texts[0])
     if get_origin(kind) is Mapping:
         keys, values = get_args(kind)
-        pairs = zip(texts[::2], texts[1::2], strict=False)
+        if len(texts) % 2:
+            raise ValueError(f"{texts[-1]} has no value; write pairs of a key and its value")
+        pairs = zip(texts[::2], texts[1::2], strict=True)
         return {_from_text(key, (keys,)): _from_text(value, (values,)) for key, value in pairs}
     if bool in kinds and len(texts) <= 1 and "".join(texts).lower() in ("", "true", "false"):
         return "".join(texts).lower() != "false"

@@ -170,7 +170,7 @@ class EpisodeSettings:
     overlong_results: Literal["error", "end"] = "error"
     """Handling of tools' results that do not fit into max_completion_length: give the model an error in their place, if
     that fits, or end the episode."""
-    max_result_kb: float = ranged(64.0, 1e6, low=0.01)
+    max_result_kb: float = ranged(64.0, 1e6, low=0.064)
     """Longest text of a tool's result in kilobytes; the middle of a longer one is left out."""
     tool_timeout_s: float = ranged(30.0, 1e6, low=1e-3, resume="free")
     """Timeout of a tool call, and of a call of an environment, in seconds."""

@@ -82,7 +82,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:
-    about = "Files of a model that groupax wrote. Others in this folder are left alone when it is written again."
+    about = "Files of a model that groupax wrote. The folder is written over only as long as it has no others."
     partial = folder / f"{MANIFEST}.partial-{secrets.token_hex(4)}"
     write_json(partial, {"about": about, "files": dict(files)})
     partial.replace(folder / MANIFEST)

@@ -352,10 +352,10 @@ def read_by_template(template: Mapping[str, Any], text: str, prompt: str) -> Par
         [(message, num_closed)] = TEMPLATES.ask(request, 1)
     except TemplateError as error:
         return ParsedTurn("", "", (ToolCall("", {}, f"the turn cannot be read: {str(error)[:300]}", text),))
-    values = [
-        each.get("function", each) if isinstance(each, dict) else each for each in message.get("tool_calls") or []
+    calls = [
+        replace(call_of(each.get("function", each) if isinstance(each, dict) else each), text=str(each)[:1000])
+        for each in message.get("tool_calls") or []
     ]
-    calls = [replace(call_of(each), text=str(each)[:1000]) for each in values]
     calls[num_closed:] = [replace(call, fault=call.fault or CUT_OFF) for call in calls[num_closed:]]
     thoughts = [message[key] for key in REASONING_FIELDS if isinstance(message.get(key), str)]
     content = message.get("content")

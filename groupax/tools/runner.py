@@ -65,7 +65,7 @@ class ToolRunner:
         num_workers: Number of calls that run at the same time.
         timeout_s: Time limit of a call in seconds, unless its tool has its own. A thread that exceeds it is abandoned,
             since Python cannot end it; another one takes its place.
-        max_result_bytes: Longest result in UTF-8, to which it is cut in the middle.
+        max_result_bytes: Longest result in UTF-8, to which it is cut in the middle; at least `MIN_RESULT_BYTES`.
         hung: Names of functions that were warned of since they hang; updated.
     """
 

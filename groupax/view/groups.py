@@ -132,7 +132,8 @@ def _row(step: Step, row: int, limit: int) -> dict[str, Any]:
 
 
 def _extra(scalar: Any) -> str:
-    return scalar_text(scalar, None)[0] if scalar_buffer(scalar) is not None else str(scalar.as_py())
+    value = scalar_text(scalar, None)[0] if scalar_buffer(scalar) is not None else scalar.as_py()
+    return "" if value is None else str(value)
 
 
 def full_text(

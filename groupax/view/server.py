@@ -141,6 +141,7 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
     threading.Thread(target=_read_all, args=(runs, visits), daemon=True).start()  # starts before the first request
     config = uvicorn.Config(
         visits,
+        http="h11",  # limits headers
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -214,7 +214,7 @@ def pushes(ratios: np.ndarray, record: Mapping[str, Any], bounds: LossBounds) ->
         ratios: [T] ratio of each token.
         record: `advantage`, `finish_reason` and for turns with their own advantages `turn_advantages` and `turns`.
         bounds: The tokens without a gradient. They are clipped where the surrogate is constant (arXiv:1707.06347, eq.
-            7; `groupax.objective.losses.clipped_surrogate`).
+            7; `groupax.objective.losses.ppo_clip_loss`).
     """
     advantages = _token_advantages(len(ratios), record)
     if record.get("finish_reason") in bounds.masked_ends:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -151,11 +152,7 @@ def test_trl_settings_become_native_ones(settings, expected):
             "'constant' has no warm-up",
             {"warmup_steps": 0, "warmup_ratio": 0.0},
         ),
-        (
-            {"loss_type": "cispo", "epsilon": 0.3},
-            "caps ratios at epsilon = 0.3, as TRL does",
-            {"epsilon_high": 0.3},
-        ),
+        ({"loss_type": "cispo", "epsilon": 0.3}, "caps ratios at epsilon = 0.3, as TRL does", {"epsilon_high": 0.3}),
         ({"report_to": ["mlflow", "wandb"]}, "report_to mlflow: groupax reports to wandb", {"report_to": ("wandb",)}),
     ],
     ids=str,
@@ -369,6 +366,11 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
+    held = threading.Lock()  # which cannot be copied
+    assert (
+        with_sampling(ed.GRPOConfig(extra_optimizer_kwargs={"b1": held}), inference).extra_optimizer_kwargs["b1"]
+        is held
+    )
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
         ed.vInference(None, max_new_token=9)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupax import init_model, load_model, save_model
+from groupax import load_model
 from groupax.compat import trl
 from groupax.compat.callbacks import State
 from groupax.compat.trl.layout import TRLFolders, check_output_dir, checkpoint_to_resume
@@ -15,16 +15,7 @@ from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.report.record import read_run
 from groupax.view.runs import Runs
-from tests.conftest import TINY, one_device_mesh
-from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
-    return save_model(model, tmp_path_factory.mktemp("models") / "model", tokenizer)
 
 
 def letters(completions, **columns):

@@ -6,12 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import init_model, save_model
+from groupax import init_model
 from groupax.compat import hf, trl
 from groupax.compat.hf.loading import read_torch_model
 from groupax.compat.trl.policy import policy_of
-from tests.conftest import TINY, one_device_mesh
-from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, count_a
 
 # PEFT asks transformers in a way of before
@@ -24,13 +22,6 @@ MOE = {
     **DENSE, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "head_dim": 8, "num_experts": 4,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
-    return save_model(model, tmp_path_factory.mktemp("models") / "model", tokenizer)
 
 
 def a_config(tmp_path, **settings):

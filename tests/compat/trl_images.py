@@ -79,11 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
         "images": {**HALF, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
-        "tokens": {
-            "image_token": "<image_soft_token>",
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-        },
+        "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         "image": "<start_of_image>",
     },
     "qwen3_vl": {

@@ -46,10 +46,7 @@ def test_trls_names_point_to_ours():
     ("settings", "message"),
     [
         ({"num_generations": 1}, "at least 2 completions"),
-        (
-            {"loss_type": "ppo"},
-            "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'",
-        ),
+        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'"),
         ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
         ({"prompts_per_step": 0.5}, "prompts_per_step must be a whole number, got 0.5"),
         ({"prompts_per_step": 0}, "prompts_per_step must be between 1 and 1,000,000, got 0; the default is 8"),

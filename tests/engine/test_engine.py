@@ -18,13 +18,7 @@ from groupax.engine import prefill, scheduler
 from groupax.engine.batch import Batch
 from groupax.engine.engine import new_sequences
 from groupax.engine.prefix_cache import Prefix, PrefixCache
-from groupax.engine.sampling import (
-    History,
-    changed_logits,
-    row_keys,
-    sample,
-    uniforms,
-)
+from groupax.engine.sampling import History, changed_logits, row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.episodes.play import play_episodes
 from groupax.models.decoder import logits
@@ -579,6 +573,7 @@ def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_te
                 assert (kept is None) == (start is None)
                 assert kept is None or kept > min_tokens
                 ended += kept is not None
+    assert text_before_stop("abcab", ["ab"], 2) == "abc"
     assert ended > 0
     [[plain]] = engine.generate(PROMPTS[:1], replace(params, n=1))
     stop = (letters(plain.tokens)[1:3],)

@@ -16,6 +16,7 @@ import pytest
 from groupax.metrics.completions import is_measured
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE
+from tests.runs.test_resume import Killed
 
 from .stopped_agent import END
 
@@ -23,7 +24,7 @@ REPO = Path(__file__).parents[2]
 MODEL = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 2048, "num_hidden_layers": 1}
 
 
-class Agent:
+class Agent(Killed):
     """Runs `stopped_agent` in processes, and kills them."""
 
     def __init__(self, folder, settings, pause_s):
@@ -51,11 +52,6 @@ class Agent:
         _, err = self.process.communicate()
         assert self.process.returncode == -signal.SIGKILL, err.decode()
         return True
-
-    def finish(self):
-        _, err = self.process.communicate()
-        assert self.process.returncode == 0, err.decode()
-        return dict(np.load(self.folder / "final.npz"))
 
     def begun(self):
         """How often each call has begun."""

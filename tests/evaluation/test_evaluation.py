@@ -172,6 +172,25 @@ def test_intervals_of_sampled_items_cover_19_times_in_20(a, b, k):
     assert 0.925 <= found <= 0.99, found
 
 
+def test_treating_completions_as_independent_would_not_cover():
+    """What clustering by item is for: 8 completions of 100 items are not 800 draws."""
+    N, n = 100, 8
+
+    def draw(rng):
+        return rng.binomial(n, rng.beta(0.3, 0.6, size=N)) / n
+
+    def naive(shares):
+        return mean_share(np.arange(N * n) < round(shares.sum() * n))
+
+    assert coverage(draw, naive, 1 / 3) < 0.7
+    assert coverage(draw, lambda shares: mean_share(shares, n), 1 / 3) > 0.925
+
+
+def test_intervals_of_rewards_cover_19_times_in_20():
+    found = coverage(lambda rng: rng.exponential(2.0, size=200) - 1.0, mean_value, 1.0)
+    assert 0.925 <= found <= 0.965, found
+
+
 # -- two evaluations of the same items
 
 

@@ -405,29 +405,41 @@ DOCUMENTED = (
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        BUILT_IN, "wandb", "groupax.runs.trackers.services:JsonLinesTracker"
-    )  # which takes no installation
+@pytest.mark.parametrize(
+    ("program", "rows", "more", "weights", "named"),
+    [
+        (gsm8k_grpo, GSM8K_ROWS, "--xml_reward 0.125 --correctness_reward 3.0", [3.0, 0.5, 0.5, 0.5, 0.5],
+         {"rewards/gsm8k_accuracy/mean", "rewards/strict_xml_format/mean"}),
+        (numinamath_grpo, [{"problem": "1/2?", "solution": r"$\boxed{\frac{1}{2}}$"}] * 2, "", [1.0, 0.5],
+         {"rewards/math_accuracy/mean"}),
+    ],
+    ids=["gsm8k", "numinamath"],
+)  # fmt: skip
+def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch, program, rows, more, weights, named):
+    if program is numinamath_grpo:
+        pytest.importorskip("math_verify")
+    monkeypatch.setitem(BUILT_IN, "wandb", "groupax.runs.trackers.services:JsonLinesTracker")  # takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
-    write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
-    flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"
-    more = f"--dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run --temperature 0.9"
-    assert gsm8k_grpo.main(f"--repo_id {base_model} {flags} {more}".split()) == 0
+    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
+    flags = DOCUMENTED.format(length=64, batch=2) + f" --top_k 50 {more} --temperature 0.9"
+    place = f"--repo_id {base_model} --dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run"
+    assert program.main(f"{place} {flags}".split()) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["report_to"] == ["wandb"]
     assert (tmp_path / "run" / "tracked.jsonl").exists()
-    assert config["reward_weights"] == [3.0, 0.5, 0.5, 0.5, 0.5]
+    assert config["reward_weights"] == weights
     expected = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
     expected |= {"attn_implementation": "plain"}
     assert {name: config[name] for name in expected} == expected
     assert (config["max_completion_length"], config["num_train_epochs"], config["temperature"]) == (64, 3.0, 0.9)
     command = json.loads((tmp_path / "run" / "command.json").read_text())
-    assert command["recipe"] == "gsm8k"
+    assert f"{command['recipe']}_grpo" == program.__name__.rpartition(".")[2]
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"rewards/gsm8k_accuracy/mean", "rewards/strict_xml_format/mean", "pass@4"} <= set(line)
+    assert {*named, "pass@4"} <= set(line)
 
 
 def test_programs_have_the_flags_of_their_rewards_only(capsys):
     assert numinamath_grpo.main(["--repo_id", "x", "--xml_reward", "1"]) == 2
     assert "there is no flag --xml_reward" in capsys.readouterr().err
+    assert numinamath_grpo.main(["--repo_id", "nowhere", "--dataset", "no/x.jsonl"]) == 2
+    assert "numinamath_grpo: train_dataset: there is no file" in capsys.readouterr().err

@@ -222,10 +222,7 @@ Total bytes used: 5000
 
 
 def test_temporary_arrays_are_read_from_a_dump():
-    assert parse_temporaries(DUMP) == [
-        Buffer((10, 20), 0, 400),
-        Buffer((3, 25), 300, 300),
-    ]
+    assert parse_temporaries(DUMP) == [Buffer((10, 20), 0, 400), Buffer((3, 25), 300, 300)]
     assert parse_temporaries("") == []
 
 

@@ -256,10 +256,7 @@ BAD = {
     "weights: integers": (tensors(lambda t: t | {EMBED: t[EMBED].astype(np.int32)}), "has dtype I32"),
     "weights: NaN": (filled(np.nan), "32 numbers of 32 that are infinite or NaN"),
     "weights: one NaN": (tensors(one_bad), "has 1 numbers of 2,048 that are infinite or NaN"),
-    "weights: one lacks": (
-        tensors(lambda t: {k: v for k, v in t.items() if "q_proj" not in k}),
-        "lacks 2 weights",
-    ),
+    "weights: one lacks": (tensors(lambda t: {k: v for k, v in t.items() if "q_proj" not in k}), "lacks 2 weights"),
     "weights: one unknown": (tensors(lambda t: t | {"x\x1b[2J": np.zeros(1, np.float32)}), r"'x\\x1b\[2J'"),
     "weights: a link out": (linked("model.safetensors"), "is a link out of the model's folder"),
     # the index of several files

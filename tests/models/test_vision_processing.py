@@ -18,11 +18,7 @@ SPECIAL = {
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
     "qwen3_vl": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
 }
-PLACE = {
-    "smolvlm": "<image>",
-    "gemma3": "<start_of_image>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-}
+PLACE = {"smolvlm": "<image>", "gemma3": "<start_of_image>", "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 SIZES = [(37, 61), (16, 16), (90, 21), (64, 64)]
 
 

@@ -138,12 +138,7 @@ def torch_inputs(config: Any, ids: np.ndarray, images: tuple[Any, ...]) -> dict[
     if config.has_grid_positions:
         patches = np.concatenate([image.patches[0] for image in images])
         grids = torch.tensor([(1, *image.grid) for image in images])
-        return {
-            **inputs,
-            "pixel_values": torch.tensor(patches),
-            "image_grid_thw": grids,
-            "mm_token_type_ids": types,
-        }
+        return {**inputs, "pixel_values": torch.tensor(patches), "image_grid_thw": grids, "mm_token_type_ids": types}
     pixels = torch.tensor(np.concatenate([pixels_of(config, image) for image in images]))
     if config.sees_whole_images:
         return {**inputs, "pixel_values": pixels, "token_type_ids": types}

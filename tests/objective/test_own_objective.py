@@ -182,7 +182,7 @@ def test_advantages_of_ones_own(own):
         ({"loss_type": "my_objective:a_sum"}, r"must return a loss for each token, \[B, T\] = \[2, 3\], got \[2\]"),
         ({"loss_type": lambda terms: terms.logp}, r"is called with \(terms, settings\), but takes \(terms\)"),
         ({"loss_type": "my_objective:__name__"}, "must be a function of"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k2, k3 or a function.*got 'k4'"),
+        ({"kl_estimator": "k1"}, "kl_estimator must be one of k2, k3 or a function.*got 'k1'"),
         ({"kl_estimator": lambda logp, ref: jnp.sum(logp), "beta": 0.1}, "must return an estimate for each token"),
         ({"advantage_estimator": "grop"}, "did you mean grpo"),
         ({"advantage_estimator": "my_objective:nothing"}, "has no 'nothing'"),

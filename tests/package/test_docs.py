@@ -26,14 +26,7 @@ LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-PAGES = [
-    "algorithm.md",
-    "datasets.md",
-    "rewards.md",
-    "evaluation.md",
-    "coming_from_trl.md",
-    "coming_from_easydel.md",
-]
+PAGES = ["algorithm.md", "datasets.md", "rewards.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
 
 
 HEAVY_PAGES = ["engine.md", "episodes.md", "lora.md", "adapters.md", "sft.md", "replay.md"]
@@ -230,11 +223,13 @@ def test_the_pages_name_everything_that_there_is():
     from groupax.settings.sampling import SamplingParams
 
     objective = {*ObjectiveSettings.__annotations__} - {"entropy_bonus", "temperature"}  # in words
+    settings = {re.sub("_(pos|neg|min|max)$", "", name) for name in objective}
     for page, names in {
-        "rewards.md": BUILTIN_REWARDS,
-        "engine.md": [field.name for field in fields(SamplingParams)],
-        "algorithm.md": [*LossType.__args__, *(re.sub("_(pos|neg|min|max)$", "", name) for name in objective)],
-        "index.md": [page.name for page in DOCS.glob("*.md") if page.name != "index.md"],
+        "docs/rewards.md": [f"`{name}" for name in BUILTIN_REWARDS],  # with their options
+        "docs/engine.md": [f"`{field.name}`" for field in fields(SamplingParams)],
+        "docs/algorithm.md": [*(f"`{name}`" for name in LossType.__args__), *(f"`{name}" for name in settings)],
+        "docs/index.md": [f"]({page.name}" for page in DOCS.glob("*.md") if page.name != "index.md"],
+        "README.md": [f"](docs/{page.name}" for page in DOCS.glob("*.md")],
     }.items():
-        text = (DOCS / page).read_text()
+        text = (ROOT / page).read_text()
         assert [name for name in names if name not in text] == [], page

@@ -33,7 +33,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting
 from groupax.planning.abstract import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.counting import Counts, bytes_between_hosts, count_program
-from groupax.planning.devices import Target, prepare
+from groupax.planning.devices import Target, find_target, prepare
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
 from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, few_layers, step_seconds, whole_program
 from groupax.planning.run import trace_run
@@ -480,6 +480,8 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [])
     prepare("cpu:8", tmp_path)
     assert os.environ["XLA_FLAGS"].split() == ["--a", "--xla_force_host_platform_device_count=8"]
+    with pytest.raises(ValueError, match="cpu:8 was requested, but jax was started with 4 CPU devices"):
+        find_target("cpu:8")
     library = tmp_path / "libtpu" / "libtpu.so"
     with pytest.raises(ValueError, match=rf"there is no {library}; get it with pip install --no-deps --target"):
         prepare("v4-64", tmp_path)

@@ -18,22 +18,10 @@ from groupax.runs.step_record import STAGES, parsed_records
 from groupax.tools.results import ToolResult
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
-from tests.runs.stopped_run import letters
+from tests.runs.stopped_run import REUSE, letters
 from tests.training.test_trainer import PROMPTS, a_trainer
 
 ONE_LAYER = {**TINY, "vocab_size": 13, "num_hidden_layers": 1}
-REUSE = {
-    "num_iterations": 2,
-    "updates_per_rollout": 2,
-    "prompts_per_step": 2,
-    "filter_zero_variance": True,
-    "beta": 0.05,
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 3,
-    "use_adaptive_entropy": True,
-    "entropy_coef": 0.01,
-    "logging_steps": 2,
-}
 STALE = {"max_staleness": 2, "rollout_correction": "token_truncate", "save_steps": 3}
 
 

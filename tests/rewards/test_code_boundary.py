@@ -533,10 +533,7 @@ def f(g):
 """,
         "assert f(lambda x: x * 2) == [0, 2, 4, 6, 8]",
     ),
-    "a function's name": (
-        "def f(x): return x",
-        "assert f.__name__ == 'f' and callable(f)",
-    ),
+    "a function's name": ("def f(x): return x", "assert f.__name__ == 'f' and callable(f)"),
     "unpacking": (
         """
 def f(): return iter([1, 2])

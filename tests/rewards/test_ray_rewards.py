@@ -14,6 +14,7 @@ from groupax import GRPOConfig
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.settings.rollouts import RewardSettings
+from tests.training.test_trainer import a_trainer, lines_of
 
 from .test_rewards import rollouts_of
 
@@ -172,3 +173,13 @@ def test_a_lost_worker_is_a_failed_attempt(nodes, tmp_path):
     assert "WorkerCrashedError" in dead.error
     assert dead.num_failures == 2
     assert (tmp_path / "dying").read_text() == "xx"  # Ray itself tries none again
+
+
+@pytest.mark.long
+def test_a_run_equals_the_one_whose_rewards_run_in_threads(nodes, tmp_path):
+    def letters(completion_ids):
+        return [ids.count(3) / len(ids) for ids in completion_ids]
+
+    a_trainer(tmp_path / "threads", letters).train()
+    a_trainer(tmp_path / "ray", letters, reward_workers=2, reward_workers_on="ray").train()
+    assert lines_of(tmp_path / "ray") == lines_of(tmp_path / "threads")

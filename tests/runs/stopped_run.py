@@ -15,12 +15,10 @@ import numpy as np
 
 PHASES = ("other", "rollout", "reward", "update", "evaluation", "checkpoint")
 # Reuse of rollouts, dynamic sampling, KL to a moving reference, windows of metrics, an adaptive entropy bonus.
-SETTINGS = {
+REUSE = {
     "num_iterations": 2,
     "updates_per_rollout": 2,
     "prompts_per_step": 2,
-    "num_generations": 4,
-    "max_completion_length": 24,
     "filter_zero_variance": True,
     "beta": 0.05,
     "sync_ref_model": True,
@@ -28,6 +26,11 @@ SETTINGS = {
     "use_adaptive_entropy": True,
     "entropy_coef": 0.01,
     "logging_steps": 2,
+}
+SETTINGS = {
+    **REUSE,
+    "num_generations": 4,
+    "max_completion_length": 24,
     "eval_steps": 5,
     "save_steps": 3,
     "save_total_limit": 2,
@@ -90,6 +93,14 @@ def final_state(trainer):
     flat = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     others = {"entropy": learner.entropy, "shapes": learner.shapes, "cursor": trainer.cursor}
     return flat | {name: np.array(repr(value)) for name, value in others.items()}
+
+
+def steps_in(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def content_of(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 if __name__ == "__main__":

@@ -28,11 +28,7 @@ from tests.conftest import TINY, rest_heavy
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
-from .stopped_run import final_state
-
-
-def steps_in(folder):
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+from .stopped_run import content_of, final_state, steps_in
 
 
 def checkpoint(folder, step):
@@ -172,10 +168,6 @@ def cut_off(folder):
 def cut_off_the_checksums(folder):
     sums = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
     (folder / "SHA256SUMS").write_text("".join(line for line in sums if "params" not in line))
-
-
-def content_of(folder):
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def change_state(folder, remove=(), **entries):

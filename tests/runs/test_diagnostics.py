@@ -171,6 +171,9 @@ def test_what_is_off_before_the_first_step():
     assert "has 800, so each is sampled 5 times" in few["few_prompts"]
     assert set(setup_diagnostics(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
     assert set(setup_diagnostics(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
+    assert set(setup_diagnostics(GRPOConfig(loss_type="luspo"), [1])) == {"luspo_level"}
+    args = GRPOConfig(loss_type="vespo", importance_sampling_level="sequence")
+    assert "'vespo' forms its own weight" in setup_diagnostics(args, [1])["vespo_level"]
     for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
         args = GRPOConfig(loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=2.0)
         assert "weights each sequence by its completion length" in setup_diagnostics(args, [1])["sequence_weights"]

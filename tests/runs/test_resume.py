@@ -23,28 +23,14 @@ from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, a_trainer, lines_of
 
-from .stopped_run import PHASES, final_state, letters
+from .stopped_run import PHASES, REUSE, final_state, letters, steps_in
 
 REPO = Path(__file__).parents[2]
-# Four updates on each rollout, dynamic sampling, a reference that moves, an adaptive bonus, lines of several steps.
-REUSE = {
-    "num_iterations": 2,
-    "updates_per_rollout": 2,
-    "prompts_per_step": 2,
-    "filter_zero_variance": True,
-    "beta": 0.05,
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 3,
-    "use_adaptive_entropy": True,
-    "entropy_coef": 0.01,
-    "logging_steps": 2,
-    "eval_steps": 3,
-    "max_steps": 8,
-}
 
 
 def a_run(folder, rewards=letters, dataset=PROMPTS, **settings):
-    return a_trainer(folder, rewards, dataset, eval_dataset=PROMPTS[:4], **{**REUSE, **settings})
+    settings = {**REUSE, "eval_steps": 3, "max_steps": 8, **settings}
+    return a_trainer(folder, rewards, dataset, eval_dataset=PROMPTS[:4], **settings)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +72,6 @@ def stopped_at(trainer, step, number=signal.SIGTERM):
     with pytest.raises(PreemptedError) as stopped:
         trainer.train()
     return stopped.value
-
-
-def steps_in(folder):
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
 # -- exact
@@ -298,11 +280,7 @@ class Killed:
         self.phase = self.folder / "phase"
         self.phase.write_bytes(b"\0\0")
         arguments = [str(self.folder), json.dumps(self.settings), str(self.pause_s)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPO),
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(REPO / "tests" / "runs" / "stopped_run.py"), *arguments]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 

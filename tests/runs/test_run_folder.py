@@ -1,5 +1,6 @@
 """The run folder while several want it, when it disappears, and what starts that came to nothing leave in it."""
 
+import errno
 import json
 import os
 import re
@@ -19,9 +20,10 @@ from groupax.parallel.preemption import stoppable
 from groupax.runs.checkpoints import states
 from groupax.runs.checkpoints.store import damage
 from groupax.runs.files import LOCK, LockedError, RunLock
+from groupax.runs.folder import RunFolder
 from tests.training.test_trainer import a_trainer, count_a, lines_of
 
-from .stopped_run import final_state
+from .stopped_run import content_of, final_state
 
 HOLDER = """
 import os, sys, time
@@ -50,10 +52,6 @@ def a_holder(folder, *options):
     return process
 
 
-def content_of(folder):
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # -- one run at a time
 
 
@@ -73,6 +71,7 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
     holder.communicate()
     assert (run / LOCK).exists()  # which stops nobody
     assert trainer.train().num_steps == 1
+    assert not (run / LOCK).exists()
     assert not (tmp_path / "run.1").exists()
 
 
@@ -103,12 +102,12 @@ def test_two_trainers_of_one_process_do_not_share_a_folder(tmp_path):
     assert second.train().num_steps == 1  # the complete run, now that it is free
 
 
-def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(tmp_path, monkeypatch):
-    import errno
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(tmp_path, monkeypatch, code):
     import fcntl
 
     def failing(*_):
-        raise OSError(errno.EOPNOTSUPP, "no locks")
+        raise OSError(code, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", failing)
     with pytest.warns(UserWarning, match="cannot be locked .*; nothing stops a second run"):
@@ -163,6 +162,29 @@ def test_a_folder_that_is_lost_is_told_once_and_costs_neither_checkpoints_nor_th
     assert damage(run / "checkpoints" / "step_000006") is None
     assert load_model(run / "model").config.vocab_size == 13
     assert caplog.text.count("were deleted or moved") == 1
+
+
+def test_a_run_whose_place_is_taken_ends_and_leaves_the_other_alone(tmp_path):
+    first = started_folder(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    second = started_folder(tmp_path / "run")
+    with pytest.raises(LockedError, match="another run uses"):
+        first.write_metrics({"step": 2.0})
+    second.write_metrics({"step": 2.0})
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [
+        1.0,
+        2.0,
+    ]
+    for each in (first, second):
+        each.unlock()
+
+
+def started_folder(path):
+    folder = RunFolder(path)
+    folder.lock()
+    folder.start({})
+    folder.write_metrics({"step": 1.0})
+    return folder
 
 
 # -- starts that came to nothing

@@ -293,6 +293,17 @@ def test_a_run_that_fails_gives_up_the_next_rollout(tmp_path, scripted):
     assert scripted.left.wait(60)
 
 
+@pytest.mark.heavy
+def test_the_next_rollout_is_sampled_while_rewards_run(tmp_path, scripted):
+    def waits(completion_ids):
+        assert scripted.four_asked.wait(60), "the next rollout was not sampled"
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2, "max_steps": 2}
+    a_trainer(tmp_path, waits, rollout_servers=scripted.address, **settings).train()
+    assert scripted.num_asked == 4  # two prompts of each of two rollouts
+
+
 # -- servers
 
 

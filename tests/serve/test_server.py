@@ -165,7 +165,7 @@ def test_all_settings_reach_the_engine(client, engine, settings):
 
 def test_a_stream_is_the_answer_in_pieces(client, engine):
     given = {"model": "demo", "prompt": ["8*(2+5)-17=", "4*4="], "n": 2, "seed": 11, "max_tokens": 60, "logprobs": 1}
-    given |= {"stop": ["answer>3", "</th"], "extra_body": {"return_token_ids": True}, "echo": False}
+    given |= {"stop": ["answer>3", "</th"], "extra_body": {"return_token_ids": True}}
     whole = client.completions.create(**given)
     *pieces, last = client.completions.create(**given, stream=True, stream_options={"include_usage": True})
     for index, choice in enumerate(whole.choices):
@@ -176,8 +176,17 @@ def test_a_stream_is_the_answer_in_pieces(client, engine):
         for name in ("token_logprobs", "text_offset"):
             assert [x for each in own for x in getattr(each.logprobs, name)] == getattr(choice.logprobs, name)
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+    assert len(pieces) > len(whole.choices)
     assert last.choices == []
     assert last.usage == whole.usage
+
+
+def test_echo_puts_the_prompt_first(client):
+    given = {"model": "demo", "prompt": "4*4=", "seed": 1, "max_tokens": 8}
+    plain, echoed = (client.completions.create(**given, echo=echo).choices[0].text for echo in (False, True))
+    assert echoed == "4*4=" + plain
+    pieces = client.completions.create(**given, echo=True, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == echoed
 
 
 def test_chats_are_the_engines(client, engine):

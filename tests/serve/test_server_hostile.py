@@ -181,19 +181,13 @@ def test_bad_requests_get_clear_errors(loop, caplog):
 
 
 SCHEMA = LOOKUP["function"]["parameters"]
-
-
 CALL = {"id": "a", "type": "function", "function": {"name": "lookup", "arguments": '{"value": "x"}'}}
-
-
 CHAT = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": [{"type": "text", "text": "a"}]},
     {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "a", "content": "42"},
 ]
-
-
 INPUT = [
     {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
     {"type": "reasoning", "id": "x", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},

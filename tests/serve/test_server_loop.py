@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from groupax import SamplingParams, init_model
+from groupax.engine import programs
+from groupax.engine.scheduler import CacheShape
 from groupax.serve import loop as loop_module
 from groupax.serve.app import Limits, create_app
 from groupax.serve.loop import EngineLoop, PromptScorer
@@ -238,6 +240,20 @@ def test_prompts_are_scored_a_few_columns_at_a_time(loop, engine, monkeypatch):
 
 
 # -- compiling beside decoding
+
+
+def test_waiting_for_programs_ends_when_the_server_is_closed(engine, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(programs.Tracer, "traced", lambda *_: may_end.wait(60) and ())
+    own = programs.Programs(engine, lambda: None)
+    shapes = [CacheShape(1 << n, 1, 256, 128) for n in range(4)]  # of which threads compile two
+    own.request(own.missing(map(programs.Admit, shapes)))
+    waiting = threading.Thread(target=own.wait, args=(map(programs.Admit, shapes),), daemon=True)
+    waiting.start()
+    threading.Timer(0.1, may_end.set).start()
+    own.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 @pytest.fixture

@@ -58,11 +58,30 @@ def flat(groups):
     return [sequence for group in groups for sequence in group]
 
 
+def of_attention():
+    base = a_base()
+    return base, adapters_of(base)
+
+
+def of_latent_attention():
+    dims = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    hf = {**dims, **sizes, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    base = init_model(hf, seed=1)
+    return base, {
+        name: trained_randomly(add_adapter(base, LoRAConfig(r=rank, target_modules=targets)), rank)
+        for name, rank, targets in (
+            ("one", 4, ["kv_b_proj", "o_proj"]),
+            ("two", 2, ["kv_a_proj_with_mqa", "kv_b_proj"]),
+        )
+    }
+
+
 @pytest.mark.drawn(4, "adapters")
 @pytest.mark.heavy
-def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone():
-    base = a_base()
-    adapters = adapters_of(base)
+@pytest.mark.parametrize("models", [of_attention, of_latent_attention])
+def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone(models):
+    base, adapters = models()
     found = together(an_engine(base, adapters))
     for name, model in {None: base, **adapters}.items():
         alone = flat(an_engine(model).generate(PROMPTS, PARAMS))
@@ -71,28 +90,6 @@ def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone():
             np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5)
     texts = {name: [each.tokens for each in sequences] for name, sequences in found.items()}
     assert texts[None] != texts["one"] != texts["two"]
-
-
-@pytest.mark.drawn(4, "adapters")
-@pytest.mark.heavy
-def test_rows_of_several_adapters_of_latent_attention_are_those_of_each_alone():
-    dims = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    hf = {**dims, **sizes, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 2}
-    base = init_model(hf, seed=1)
-    adapters = {
-        name: trained_randomly(add_adapter(base, LoRAConfig(r=rank, target_modules=targets)), rank)
-        for name, rank, targets in (
-            ("one", 4, ["kv_b_proj", "o_proj"]),
-            ("two", 2, ["kv_a_proj_with_mqa", "kv_b_proj"]),
-        )
-    }
-    found = together(an_engine(base, adapters))
-    for name, model in {None: base, **adapters}.items():
-        alone = flat(an_engine(model).generate(PROMPTS, PARAMS))
-        assert [each.tokens for each in found[name]] == [each.tokens for each in alone]
-        for one, other in zip(found[name], alone, strict=True):
-            np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5)
 
 
 @pytest.mark.heavy
@@ -134,6 +131,16 @@ def test_prompts_have_the_log_probs_of_their_adapter():
         alone = score(an_engine(model), PROMPTS[:2], 1.0, 2)
         for one, other in zip(found, alone, strict=True):
             np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+
+
+@pytest.mark.heavy
+def test_what_a_batch_cannot_share_is_refused():
+    base = a_base(attention_bias=True)
+    full = add_adapter(base, LoRAConfig(r=2, bias="all"))
+    with pytest.raises(ValueError, match="low-rank changes alone"):
+        Engine.of(base, object(), {"full": full})
+    with pytest.raises(ValueError, match="another is not an adapter of the same model"):
+        Engine.of(base, object(), {"another": add_adapter(a_base(seed=1), LoRAConfig(r=2))})
 
 
 @pytest.mark.long

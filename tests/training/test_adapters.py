@@ -104,11 +104,7 @@ def test_each_adapter_learns_what_it_is_rewarded_for(tmp_path):
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        pytest.param({"max_staleness": 1, "rollout_correction": "token_truncate"}, marks=pytest.mark.long),
-    ],
+    "settings", [{}, pytest.param({"max_staleness": 1, "rollout_correction": "token_truncate"}, marks=pytest.mark.long)]
 )
 def test_a_stopped_run_continues_exactly(tmp_path, settings):
     rows = [{"prompt": text, "adapter": name} for text in TEXTS[:6] for name in NAMES]

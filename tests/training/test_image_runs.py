@@ -15,15 +15,7 @@ from groupax import bundle_step, replay_bundle, replay_step
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
 from groupax.data.files import read_rows
-from groupax.data.images import (
-    as_urls,
-    has_only_urls,
-    images_of,
-    named,
-    read_image,
-    with_images,
-    without_images,
-)
+from groupax.data.images import as_urls, has_only_urls, images_of, named, read_image, with_images, without_images
 from groupax.data.prompts import encode_examples
 from groupax.engine.engine import Engine, new_sequences
 from groupax.engine.prefill import check_images, lookup_tokens

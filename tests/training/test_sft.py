@@ -13,6 +13,7 @@ import pytest
 from groupax import LoRAConfig, SFTConfig, SFTTrainer, init_model, load_model
 from groupax.cli.main import main
 from groupax.data.supervised import encode_training_set, render_with_spans, rows_of
+from groupax.errors import DivergedError
 from groupax.events import Evaluated, StepEnded
 from groupax.metrics.completions import is_measured
 from groupax.objective.losses import SUPERVISED_LOSSES, TokenTerms
@@ -157,11 +158,7 @@ def test_packing_fills_sequences(strategy, lengths):
         ([{"text": "ab"}, {"text": "c"}], ["b<eos>", "<eos>"], ["b<eos>c"]),
         ([{"text": ""}, {"text": "abcd"}], ["bcd"], ["abc", "<eos>"]),
         ([{"prompt": "", "completion": "a"}, {"prompt": "b", "completion": "c"}], ["c<eos>", "<eos>"], ["<eos>c"]),
-        (
-            [{"input_ids": [3, 4], "labels": [3, -100]}, {"input_ids": [5, 3], "labels": [5, 3]}],
-            ["a"],
-            ["ca"],
-        ),
+        ([{"input_ids": [3, 4], "labels": [3, -100]}, {"input_ids": [5, 3], "labels": [5, 3]}], ["a"], ["ca"]),
         ([{"input_ids": [3], "labels": [-100]}, {"input_ids": [4, 5]}], ["c"], ["bc"]),
     ],
 )
@@ -329,11 +326,19 @@ def _even_model():
         ({"loss_type": "mse"}, "loss_type must be one of nll, dft"),
         ({"packing": True, "max_length": None}, "packing fills sequences of max_length tokens"),
         ({"base_weights": "nf4"}, "quantizes the base of an adapter"),
+        ({"mesh": "2,1,1,2,1", "mesh_replicate": ("vocab",), "lora_r": 4, "lora_dropout": 0.1}, "dropout 0.1 is not"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, **arguments)
+
+
+@pytest.mark.heavy
+def test_a_diverging_run_is_stopped(tmp_path):
+    settings = {"learning_rate": 1e3, "adam_epsilon": 0.0, "weight_decay": 1e3, "max_steps": 20, "max_grad_norm": 0.0}
+    with pytest.raises(DivergedError, match="Lower learning_rate, or look at these batches"):
+        a_trainer(tmp_path, **settings).train()
 
 
 @pytest.mark.heavy

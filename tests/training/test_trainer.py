@@ -290,12 +290,13 @@ def test_evaluations_tell_rewards_where_the_run_stands_and_what_failed(tmp_path,
     assert caplog.text.count("ZeroDivisionError: ") == 1
 
 
-def test_conversations_whose_messages_have_parts_are_shown(tmp_path):
+def test_conversations_whose_messages_have_parts_are_shown(tmp_path, capsys):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}")
     contents = [[{"type": "text", "text": row["prompt"]}] for row in PROMPTS]
     rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
     a_trainer(tmp_path, dataset=rows, max_steps=1, progress_bar="rich", chat_template=str(template)).train()
+    assert re.search(f"prompt: ({'|'.join(row['prompt'] for row in PROMPTS)})", capsys.readouterr().out)
 
 
 def test_what_a_prompt_ends_with():

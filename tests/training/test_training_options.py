@@ -106,7 +106,7 @@ def test_groups_without_signal_are_replaced(tmp_path):
 
 
 @pytest.mark.heavy
-def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
+def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path, caplog):
     def flat(completions):
         return [1.0] * len(completions)
 
@@ -117,6 +117,7 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
         assert line["filter/sampled_prompts"] == 10
         assert line["filter/filled_up_frac"] == 1
         assert line["loss"] == 0
+    assert "more than half of the groups had no signal" in caplog.text
     for a, b in zip(start, leaves(trainer), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -269,6 +270,28 @@ def test_flops_are_two_per_weight_and_token_and_some_attention():
 # -- precision
 
 
+@pytest.mark.optimized
+@pytest.mark.heavy
+def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
+    """At a rate of 1e-6 a bfloat16 weight cannot move; its float32 master moves as it would in float32."""
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = a_trainer(tmp_path / dtype, dtype=dtype, learning_rate=1e-6)
+        rows = fixed_rows(trainer)
+        start = leaves(trainer)
+        for _ in range(100):
+            assert trainer.learner.update(rows).applied
+        moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
+    cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
+    assert cosine > 0.99
+    assert np.linalg.norm(moved["bfloat16"]) == pytest.approx(np.linalg.norm(moved["float32"]), rel=0.05)
+    without_masters = jnp.asarray(np.concatenate([x.ravel() for x in start]), jnp.bfloat16)
+    updated = without_masters + jnp.asarray(moved["bfloat16"] / 100, jnp.bfloat16)
+    large = jnp.abs(without_masters) > 1e-3
+    assert large.mean() > 0.9
+    np.testing.assert_array_equal(updated[large], without_masters[large])
+
+
 def fixed_rows(trainer):
     with trainer.reward_runner:
         groups = trainer.collector.collect(trainer.cursor).groups
@@ -307,6 +330,15 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
     assert any((a != b).any() for a, b in zip(start, leaves(trainer), strict=True))
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert "the update was skipped, its batch is in" in caplog.text
+
+
+@pytest.mark.heavy
+def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
+    trainer = a_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
+    rows = fixed_rows(trainer)
+    bad = [replace(row, advantages=row.advantages + np.nan) for row in rows]
+    rates = [trainer.learner.update(given).metrics["learning_rate"] for given in (rows, bad, bad, rows)]
+    np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
 
 
 @pytest.mark.heavy
@@ -378,6 +410,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
         ({"rollout_correction_min": 4.0}, "rollout_correction_min 4.0 is above rollout_correction_max 3.0"),
         ({"entropy_coef_min": 2.0}, "entropy_coef_min 2.0 is above entropy_coef_max 1.0"),
         ({"top_entropy_quantile": -0.1}, "top_entropy_quantile must be between 0 and 1"),
+        ({"rollout_folder": "/shared"}, "rollout_folder is for rollout_servers"),
         ({"filter_budget": 0.5}, "filter_budget must be between 1 and"),
         ({"max_bad_steps": 0}, "max_bad_steps must be between 1 and"),
         ({"optimizer": "adam"}, "optimizer must be one of adamw, adafactor, lion, muon, sgd, got 'adam'"),
@@ -551,6 +584,17 @@ def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
     other = a_trainer(tmp_path, kind=across(2, 1, 2, 4, 1), max_steps=1, resume=str(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"schedule\.minibatches_per_step|schedule\.prompts_per_rollout"):
         other.train()
+
+
+@pytest.mark.heavy
+def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
+    settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}
+    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], **settings)
+    sizes = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
+    trainer.train()
+    assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
 @pytest.mark.heavy

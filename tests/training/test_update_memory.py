@@ -179,11 +179,7 @@ def test_a_resumed_run_keeps_its_choice(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("choice", "chosen", "text"),
-    [
-        ("auto", "none", None),
-        ("auto", "dots", "dots, chosen for the devices' memory"),
-        ("full", "full", "full"),
-    ],
+    [("auto", "none", None), ("auto", "dots", "dots, chosen for the devices' memory"), ("full", "full", "full")],
 )
 def test_the_choice_is_among_the_facts_of_a_run(choice, chosen, text):
     model = init_model(TINY, mesh=one_device_mesh())

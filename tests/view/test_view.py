@@ -836,7 +836,7 @@ def test_evaluations_are_estimated_and_compared_item_by_item(tmp_path):
         found = ask(port, "differences", **question)
         assert found["counts"] == {"lost": 1, "gained": 2, "same": 1}
         assert [(each["kind"], each["after"]["prompt"]) for each in found["items"]] == [
-            *(("lost", "question 0"), ("gained", "question 1"), ("gained", "question 2"), ("same", "question 3")),
+            *(("lost", "question 0"), ("gained", "question 1"), ("gained", "question 2"), ("same", "question 3"))
         ]
         assert found["differences"]["pass@1"]["difference"]["value"] == 0.25
         assert found["items"][0]["before"]["completions"][0]["text"] == f"{HOSTILE} True"
@@ -899,12 +899,7 @@ def test_settings_findings_and_evaluations(port, folder):
     assert settings["alpha"]["config"]["beta"] == 0.0
     assert settings['"><img src=x onerror=alert(3)>']["config"][HOSTILE] == HOSTILE
     [diagnostic] = ask(port, "diagnostics")["alpha"]
-    assert diagnostic == {
-        "step": 3,
-        "name": "kl_runaway",
-        "text": f"KL runs away {HOSTILE}",
-        "severity": "error",
-    }
+    assert diagnostic == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}", "severity": "error"}
     assert list(ask(port, "diagnostics", run="alpha")) == ["alpha"]
     assert ask(port, "evaluations", run="alpha") == {"alpha": ["step_000005.eval"]}
     assert ask(port, "evaluations") == {'"><img src=x onerror=alert(3)>': [], "alpha": ["step_000005.eval"]}

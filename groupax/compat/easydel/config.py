@@ -1,6 +1,7 @@
 """EasyDeL's `GRPOConfig` and enums, as settings of groupax."""
 
 import copy
+import dataclasses
 from enum import StrEnum
 from typing import Any
 
@@ -170,7 +171,7 @@ class GRPOConfig(Arguments):
     warmup_ratio: float = same(0.0)
     weight_decay: float = same(0.01)
     clip_grad: float | None = None
-    extra_optimizer_kwargs: Any = None
+    extra_optimizer_kwargs: Any = dataclasses.field(default_factory=dict)
     shuffle_train_dataset: bool = True
     evaluation_steps: int | None = None
     save_steps: int | None = None

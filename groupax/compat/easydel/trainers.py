@@ -208,7 +208,8 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
         return arguments
     if not vinference.do_sample:
         warn("vInference's do_sample=False: a trainer always samples, as greedy completions would all be the same")
-    merged = copy.deepcopy(arguments)
+    merged = copy.copy(arguments)  # not of what the settings hold, such as tools
+    vars(merged)["given"] = {*arguments.given}
     for name, value in vinference.given.items():
         own = SAMPLING[name]
         if own not in arguments.given:

@@ -118,9 +118,6 @@ class GRPOConfig(TrainingArguments):
     )
 
     learning_rate: float = same(1e-6)
-    remove_unused_columns: bool | None = inert("reward functions receive every column, and the model only the prompt")(
-        False
-    )
     seed: int = same(42)
     model_init_kwargs: dict[str, Any] | str | None = None
     trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)

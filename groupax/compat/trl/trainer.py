@@ -12,7 +12,7 @@ import numpy as np
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
-from groupax.compat.trl.arguments import torch_optimizer_settings
+from groupax.compat.trl.arguments import TrainingArguments, torch_optimizer_settings
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, RLOOConfig
@@ -224,7 +224,7 @@ class GRPOTrainer(Overridable, BaseTrainer):
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting, as TRL's trainer has many of them as attributes too."""
-        fields = GRPOConfig.FIELDS.defaults
+        fields = GRPOConfig.FIELDS.defaults.keys() - TrainingArguments.FIELDS.defaults.keys()
         if name not in fields:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, fields)}")
         return getattr(self.args, name)

@@ -142,7 +142,7 @@ AttendPast = Callable[..., tuple[Array, LayerCache]]
 
 
 def select_attend_past(device: Any, config: ModelConfig | None = None, by_block: bool = False) -> AttendPast:
-    """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one.
+    """Returns the implementation of `attention.attend_past` for a device of jax, or for a description of one.
 
     Kernels always compute by blocks of columns; with `by_block` the plain form does so too. It is the only one for
     latent attention, whose heads have more dims than the kernels support, and for sinks and chunks.

@@ -86,10 +86,10 @@ def attend_past(
     v: Float[Array, "B K H"],
     interpret: Any = False,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
-    """Computes `decode_attention.attend_past`; idle rows get zeros, and their caches stay as they are.
+    """Computes `attention.attend_past`; idle rows get zeros, and their caches stay as they are.
 
     Args:
-        attn, past, cache, q, k, v: Arguments of `decode_attention.attend_past`.
+        attn, past, cache, q, k, v: Arguments of `attention.attend_past`.
         interpret: Whether, or how, to emulate the kernel with operations that every device has.
     """
     B = len(q)

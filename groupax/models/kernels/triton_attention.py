@@ -182,7 +182,7 @@ def attend_past(
     v: Float[Array, "B K H"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
-    """Computes `decode_attention.attend_past`; with `interpret` by operations that every device has, for tests."""
+    """Computes `attention.attend_past`; with `interpret` by operations that every device has, for tests."""
     sizes = sizes_of(q, cache)
     heads = jnp.concatenate([q, k, v], axis=1)  # one array, which one kernel can compute
     parts = _attend_parts(attn, sizes, past, cache, heads, interpret)

@@ -266,7 +266,6 @@ def _replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-logger = logging.getLogger(__name__)
 COMPARED_ROWS = 4096
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")

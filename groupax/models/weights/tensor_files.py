@@ -242,7 +242,6 @@ def cast(array: np.ndarray, dtype: Any) -> np.ndarray:
     return array if dtype is None else array.astype(dtype)
 
 
-logger = logging.getLogger(__name__)
 # Prefixes of text models within others, with what stands there in a text model alone.
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
