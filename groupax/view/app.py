@@ -341,10 +341,10 @@ class Page:
         def answered(request: Request) -> Response:
             try:
                 status, content = 200, answer(Asked(request, self.runs))
-            except NotFoundError as error:
-                status, content = 404, {"error": str(error)}
             except (ValueError, OSError) as error:
-                status, content = 400, {"error": str(error)}
+                gone = (NotFoundError, FileNotFoundError)  # a run may go while it is read
+                status = 404 if isinstance(error, gone) or isinstance(error.__cause__, gone) else 400
+                content = {"error": str(error)}
             except Exception:  # noqa: BLE001 (the page must show that something failed; the terminal shows what)
                 traceback.print_exc()
                 status, content = 500, {"error": "groupax view failed; see the traceback in its terminal"}

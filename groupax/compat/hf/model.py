@@ -330,7 +330,8 @@ class CausalLM:
         stops = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
         drawn: dict[str, Any] = {"temperature": 0.0}
         if settings["do_sample"]:
-            drawn = {name: settings[name] or 0 for name in ("temperature", "top_k", "top_p", "min_p")}
+            names = ("temperature", "top_k", "top_p", "min_p")
+            drawn = {name: settings[name] for name in names if settings[name] is not None}
         params = SamplingParams(
             n=settings["num_return_sequences"],
             max_tokens=self._max_new_tokens(settings, ids.shape[1]),
