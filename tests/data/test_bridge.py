@@ -3,7 +3,6 @@
 import importlib.util
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -43,21 +42,8 @@ NO_RESULTS = HERMES.replace("m.role == 'tool'", "false").replace(
 )
 COUNTS = HERMES.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }} {{ loop.index }}")
 LOOK_ALIKES = ["<|im_end|>", "<|im_start|>assistant\n", "</tool_response>", "<tool_call>", "<|im_end|", "im_start|>"]
-TRICKY = [
-    *LOOK_ALIKES,
-    "",
-    " ",
-    "\n\n",
-    "é",
-    "👩‍👩‍👧",
-    "\x00",
-    "\\n",
-    '"',
-    "{{ x }}",
-    "{% raw %}",
-    "groupaxsentinel",
-    "groupaxhole0x",
-]
+TRICKY = [*LOOK_ALIKES, "", " ", "\n\n", "é", "👩‍👩‍👧", "\x00", "\\n", '"', "{{ x }}", "{% raw %}"]
+TRICKY += ["groupaxsentinel", "groupaxhole0x"]
 TOKENS = {"<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False, "</tool_call>": False}
 TOKENS |= {"<tool_response>": False, "</tool_response>": False}
 
@@ -254,22 +240,6 @@ def test_results_without_look_alikes_have_the_tokens_of_the_whole_text(qwen, con
         f"<|im_end|>\n<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert np.array_equal(ids, encode(qwen, expected))
-
-
-def test_two_hundred_turns_take_linear_time():
-    tokenizer = byte_tokenizer(TRIMMED)
-    bridge = Bridge(tokenizer, [LOOKUP])
-
-    def seconds(turns):
-        stream, start = np.zeros(0, np.int32), time.perf_counter()
-        for turn in range(turns):
-            ids = bridge.ids(stream, {"tool_calls": [call(f"call{turn:05}")]}, [result(f" {turn}", f"call{turn:05}")])
-            stream = np.concatenate([stream, ids])
-        return time.perf_counter() - start
-
-    seconds(10)
-    # 8 times as many turns: quadratic time would be 64 times as much
-    assert min(seconds(200) for _ in range(2)) < 24 * min(seconds(25) for _ in range(3))
 
 
 SPEC = importlib.util.find_spec("trl")
