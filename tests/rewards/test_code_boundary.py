@@ -77,13 +77,6 @@ assert f(d, s, b) is s
 assert d == {'k': [1]} and s == {1, 4} and (b == b'zxy')
 """,
     ),
-    "one list passed twice": (
-        "def f(a, b): return a is b",
-        """
-x = [1]
-assert f(x, x) and (not f([1], [1]))
-""",
-    ),
     "a list in itself": (
         """
 def f(a):
@@ -138,29 +131,6 @@ assert s(['B', 'a'], str.lower) == ['a', 'B']
 assert f(int, ['1']) == [1]
 """,
     ),
-    "exceptions of the tests' functions": (
-        """
-def retry(g, n):
-    for i in range(n):
-        try: return g()
-        except ValueError: pass
-    raise RuntimeError('no')
-""",
-        """
-n = []
-def g():
-    n.append(1)
-    if len(n) < 3: raise ValueError('x')
-    return 7
-assert retry(g, 5) == 7 and len(n) == 3
-class My(Exception): pass
-def h(): raise My('q')
-try:
-    retry(h, 2)
-    assert False
-except My as e: assert e.args == ('q',)
-""",
-    ),
     "a decorator": (
         """
 import functools
@@ -179,16 +149,6 @@ def g(x):
     n.append(x)
     return x * 2
 assert g(2) == 4 and g(2) == 4 and (n == [2]) and (g.__name__ == 'g')
-""",
-    ),
-    "functions that are returned": (
-        """
-def adder(n): return lambda x: x + n
-def compose(f, g): return lambda x: f(g(x))
-""",
-        """
-assert adder(2)(3) == 5
-assert compose(adder(1), lambda x: x * 2)(5) == 11
 """,
     ),
     "generators and iterators, both ways": (
@@ -309,20 +269,6 @@ assert c() == Color.RED and Color.RED.value == 1 and Color.RED.name == "RED"
 assert Color(1) == Color.RED and c() is Color.RED and St.OK == 200
 """,
     ),
-    "instances that a function makes": (
-        """
-class A:
-    def __init__(s): s.count = 0
-    def deposit(s, x):
-        s.count += x
-        return s.count
-def make(): return A()
-""",
-        """
-a = make()
-assert a.deposit(5) == 5 and a.count == 5
-""",
-    ),
     "instances that refer to each other": (
         """
 class Node:
@@ -434,39 +380,6 @@ async def main(): return await asyncio.gather(f(1), f(2))
 assert asyncio.run(main()) == [2, 3]
 """,
     ),
-    "files in /tmp": (
-        """
-def w(p, t):
-    with open(p, 'w') as f: f.write(t)
-def r(p): return open(p).read()
-""",
-        """
-import tempfile, os
-d = tempfile.mkdtemp()
-p = os.path.join(d, 'a')
-w(p, 'x')
-assert open(p).read() == 'x'
-with tempfile.NamedTemporaryFile('w') as f:
-    f.write('yy')
-    f.flush()
-    assert r(f.name) == 'yy'
-""",
-    ),
-    "file objects of the tests": (
-        """
-def f(h): return h.read()
-def g(h): h.write('ok')
-def l(h): return [x for x in h]
-""",
-        """
-import io
-assert f(io.StringIO('abc')) == 'abc'
-b = io.StringIO()
-g(b)
-assert b.getvalue() == 'ok'
-assert l(io.StringIO('a\\nb')) == ['a\\n', 'b']
-""",
-    ),
     "mocks": (
         "def f(m): return m.fetch(3) + m(4)",
         """
@@ -475,39 +388,6 @@ m = Mock(return_value=2)
 m.fetch.return_value = 5
 assert f(m) == 7
 m.fetch.assert_called_once_with(3)
-""",
-    ),
-    "built-in types": (
-        """
-def f(x): return type(x)
-def g(t, x): return isinstance(x, t)
-""",
-        """
-assert f(1) is int and f('') == str
-assert g(int, 3) and (not g(str, 3)) and g((int, str), 'a')
-""",
-    ),
-    "views of a dict": (
-        """
-def f(d): return d.keys()
-def g(d): return d.values()
-def h(d): return d.items()
-""",
-        "assert f({1: 2}) == {1} and list(g({1: 2})) == [2] and (h({1: 2}) == {(1, 2)})",
-    ),
-    "a context manager": (
-        """
-from contextlib import contextmanager
-log = []
-@contextmanager
-def m():
-    log.append(1)
-    yield 5
-    log.append(2)
-""",
-        """
-with m() as v: assert v == 5
-assert log == [1, 2]
 """,
     ),
     "keyword arguments": (
@@ -523,62 +403,6 @@ try:
     assert False
 except RecursionError: pass
 """,
-    ),
-    "threads that call back": (
-        """
-import threading
-from concurrent.futures import ThreadPoolExecutor
-def f(g):
-    with ThreadPoolExecutor(3) as p: return list(p.map(g, range(5)))
-""",
-        "assert f(lambda x: x * 2) == [0, 2, 4, 6, 8]",
-    ),
-    "a function's name": ("def f(x): return x", "assert f.__name__ == 'f' and callable(f)"),
-    "unpacking": (
-        """
-def f(): return iter([1, 2])
-class R:
-    def __iter__(s):
-        yield 1
-        yield 2
-def g(): return R()
-""",
-        """
-a, b = f()
-assert (a, b) == (1, 2)
-a, b = g()
-assert a + b == 3
-assert [*g()] == [1, 2]
-""",
-    ),
-    "a million integers": (
-        "def f(x): return sum(x)",
-        """
-x = list(range(10 ** 6))
-assert f(x) == sum(x)
-""",
-    ),
-    "SystemExit": (
-        """
-import sys
-def f(): sys.exit(3)
-""",
-        """
-try:
-    f()
-    assert False
-except SystemExit as e: assert e.code == 3
-""",
-    ),
-    "instances as keys": (
-        """
-class K:
-    def __init__(s, v): s.v = v
-    def __eq__(s, o): return s.v == o.v
-    def __hash__(s): return s.v
-def f(): return {K(1): 'a'}
-""",
-        "assert f()[K(1)] == 'a'",
     ),
 }
 
