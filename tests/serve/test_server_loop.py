@@ -340,16 +340,3 @@ def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
         assert tokens_of(deltas) == expected.tokens
     finally:
         loop.close()
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("numbers", [[2], [1, 2], [6], [1, 1, 1]])
-def test_requests_run_in_the_slots_that_are_compiled(tiny_model, numbers):
-    loop = EngineLoop({"tiny": engine_for(tiny_model, 1)}).start()
-    try:
-        loop.warm_up([1, 4], 16)
-        loop.programs["tiny"].close()
-        for told, number in [(ask(loop, SamplingParams(n=n, max_tokens=16)), n) for n in numbers]:
-            finished(told, number)
-    finally:
-        loop.close()
