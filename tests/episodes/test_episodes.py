@@ -20,7 +20,7 @@ from groupax.errors import InfrastructureError, RunError
 from groupax.rewards.contract import Reward, arguments_for
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
+from groupax.tools.tool import Step, tool, tools_from, tools_of
 from groupax.types import TrainerState
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
@@ -323,40 +323,6 @@ def test_a_tool_without_its_infrastructure_leaves_the_episode_out_of_the_compari
         [[row, other]], _ = played(answer, [lookup])
     assert (row.finish_reason, other.finish_reason) == ("env_error", "stop")
     assert row.turns[0].calls[0].error == "InfrastructureError: no connection"
-
-
-def test_a_tool_may_keep_a_state_for_each_episode_that_calls_it():
-    made = []
-
-    class Counter:
-        def __init__(self, seed):
-            self.seed, self.count, self.is_closed = seed, 0, False
-            made.append(self)
-
-        def next(self, by: int) -> str:
-            """Counts.
-
-            Args:
-                by: The difference.
-            """
-            self.count += by
-            return str(self.count)
-
-        def close(self):
-            self.is_closed = True
-
-    schema = tools_of(Counter, public=True)["next"].schema
-    count = Tool("next", Counter.next, schema, takes_owner=True, open=Counter)
-
-    def answer(text, sample, turn):
-        return call("next", by=sample + 1) if turn < 3 and sample < 2 else "end"
-
-    [group, _], _ = played(answer, [count], num_prompts=2, params=SamplingParams(n=3, max_tokens=2000))
-    results = [[record.result for turn in row.turns for record in turn.calls] for row in group]
-    assert results == [["1", "2", "3"], ["2", "4", "6"], []]
-    assert len(made) == 4
-    assert all(each.is_closed for each in made)
-    assert len({each.seed for each in made}) == 2  # one for each group
 
 
 class GivenUp(Script):

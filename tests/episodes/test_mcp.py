@@ -132,7 +132,6 @@ for line in sys.stdin:
     [
         ("pages", 2),
         ("endless", 100),
-        ("noise", 2),
         ("twice", "twice has two tools of the name 't1'; rename one"),
         ("no schema", "has sent what the protocol does not allow: tools.0.inputSchema: Field required"),
     ],

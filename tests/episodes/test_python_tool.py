@@ -100,13 +100,12 @@ def test_an_interpreter_that_has_ended_is_replaced_as_the_model_reads(interprete
         interpreter.run("#" * 2**20 + "#")
 
 
-@needs_bubblewrap
 def test_each_episode_has_its_own_interpreter():
     def answer(text, sample, turn):
         codes = [f"x = {sample}", "x = x + 10", "x", "while True: pass", "x"]
         return call("python", code=codes[turn]) if turn < 5 else "done"
 
-    [group], _ = played(answer, [python_tool(timeout_s=0.5)], max_result_kb=0.5)
+    [group], _ = played(answer, [python_tool(sandbox="none", timeout_s=0.5)], max_result_kb=0.5)
     for row in group:
         replies = [record.result for turn in row.turns for record in turn.calls]
         assert replies[:3] == ["", "", f"{10 + row.sample_index}\n"]
@@ -138,12 +137,6 @@ def test_without_a_sandbox_it_runs_as_this_user(tmp_path):
     assert interpreter.run(RANDOM) == interpreter.run(f"random.seed(7)\n{RANDOM}")
     interpreter.close()
     assert file.read_text() == "x"
-
-
-def test_limits_must_be_positive():
-    for name in ("timeout_s", "memory_mb", "output_kb"):
-        with pytest.raises(ValueError, match=f"positive {name}, got 0"):
-            python_tool(**{name: 0})
 
 
 @needs_bubblewrap

@@ -162,10 +162,8 @@ def has_stars(**more: int) -> int:
         (lacks_description, "'lacks_description' has no description of its argument 'b'"),
         (hinted("lacks_hint"), "'lacks_hint' has no type hint of its argument 'a'"),
         (hinted("has_strange_hint", a=random.Random), "'has_strange_hint' has no JSON schema.*Random"),
-        (hinted("has_unknown_hint", a="Nowhere"), "hints of the tool 'has_unknown_hint' cannot be read.*Nowhere"),
         (has_stars, r"'has_stars' has the parameter '\*\*more: int'"),
         (functools.partial(add, 1), "must be a function or a method"),
-        (5, "must be a function or a method with a name, got 5"),
     ],
 )
 def test_functions_that_cannot_be_described_are_refused(function, message):
@@ -250,31 +248,19 @@ ADD = tools_from([add])["add"].schema
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({}, {}),
         ({"text": "7"}, {"text": "7"}),
-        ({"count": 7}, {"count": 7}),
         ({"count": "7"}, {"count": 7}),
-        ({"count": " 7\n"}, {"count": 7}),
-        ({"count": 7.0}, {"count": 7}),
         ({"count": "7.0"}, {"count": 7}),
-        ({"ratio": 1}, {"ratio": 1}),
         ({"ratio": "0.5"}, {"ratio": 0.5}),
         ({"flag": "True"}, {"flag": True}),
-        ({"flag": False}, {"flag": False}),
         ({"colour": "blue"}, {"colour": "blue"}),
         ({"size": 5}, {"size": 5}),
-        ({"names": ["a", "b"]}, {"names": ["a", "b"]}),
         ({"names": '["a"]'}, {"names": ["a"]}),
-        ({"names": None}, {"names": None}),
         ({"names": "null"}, {"names": None}),
         ({"pair": [1, "a"]}, {"pair": [1, "a"]}),
-        ({"scores": {"a": 1}}, {"scores": {"a": 1}}),
         ({"scores": '{"a": "1"}'}, {"scores": {"a": 1}}),
         ({"either": "7"}, {"either": "7"}),
-        ({"either": 7}, {"either": 7}),
         ({"maybe": "None"}, {"maybe": None}),
-        ({"maybe": None}, {"maybe": None}),
-        ({"nested": {"a": [1]}}, {"nested": {"a": [1]}}),
         ({"nested": [[1], ["2"]]}, {"nested": [[1], [2]]}),
         ({"anything": {"a": [None]}}, {"anything": {"a": [None]}}),
     ],
@@ -289,20 +275,16 @@ def test_arguments_become_what_the_schema_wants(arguments, expected):
     ("schema", "arguments", "message"),
     [
         (ADD, {"c": 1}, "the tool 'add' has no argument 'c'"),
-        (TYPED, {"colr": "red"}, "'typed' has no argument 'colr'; did you mean colour"),
         (ADD, {"b": 1}, "the tool 'add' needs the argument a"),
         (ADD, {"a": "one"}, "the argument 'a' must be an integer, got 'one'"),
-        (ADD, {"a": 1.5}, "must be an integer, got 1.5"),
         (ADD, {"a": True}, "must be an integer, got True"),
-        (ADD, {"a": None}, "must be an integer, got None"),
-        (ADD, {"a": "true"}, "must be an integer, got 'true'"),
         (TYPED, {"ratio": 1e999}, "must be a number, got inf"),
-        (TYPED, {"ratio": "NaN"}, "must be a number, got 'NaN'"),
         (TYPED, {"text": 7}, "the argument 'text' must be a string, got 7"),
         (TYPED, {"flag": 1}, "must be a boolean, got 1"),
+        (TYPED, {"x" * 1_000_000: 1}, "has no argument"),
+        (ADD, {"a": "[" * 100_000}, "must be an integer"),
+        (ADD, {"a": "9" * 100_000}, "must be an integer"),
         (TYPED, {"colour": "bleu"}, "must be one of 'red', 'blue', got 'bleu'; did you mean blue"),
-        (TYPED, {"size": 6}, "must be one of 's', 'm', 5, got 6"),
-        (TYPED, {"names": "a"}, "must be an array or null, got 'a'"),
         (TYPED, {"names": ["a", 1]}, "entry 1 of the argument 'names' must be a string, got 1"),
         (TYPED, {"pair": [1]}, "must have 2 entries, got 1"),
         (TYPED, {"scores": {"a": "x"}}, "the argument 'a' of the argument 'scores' must be an integer"),
@@ -310,8 +292,9 @@ def test_arguments_become_what_the_schema_wants(arguments, expected):
     ],
 )
 def test_arguments_that_the_schema_does_not_allow_are_refused(schema, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         check_arguments(schema, arguments)
+    assert len(str(refused.value)) < 300
 
 
 def test_objects_with_properties_are_checked_inside():
@@ -348,26 +331,17 @@ DEFINITIONS = {
         (STRING, ["None", "true", "5", '{"a": 1}', "", "  x\n"]),
         ({"anyOf": [STRING, NULL]}, ["x", "", None]),
         ({"type": ["string", "null"]}, ["none", None]),
-        ({**STRING, "nullable": True}, ["5", None]),
         ({"anyOf": [INTEGER, STRING]}, [5, "1.0", "007", "five"]),
-        ({"type": ["number", "boolean", "string"]}, [1.5, "1.50", True, "yes"]),
         ({"anyOf": [STRING, {"type": "array", "items": STRING}, {"type": "object"}]}, ["x", ["5"], {"a": 1}, "[5]"]),
-        ({"oneOf": [INTEGER, {"type": "array", "items": INTEGER}]}, [1, [1]]),
         ({"$ref": "#/$defs/Point"}, [{"x": 1}, {"x": 1, "next": {"x": 2}}]),
         ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "A point."}, [{"x": 1}]),
-        ({"type": "array", "items": {"$ref": "#/$defs/Point"}}, [[{"x": 1}], []]),
         ({"$ref": "#/$defs/e%25f", "default": 1}, [2]),
         ({"$ref": "#/$defs/a~1b", "nullable": True}, [2, None]),
-        ({"$ref": "#/$defs/loop"}, [{"a": 1}]),
-        ({"$ref": "#/$defs/nowhere"}, [{"a": 1}]),
         ({"oneOf": [{"$ref": "#/$defs/Circle"}, {"$ref": "#/$defs/Square"}]}, [{"kind": "square", "r": 5}]),
-        ({"const": 3}, [3]),
         ({"enum": [1, "1.5", None, True]}, [1, "1.5", None, True]),
-        ({}, [{"k": 1}, [1], "text"]),
         (True, [{"k": 1}]),
         ({"type": "object", "additionalProperties": INTEGER}, [{"a": 1}]),
         ({"patternProperties": {"^n_": INTEGER, "(a+)+": STRING}, "additionalProperties": False}, [{"n_a": 1}]),
-        ({"type": "array", "prefixItems": [INTEGER, STRING], "items": False}, [[1, "x"]]),
         ({"type": "dict", "properties": {"x": {"type": "float"}}}, [{"x": 1.5}]),
         ({"if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}}, [{"x": 1, "y": 2}, {"x": 2}]),
     ],
@@ -386,11 +360,8 @@ def test_texts_of_xml_are_the_values_that_templates_write_so(schema, values):
     [
         ({"properties": {"a": INTEGER}}, {"a": "1", "more": "2"}, {"a": 1, "more": "2"}),
         ({"properties": {"a": INTEGER, "b": {"enum": ["x"]}}, "required": ["c"]}, {"a": "1", "b": "y"}, None),
-        ({"properties": {"a": INTEGER, "b": INTEGER}}, {"a": "1", "b": "two"}, {"a": 1, "b": "two"}),
         ({"$ref": "#/$defs/Square", "$defs": DEFINITIONS}, {"kind": "circle", "r": "1"}, {"kind": "circle", "r": 1}),
-        ({"properties": {"a": {"$ref": "#/$defs/Point"}}, "$defs": DEFINITIONS}, {"a": "{}"}, {"a": {}}),
         ({"properties": [1], "required": [[1]], "enum": 3, "$ref": 7}, {"a": "5"}, {"a": "5"}),
-        (5, {"a": "5"}, {"a": "5"}),
     ],
 )
 def test_an_argument_with_a_fault_does_not_change_the_others(parameters, given, expected):
@@ -422,13 +393,3 @@ def test_a_schema_cannot_make_a_check_long():
     parameters = {"properties": {"a": {"type": "array", "items": INTEGER}}}
     found = check_arguments({"function": {"name": "f", "parameters": parameters}}, {"a": json.dumps(many)}, True)
     assert found == {"a": many}
-
-
-def test_hostile_arguments_are_refused_quickly():
-    with pytest.raises(ValueError, match="has no argument"):
-        check_arguments(TYPED, {"x" * 1_000_000: 1})
-    with pytest.raises(ValueError, match="must be an integer") as refused:
-        check_arguments(ADD, {"a": "[" * 100_000})
-    assert len(str(refused.value)) < 300
-    with pytest.raises(ValueError, match="must be an integer"):
-        check_arguments(ADD, {"a": "9" * 100_000})
