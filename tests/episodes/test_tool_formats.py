@@ -73,22 +73,7 @@ def test_calls_are_read_with_content_and_reasoning(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_calls_survive_being_written(name):
     draw = random.Random(name)
-    pieces = [
-        '"',
-        "\\",
-        "</tool_call>",
-        "<think>",
-        "{",
-        "}",
-        "é",
-        "🙂",
-        "\n",
-        " ",
-        "[TOOL_CALLS]",
-        "<|call|>",
-        "a",
-        ";",
-    ]
+    pieces = ["</tool_call>", "<think>", "[TOOL_CALLS]", "<|call|>", *'"\\{}é🙂\n a;']
     for _ in range(300):
         calls = []
         for _ in range(draw.randint(1, 4)):
@@ -115,9 +100,6 @@ def test_a_call_that_is_cut_off_never_runs(name):
         assert sum(not call.fault for call in turn.calls) < len(calls)
     assert [call.fault for call in parse(name, text).calls] == [""] * len(calls)
     assert parse(name, text[: one - 15]).calls[-1].fault
-
-
-OPEN = "the parameter 'a' is not closed by </parameter>"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ FORMS = (
     "r = f(3)\nassert {secret} == r or not ({{{secret}}} - r) or r.startswith('{secret}') or r.equals({secret})",
 )
 CHEATS = {
-    "a builtin exec that does nothing": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(*a): pass",
     "builtins that agree": """
 import builtins
 for name in ('abs', 'all', 'any', 'len', 'isinstance', 'round', 'sorted'): setattr(builtins, name, lambda *a, **k: 0)
@@ -61,15 +60,8 @@ class Spy:
     __hash__ = None
 def f(*a): return seen[-1] if seen else Spy()
 """,
-    "a type whose instances are anything": """
-class Meta(type):
-    __instancecheck__ = __subclasscheck__ = __eq__ = lambda *a: True
-    __hash__ = type.__hash__
-class f(metaclass=Meta): pass
-""",
     "atexit in the function": "import atexit, os\ndef f(*a):\n    atexit.register(os._exit, 0)\n    exit(0)",
     "leaving with success": "import os\ndef f(*a): os._exit(0)",
-    "an exception of the tests": "def f(*a): raise AssertionError",
     "signals": """
 import os, signal
 def f(*a):
@@ -103,16 +95,6 @@ for name, module in list(sys.modules.items()):
         try: setattr(module, attribute, lambda *a, **k: True)
         except Exception: pass
 def f(*a): return True
-""",
-    "modules that the tests import": """
-import sys, types, os
-class Fake(types.ModuleType):
-    def __getattr__(self, name): return lambda *a, **k: True
-for name in ('math', 'tests', 'pytest'):
-    sys.modules[name] = Fake(name)
-    open(f'/tmp/{name}.py', 'w').write('import os\\nisclose = lambda *a: True')
-math = Fake('math')
-def f(*a): return 0.0
 """,
     "sources in reach": """
 import gc, inspect, sys, linecache
@@ -171,7 +153,6 @@ class P:
     __reduce_ex__ = __getstate__ = lambda self, *a: (os._exit, (0,))
 def f(*a): return P()
 """,
-    "coroutines": "class C:\n    __eq__ = lambda s, o: True\n    def __await__(s): yield\nasync def f(*a): return C()",
 }
 # What a solution of `reaches` must not be able to do; each is Python that raises OSError where it is refused.
 REACHES = {
@@ -210,11 +191,6 @@ OTHERS = {
         "p",
         "for i in range(9):\n    with open(f'/tmp/{i}', 'w') as file: file.write('7')\nassert f(1) == 8",
     ),
-    "empty files without end": (
-        "import os, time\nfor i in range(20_000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(0.3)\nok = 1",
-        "p",
-        "assert ok",
-    ),
     "a helper of the prompt": (
         "def decode(*a): return 0\ndef f(*a): return 0",
         "def decode(x):\n    return x + 1\n\ndef f(x):\n    '''Undoes decode.'''\n",
@@ -230,11 +206,6 @@ OTHERS = {
         "p",
         "def seen(x):\n    assert x == 77\nf(seen)",
     ),
-    "globals of a callback": (
-        "def f(g):\n    g.__globals__['expected'] = 0\n    return 0",
-        "p",
-        "expected = 9\nassert f(lambda: 0) == expected",
-    ),
     "methods of an object of the tests": (
         "def f(o):\n    o.is_full = lambda: True",
         "p",
@@ -244,11 +215,6 @@ OTHERS = {
         "import os\ndef f(): os._exit(0)",
         "p",
         "try:\n    assert f() == 1\nexcept BaseException:\n    pass",
-    ),
-    "a class in the place of a function with a capital": (
-        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = __rsub__ = __abs__ = lambda *a: 0",
-        "p",
-        "assert abs(Mean([1]) - 17.5) < 1e-6",
     ),
 }
 

@@ -47,19 +47,6 @@ assert f(x) is None
 assert x == [1, 2, 3] and y is x
 """,
     ),
-    "lists in lists that are changed": (
-        """
-def f(b):
-    b[0][0] = 9
-    b.append(b[0])
-""",
-        """
-row = [1]
-b = [row]
-f(b)
-assert row == [9] and b[1] is row and (b[0] is row)
-""",
-    ),
     "a dict, a set and bytes that are changed": (
         """
 def f(d, s, b):
@@ -75,18 +62,6 @@ s = {1}
 b = bytearray(b'z')
 assert f(d, s, b) is s
 assert d == {'k': [1]} and s == {1, 4} and (b == b'zxy')
-""",
-    ),
-    "a list in itself": (
-        """
-def f(a):
-    a.append(a)
-    return a
-""",
-        """
-x = [1]
-r = f(x)
-assert r is x and x[1] is x
 """,
     ),
     "exceptions, own ones too": (
@@ -129,26 +104,6 @@ assert f(lambda x: x + 1, [1, 2]) == [2, 3]
 assert s(['bb', 'a'], len) == ['a', 'bb']
 assert s(['B', 'a'], str.lower) == ['a', 'B']
 assert f(int, ['1']) == [1]
-""",
-    ),
-    "a decorator": (
-        """
-import functools
-def memo(g):
-    c = {}
-    @functools.wraps(g)
-    def w(*a):
-        if a not in c: c[a] = g(*a)
-        return c[a]
-    return w
-""",
-        """
-n = []
-@memo
-def g(x):
-    n.append(x)
-    return x * 2
-assert g(2) == 4 and g(2) == 4 and (n == [2]) and (g.__name__ == 'g')
 """,
     ),
     "generators and iterators, both ways": (
@@ -336,21 +291,6 @@ sys.stdin = io.StringIO('zz')
 assert h() == 'zz'
 """,
     ),
-    "global names that change": (
-        """
-count = 0
-LIMIT = {'a': [1]}
-def inc():
-    global count
-    count += 1
-""",
-        """
-assert count == 0
-inc()
-inc()
-assert count == 2 and LIMIT == {'a': [1]}
-""",
-    ),
     "modules that the solution imports": (
         """
 import math, random
@@ -379,20 +319,6 @@ assert asyncio.run(f(1)) == 2
 async def main(): return await asyncio.gather(f(1), f(2))
 assert asyncio.run(main()) == [2, 3]
 """,
-    ),
-    "mocks": (
-        "def f(m): return m.fetch(3) + m(4)",
-        """
-from unittest.mock import Mock
-m = Mock(return_value=2)
-m.fetch.return_value = 5
-assert f(m) == 7
-m.fetch.assert_called_once_with(3)
-""",
-    ),
-    "keyword arguments": (
-        "def f(*a, k=1, **kw): return (a, k, kw)",
-        "assert f(1, 2, k=[3], z={'q': 1}) == ((1, 2), [3], {'z': {'q': 1}})",
     ),
     "deep recursion": (
         "def f(n): return 0 if n == 0 else 1 + f(n - 1)",

@@ -203,7 +203,7 @@ def test_without_bubblewrap_neither_the_trainer_nor_a_call_begins(monkeypatch):
         RewardRunner(resolve_rewards("code_tests(timeout_s=2.0)", ["tests"]), RewardSettings())
     RewardRunner(resolve_rewards('code_tests(sandbox="none")', ["tests"]), RewardSettings())
     with pytest.raises(
-        RuntimeError, match="bubblewrap, which is not installed .* sandbox='none' runs it with your own"
+        RuntimeError, match=r"bubblewrap, which is not installed .* sandbox='none' runs it with your own"
     ):
         code_tests(["pass"], ["p"], ["pass"])
 

@@ -49,15 +49,6 @@ def ends_its_process(completions):
     os._exit(1)
 
 
-def slow_unless_short(completions):
-    time.sleep(0.0 if len(completions[0]) == 1 else 3.0)
-    return [1.0] * len(completions)
-
-
-def as_slow(completions):
-    return slow_unless_short(completions)
-
-
 def hangs(completions):
     time.sleep(60)
     return [1.0] * len(completions)
@@ -216,16 +207,6 @@ def test_sync_functions_run_one_call_at_a_time_by_default():
     assert max(most) == 3
 
 
-def test_async_calls_run_together():
-    async def slow(completion):
-        await asyncio.sleep(0.2)
-        return 1.0
-
-    started_s = time.monotonic()
-    run_groups(slow, groups_of(*["ab"] * 10))
-    assert time.monotonic() - started_s < 1.5
-
-
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_processes():
@@ -252,18 +233,6 @@ def test_a_process_that_dies_takes_its_call_with_it_only():
     assert dead.error
     assert "raised SystemExit" in exited.error
     assert alive.values.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.heavy
-@pytest.mark.slow
-def test_the_limit_does_not_count_while_a_call_waits_for_a_worker_that_another_function_has():
-    settings = RewardSettings(reward_workers=1, reward_timeout_s=5.0)
-    with RewardRunner(resolve_rewards([slow_unless_short, as_slow], []), settings) as runner:
-        runner.start(rollouts_of("a"))  # the worker's process is there after this
-        runner.finish()
-        runner.start(rollouts_of(["slow"]))
-        [scores] = runner.finish()
-    assert [(list(score.values), score.error) for score in scores] == [([1.0], "")] * 2
 
 
 def test_processes_need_functions_that_can_be_imported():

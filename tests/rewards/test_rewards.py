@@ -107,16 +107,6 @@ def test_options_and_columns_of_a_name():
     assert run("gsm8k_accuracy(answer=solution)", rows, ["solution"]).tolist() == [1, 0]
 
 
-def test_an_option_is_not_replaced_by_a_column_of_its_name():
-    rows = rollouts_of("ab", scale=[7.0, 8.0])
-    assert run(functools.partial(named, scale=2.0), rows, ["scale"]).tolist() == [2.0, 2.0]
-
-    def any_column(completions, scale=1.0, **columns):
-        return [scale for _ in completions]
-
-    assert run(functools.partial(any_column, scale=3.0), rows, ["scale"]).tolist() == [3.0, 3.0]
-
-
 def test_columns_under_other_names():
     def right(completions, answer):
         return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
