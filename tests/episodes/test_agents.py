@@ -1,18 +1,14 @@
 """Recipes of agents: their tools, environments and model, and the options of commands for tools and environments."""
 
 import json
-import sqlite3
 
 import numpy as np
 import pytest
 
 from groupax.cli.main import main
-from groupax.episodes.as_json import shown_episode
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes.agents import calculator, guess_number, sql
-from groupax.terminal.printable import printable
-from groupax.types import Rollout, Turn
 
 CALCULATOR = "groupax.recipes.agents.calculator:calculator"
 GAME = "groupax.recipes.agents.guess_number:GuessNumber"
@@ -80,15 +76,6 @@ def test_queries_only_read(query, message):
     environment.close()
 
 
-def test_the_queries_of_the_problems_have_answers():
-    for row in sql.problems(40, seed=2):
-        database = sql.connect(sql.fruits(row["seed"]))
-        [(answer,)] = database.execute(row["query"]).fetchall()
-        assert isinstance(answer, int)
-        database.close()
-    assert sqlite3.sqlite_version_info >= (3, 7)
-
-
 # -- references
 
 
@@ -130,30 +117,6 @@ def adders():
 def test_wrong_references_are_explained(load, references, message):
     with pytest.raises(ValueError, match=message):
         load(references)
-
-
-# -- on the terminal
-
-
-def test_episodes_are_shown_without_control_characters():
-    messages = (
-        {
-            "role": "assistant",
-            "content": "I\x1b[2J call",
-            "tool_calls": [{"function": {"name": "query\x1b]0;", "arguments": {"sql": "\x9b1m"}}}],
-        },
-        {"role": "tool", "content": "a\u202eb"},
-        {"role": "assistant", "content": "7"},
-    )
-    ids, logps = np.zeros(2, np.int32), np.zeros(2, np.float32)
-    example = {"prompt": [{"role": "user", "content": "?"}]}
-    turns = (Turn(0, 1, "I call"), Turn(1, 2, "7"))
-    rollout = Rollout(
-        0, 0, example, ids[:1], ids, logps, logps, "stop", 0, "text", {"r": 1.0}, 0.5, turns=turns, messages=messages
-    )
-    shown = shown_episode(rollout)
-    assert shown.split("\n")[1:] == ["-> query\x1b]0; {sql: '\\x9b1m'}", "<- a\u202eb", "7"]
-    assert not set("\x1b\x9b\u202e") & set(printable(shown))
 
 
 # -- the commands

@@ -13,15 +13,13 @@ import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.episodes.custom import RolloutFunction, Trajectory
-from groupax.episodes.environment import EnvironmentClass, environment_rewards, with_observation
+from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError, RunError
-from groupax.rewards.contract import Reward, arguments_for
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.tool import Step, tool, tools_from, tools_of
-from groupax.types import TrainerState
+from groupax.tools.tool import Step, tool, tools_from
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from tests.engine.samplers import TurnsSampler, WrittenTurns
@@ -95,26 +93,16 @@ def test_a_call_is_run_and_its_result_is_read_by_the_next_turn():
     assert first.completion[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
     assert first.completion[1]["content"] == "5"
     assert [record.result for turn in first.turns for record in turn.calls] == ["5"]
-    for row in (first, second):  # sampled tokens count, and no others
+    schema = tools_from([add])["add"].schema
+    for row in (first, second):  # prompts are those that the template writes; sampled tokens count, and no others
+        whole = TOKENIZER.decode(np.concatenate([row.prompt_ids, row.completion_ids]))
+        assert sum(whole.startswith(text) for text in script.prompts) >= 2
+        canonical = TOKENIZER.apply_chat_template([*PROMPT, *row.completion], tools=[schema], tokenize=False)
+        assert whole == canonical.removesuffix("\n")
         spans = [row.completion_ids[turn.start : turn.end].tolist() for turn in row.turns]
         assert row.mask.sum() == sum(map(len, spans))
         assert all(span[-1] == END for span in spans)
         assert np.all(row.policy_logps == np.where(row.mask, -1, 0))
-
-
-def test_the_next_prompt_is_the_stream_and_a_bridge():
-    def answer(text, sample, turn):
-        return call("add", a=turn, b=sample) if turn < 4 else "done"
-
-    [group], script = played(answer, [add])
-    for row in group:
-        whole = TOKENIZER.decode(np.concatenate([row.prompt_ids, row.completion_ids]))
-        mine = sorted((text for text in script.prompts if whole.startswith(text)), key=len)
-        assert len(mine) >= 5
-        canonical = TOKENIZER.apply_chat_template(
-            [*PROMPT, *row.completion], tools=[tools_from([add])["add"].schema], tokenize=False
-        ).removesuffix("\n")
-        assert whole == canonical
 
 
 def test_limits_end_an_episode_with_their_own_reasons():
@@ -522,68 +510,3 @@ def test_a_prompt_that_is_a_text_takes_texts_only_and_rows_name_environments():
         with_observation("go", [{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match=r"which is no environment of the run; it has echo, other; did you mean echo"):
         make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).setup_of({"environment": "ech"})
-
-
-# -- classes of environments with other names of methods, prompts and rewards
-
-
-class Room:
-    """An environment whose methods have names of their own."""
-
-    def __init__(self, place):
-        self.place, self.calls = place, []
-
-    def enter(self, colour):
-        return f" You enter the {colour} room {self.place % 2}."
-
-    def act(self, number: int) -> str:
-        """Acts.
-
-        Args:
-            number: A number.
-        """
-        self.calls.append(number)
-        return str(number)
-
-    def worth(self):
-        return float(sum(self.calls))
-
-
-ROOM = EnvironmentClass(
-    "room",
-    Room,
-    tools_of(Room, public=True, reserved=("enter", "worth")),
-    frozenset(("reset", "score")),
-    renamed={"reset": "enter", "score": "worth"},
-    arguments=lambda reset, row, seed: {"colour": row["colour"]},
-    takes_place=True,
-    reward_name="Room",
-    starts_alike=False,
-)
-
-
-def acts(text, sample, turn):
-    return call("act", number=sample + 1) if turn == 0 else "done"
-
-
-def test_an_environment_may_have_other_names_and_start_differently_within_a_group():
-    groups, script = played(acts, environments=ROOM, num_prompts=2, example={"colour": "red"})
-    rollouts = [row for group in groups for row in group]
-    assert [row.environment.place for row in rollouts] == [0, 1, 2, 3]  # whichever started first
-    assert [row.environment_reward for row in rollouts] == [1.0, 2.0, 1.0, 2.0]
-    assert [row.example["prompt"][-1]["content"] for row in groups[0]] == [
-        f"go You enter the red room {n}." for n in (0, 1)
-    ]
-    assert not np.array_equal(groups[0][0].prompt_ids, groups[0][1].prompt_ids)
-    for row in rollouts:  # each continued its own prompt
-        assert [message["role"] for message in row.messages or ()] == ["assistant", "tool", "assistant"]
-    assert sum("room 1" in text for text in script.prompts) == sum("room 0" in text for text in script.prompts) == 4
-
-
-def test_functions_receive_the_environments_and_rewards_have_their_names():
-    [group], _ = played(acts, environments=ROOM, example={"colour": "red"})
-    [reward] = environment_rewards(ROOM)
-    assert reward.name == "Room"
-    assert reward.function(group) == [[0.0, 1.0], [0.0, 2.0]]  # of the turns
-    given = arguments_for(Reward("calls", print, frozenset(("environments",))), group, TrainerState(), {})
-    assert [each.calls for each in given["environments"]] == [[1], [2]]

@@ -123,12 +123,6 @@ def test_tools_are_called_by_the_environment_itself():
     assert [[record.result for record in turn.calls] for turn in row.turns] == [["42", "1"], ["'nothing'"], []]
 
 
-def test_a_single_turn_is_an_episode_too():
-    environment = load(vf.SingleTurnEnv(dataset=QUESTIONS, rubric=vf.Rubric([often], weights=[2.0])))
-    [[row, _]], _ = played(lambda *_: "aa", environments=environment, params=TWO, example=example(environment))
-    assert (row.finish_reason, row.environment_reward) == ("done", pytest.approx(0.4))
-
-
 def test_a_failure_of_infrastructure_leaves_the_episode_out():
     environment = load(talk("turn"))
     with pytest.warns(UserWarning, match="rollout failed: InfraError"):

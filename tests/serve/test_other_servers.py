@@ -5,7 +5,6 @@ import socket
 import threading
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax import GRPOTrainer, SamplingParams, load_model, program
+from groupax import SamplingParams, load_model
 from groupax.episodes.play import play_episodes
 from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
@@ -27,7 +26,6 @@ from groupax.serve.dialects import (
 )
 from groupax.serve.remote import RemoteServer
 from tests.data.test_config_and_data import a_tokenizer
-from tests.episodes.test_programs import post
 from tests.training.test_trainer import a_trainer, lines_of
 
 from .other_servers import VLLM, SGLang
@@ -320,27 +318,6 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
     [own] = place.iterdir()
     assert {each.name for each in own.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
-
-
-@pytest.mark.drawn(2, "servers")
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", ["VLLM", pytest.param("SGLang", marks=pytest.mark.long)])
-def test_programs_are_sampled_by_them_too(tmp_path, folder, servers, name):
-    server, address = servers[name]
-    before = server.num_sampled
-
-    def agent(base_url):
-        choices = post(base_url, "completions", prompt=[4, 5, 6], n=2, max_tokens=6, return_token_ids=True)["choices"]
-        post(base_url, "completions", prompt=[4, 5, 6, *choices[0]["token_ids"], 7], max_tokens=4)
-        return float(len(choices[1]["token_ids"]) % 3)
-
-    agents = partial(GRPOTrainer, environments=program(agent))
-    given = {"rollout_servers": address, "rollout_correction": "token_truncate", "max_completion_length": 20}
-    a_trainer(tmp_path, rewards=None, model=str(folder), max_steps=2, kind=agents, **given).train()
-    lines = lines_of(tmp_path)
-    assert all(line["rollout/logp_diff_max"] < 1e-3 for line in lines)
-    assert len(lines) == 2
-    assert server.num_sampled - before == 2 * 16 * 3
 
 
 @pytest.mark.heavy

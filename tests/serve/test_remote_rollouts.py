@@ -1,13 +1,10 @@
 """Training with servers in other processes: the run that it would be without them, whatever becomes of the servers."""
 
-import json
 import os
-import re
-import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -20,8 +17,6 @@ from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.engine.test_engine import engine_for
 from tests.episodes import episodes_run
-from tests.launch.slurm_stand_ins import run_job
-from tests.package.test_docs import DOCS
 from tests.training.test_trainer import a_trainer, lines_of
 
 from .test_server import KEY
@@ -158,32 +153,6 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, fol
         again[0].__exit__(None, None, None)
     assert killed.is_set()
     assert_same_runs(here, there, (tmp_path / "here", tmp_path / "there"))
-
-
-REWARD = "def count_a(completion_ids):\n    return [ids.count(3) / len(ids) for ids in completion_ids]\n"
-
-
-@pytest.mark.long
-def test_the_sbatch_file_of_the_docs_trains_with_a_server_beside_it(tmp_path):
-    [script] = re.findall(r"```bash\n(#!.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL)
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = str(free.getsockname()[1])
-    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
-    folder = save_model(model, tmp_path / "model", a_tokenizer(eos_token="<eos>"))
-    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "bcd", "ca", "ef"))
-    (tmp_path / "prompts.jsonl").write_text(prompts)
-    (tmp_path / "length.py").write_text(REWARD)
-    task = f"--dataset {tmp_path}/prompts.jsonl --reward_funcs length:count_a --output_dir {tmp_path}/run --max_steps 2"
-    task += " --prompts_per_step 2 --num_generations 4 --max_completion_length 12 --progress_bar none"
-    for written, meant in (("Qwen/Qwen3-0.6B", str(folder)), ("8000", port), ("--recipe gsm8k", task)):
-        assert written in script
-        script = script.replace(written, meant)
-    status, out = run_job(tmp_path, script)
-    assert status == 0, out
-    assert f"at http://0.0.0.0:{port}/v1" in out
-    assert "step on 127.0.0.2 ended with 0" in out  # the server, with the training
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) <= 1e-5
 
 
 def test_the_longest_that_a_request_may_take_is_a_setting(tiny_model, tmp_path):

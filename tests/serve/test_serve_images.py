@@ -118,10 +118,8 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
     ("parts", "message"),
     [
         ([picture("https://example.com/a.png"), text()], "fetches none; send the image as a data: URL"),
-        ([picture("data:image/png,raw"), text()], "not a data: URL with base64"),
         ([picture("data:image/png;base64,####"), text()], "base64 is damaged"),
         ([picture(url_of(b"no image")), text()], "not an image in one of the formats"),
-        ([picture(url_of(bomb(40_000, 40_000))), text()], "decompression bomb"),
         ([picture(url_of(bomb(5_000, 5_000))), text()], "5,000 x 5,000 pixels, at most 16,777,216"),
         ([picture(url_of(noise()[:-40])), text()], "is damaged"),
         (
@@ -130,7 +128,6 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
         ),
         ([{"type": "image", "image": "/etc/passwd"}, text()], "images are parts of type image_url"),
         ([text("<image> What is it?")], "tokens that stand for images"),
-        ([picture(url_of(png(Image.new("L", (2, 2))))), text("<image>")], "placeholders"),
     ],
 )
 def test_what_is_no_image_of_a_message_is_refused(server, parts, message):

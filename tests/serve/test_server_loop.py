@@ -14,7 +14,7 @@ from groupax.engine import programs
 from groupax.engine.scheduler import CacheShape
 from groupax.serve import loop as loop_module
 from groupax.serve.app import Limits, create_app
-from groupax.serve.loop import EngineLoop, PromptScorer
+from groupax.serve.loop import EngineLoop
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.engine.test_engine import engine_for
@@ -226,19 +226,6 @@ def test_wide_requests_join_in_parts_and_small_ones_pass_them(loop, engine, monk
     loop.close()
 
 
-@pytest.mark.heavy
-def test_prompts_are_scored_a_few_columns_at_a_time(loop, engine, monkeypatch):
-    monkeypatch.setattr(loop_module, "LONGEST_TURN_S", 0.0)  # one piece of columns each time
-    loop.start()
-    prompts = [np.arange(size, dtype=np.int32) % 90 for size in (200, 5, 130)]
-    scorer, before = PromptScorer(loop), []
-    real = loop.between_chunks
-    monkeypatch.setattr(loop, "between_chunks", lambda function: (before.append(1), real(function))[1])
-    found = asyncio.run(scorer.score("tiny", prompts, 1.0, 1))
-    assert [len(each.logps) for each in found] == [199, 4, 129]
-    assert len(before) == 3 + 2 + 1 + 2  # a beginning of each, and its pieces
-
-
 # -- compiling beside decoding
 
 
@@ -268,23 +255,6 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield compiled
     jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.mark.heavy
-def test_others_go_on_while_programs_are_compiled_for_one(loop, compiled):
-    loop.start()
-    short = SamplingParams(max_tokens=4, ignore_eos=True)
-    finished(ask(loop, short))
-    compiled.clear()
-    other = ask(loop, SamplingParams(n=8, max_tokens=40, ignore_eos=True), [5] * 140)  # more rows, a longer prompt
-    num_meanwhile = 0
-    while other.empty():
-        finished(ask(loop, short))
-        num_meanwhile += 1
-    assert num_meanwhile >= 1
-    assert len({delta.index for delta in finished(other, 8)}) == 8
-    by_engine = [seconds for name, seconds in compiled if name == "engine"]
-    assert sum(by_engine) < 0.5 * sum(seconds for _, seconds in compiled), compiled
 
 
 @pytest.mark.heavy
