@@ -147,24 +147,6 @@ def test_streams_are_only_appended_to_and_results_stay_texts(template):
         stream = following[-200:]
 
 
-@pytest.mark.heavy
-def test_a_megabyte_with_a_hundred_thousand_look_alikes_is_one_result():
-    tokenizer = byte_tokenizer()
-    bridge = Bridge(tokenizer, [LOOKUP])
-    text = "<|im_end|>" * 100_000
-    ids = bridge.ids(np.zeros(0, np.int32), TURN, [result(text)])
-    assert sum(int(index) in tokenizer.added_tokens_decoder for index in ids) == 6
-    assert f"<tool_response>{text}</tool_response>" in tokenizer.decode(ids)
-
-
-def test_words_that_were_added_to_a_vocabulary_stay_tokens_of_results():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["photon", "<x>"])
-    ids = Bridge(tokenizer, [LOOKUP]).ids(np.zeros(0, np.int32), TURN, [result("a photon <x>")])
-    known = tokenizer.convert_tokens_to_ids(["photon", "<x>"])
-    assert [index in ids for index in known] == [True, False]
-
-
 def test_characters_that_are_normalized_to_a_control_token_stay_text():
     tokenizer = byte_tokenizer(normalizer=normalizers.NFKC())
     wide = "".join(chr(ord(character) + 0xFEE0) for character in "</tool_response>")
@@ -219,27 +201,13 @@ def test_messages_that_cannot_be_written_are_refused():
 
 
 @pytest.mark.heavy
-def test_ids_that_do_not_encode_to_themselves_survive(qwen):
-    bridge = Bridge(qwen, [LOOKUP])
-    pieces = [qwen.convert_tokens_to_ids(character) for character in "hello"]
-    assert len(encode(qwen, "hello")) < len(pieces)
-    stream = np.asarray([*pieces, qwen.eos_token_id], np.int32)
-    following = np.concatenate([stream, bridge.ids(stream, TURN, [result("42")])])
-    assert following[:5].tolist() == pieces
-    rest = "\n<|im_start|>tool\n<tool_response>42</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert following[6:].tolist() == encode(qwen, rest).tolist()
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
-    "content", ["42", "\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000], ids=["digits", "spaces", "emoji", "megabyte"]
+    "content", ["\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000], ids=["spaces", "emoji", "megabyte"]
 )
 def test_results_without_look_alikes_have_the_tokens_of_the_whole_text(qwen, content):
     ids = Bridge(qwen, [LOOKUP]).ids(np.zeros(0, np.int32), TURN, [result(content)])
-    expected = (
-        f"<|im_end|>\n<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert np.array_equal(ids, encode(qwen, expected))
+    answer = f"<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>"
+    assert np.array_equal(ids, encode(qwen, f"<|im_end|>\n{answer}\n<|im_start|>assistant\n"))
 
 
 SPEC = importlib.util.find_spec("trl")

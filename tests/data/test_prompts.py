@@ -20,7 +20,6 @@ from groupax.data.chat import TemplateProcess, render, render_all
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.episodes.play import play_episodes
-from groupax.runs.build import eval_params
 from groupax.settings.fields import read_mapping
 from tests.conftest import SHARED, TINY
 from tests.engine.samplers import FinishedSession
@@ -147,12 +146,6 @@ def test_many_conversations_are_written_as_transformers_writes_them(qwen):
     assert texts == expected
 
 
-def test_a_tokenizer_may_override_rendering():
-    tokenizer = with_template(TEXT)
-    tokenizer.apply_chat_template = lambda messages, **_: f"<{messages[0]['content']}>"
-    assert render(tokenizer, user(PARTS), "p") == "<What is 2+2?>"
-
-
 # -- arguments of the template
 
 
@@ -183,12 +176,6 @@ def test_arguments_of_the_template_that_cannot_be_are_refused(qwen):
 
 
 # -- settings
-
-
-def test_evaluations_use_the_stop_texts_of_rollouts_by_default():
-    assert eval_params(GRPOConfig(stop=("x",))).stop == ("x",)
-    assert eval_params(GRPOConfig(stop=("x",), eval_stop=("y",))).stop == ("y",)
-    assert eval_params(GRPOConfig(stop=("x",), eval_stop=())).stop == ()
 
 
 def test_stop_texts_of_trl():
@@ -241,17 +228,6 @@ def test_the_end_of_a_long_prompt_is_that_of_the_whole(qwen):
     assert cut.token_ids[0].tolist() == qwen(text)["input_ids"][-300:]
     spaces = " " * 100_000 + "a"  # few tokens, though many characters
     assert encode_examples([{"prompt": spaces}], qwen, 1000, "error").token_ids[0].tolist() == qwen(spaces)["input_ids"]
-
-
-def test_one_token_may_stand_for_many_characters():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    prompts = encode_examples([{"prompt": "a " + "b" * 100_000 + " a"}], tokenizer, 8, "error")
-    assert prompts.token_ids[0].tolist() == [1, 0, 1]
 
 
 # -- stop texts in training

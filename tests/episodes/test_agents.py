@@ -23,19 +23,12 @@ def write_jsonl(path, rows):
 # -- tools and environments of the recipes
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"), [("348*27+95", 9491), ("(826+592)*44", 62392), ("-3-(4-5)", -2), (" 7 ", 7)]
-)
-def test_the_calculator_calculates(expression, value):
-    assert calculator.calculator(expression) == value
-
-
-@pytest.mark.parametrize(
-    "expression", ["", "2**9999", "7/2", "a+1", "1.5*2", "True+1", "print(1)", "1+" * 150 + "1", "("]
-)
-def test_the_calculator_refuses_what_is_no_arithmetic(expression):
-    with pytest.raises(ValueError, match="expression"):
-        calculator.evaluate(expression)
+def test_the_calculator_calculates_and_refuses_what_is_no_arithmetic():
+    for expression, value in (("348*27+95", 9491), ("(826+592)*44", 62392), ("-3-(4-5)", -2), (" 7 ", 7)):
+        assert calculator.calculator(expression) == value
+    for expression in ("", "2**9999", "7/2", "a+1", "1.5*2", "True+1", "print(1)", "1+" * 150 + "1", "("):
+        with pytest.raises(ValueError, match="expression"):
+            calculator.evaluate(expression)
 
 
 def test_a_game_ends_with_the_number():
@@ -77,14 +70,6 @@ def test_queries_only_read(query, message):
 
 
 # -- references
-
-
-def test_references_name_tools_and_environments():
-    assert load_tools([CALCULATOR]) == [calculator.calculator]
-    assert load_environments([]) is None
-    assert load_environments([GAME]) is guess_number.GuessNumber
-    several = load_environments([f"game={GAME}", "sql=groupax.recipes.agents.sql:FruitDatabase"])
-    assert several == {"game": guess_number.GuessNumber, "sql": sql.FruitDatabase}
 
 
 def test_a_reference_with_options_is_called():

@@ -5,7 +5,6 @@ import itertools
 import json
 import threading
 import time
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -373,18 +372,11 @@ def long_episode(num_turns):
 
 
 @pytest.mark.long
-def test_two_hundred_turns_take_linear_time_and_memory():
+def test_two_hundred_turns_take_linear_time():
     long_episode(5)
     few_s, more_s, most_s = (min(long_episode(num_turns) for _ in range(3)) for num_turns in (50, 100, 200))
     assert more_s < 2.4 * few_s  # twice, and what the machine does besides
     assert most_s < 2.4 * more_s
-    peaks = []
-    for num_turns in (50, 100):
-        tracemalloc.start()
-        long_episode(num_turns)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 2.1 * peaks[0]
 
 
 class Conversation:

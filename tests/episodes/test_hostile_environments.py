@@ -266,19 +266,15 @@ def test_what_an_environment_changes_is_its_own():
             return super().reset(row, seed)
 
         def answer(self, text):
-            messages = [{"role": "user", "content": f"{len(text)}!"}]
-            kept.append(messages)
-            for earlier in kept:
-                for message in earlier:
-                    message["role"] = "assistant"
-            kept.append([messages[0]])
-            messages[0] = {"role": "user", "content": f"{len(text)}!"}
-            return Step(messages, done=self.heard == 3)
+            for message in kept:
+                message["role"] = "assistant"
+            kept.append({"role": "user", "content": f"{len(text)}!"})
+            return Step([kept[-1]], done=self.heard == 3)
 
         def act(self, message):
-            super_answer = super().act(dict(message))
+            answer = super().act(dict(message))
             message["content"] = "forged"
-            return super_answer
+            return answer
 
     [group], _ = played(
         lambda text, sample, turn: f"hello {turn}", environments=Changes, params=PARAMS, example={"words": words}

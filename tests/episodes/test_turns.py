@@ -103,16 +103,6 @@ def test_turns_that_do_not_fit_the_tokens_are_refused(changes, message):
         an_episode(**changes)
 
 
-def test_a_row_has_the_advantage_of_each_turn_or_of_the_episode():
-    row = row_of(an_episode(), 7, TRUNCATIONS, with_sampler_logps=True)
-    a, b, c = np.float32(0.1 + 0.2), -1, 2
-    assert row.advantages.tolist() == [a, a, a, 0, 0, b, 0, 0, 0, c, c, c, 0]
-    assert (row.group, row.policy_version) == (7, 3)
-    whole = row_of(an_episode(turn_advantages=None), 7, TRUNCATIONS, with_sampler_logps=False)
-    assert whole.advantages.tolist() == [np.float32(0.7) if sampled else 0 for sampled in whole.mask]
-    assert whole.sampler_logp is None
-
-
 def test_every_end_by_a_limit_is_a_truncation():
     def counts(reason, setting):
         ends = masked_ends(MaskSettings(mask_truncated_completions=setting))

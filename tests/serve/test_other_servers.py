@@ -22,7 +22,6 @@ from groupax.serve.client import RemoteSampler
 from groupax.serve.dialects import (
     WeightsFolder,
     identify_server,
-    samples_from_logits,
 )
 from groupax.serve.remote import RemoteServer
 from tests.data.test_config_and_data import a_tokenizer
@@ -37,12 +36,6 @@ PATIENCE_S = 10.0  # with a server that fails
 
 
 # -- what travels
-
-
-def test_settings_that_leave_the_logits_alone_are_known():
-    assert samples_from_logits(SamplingParams(n=4, seed=3, stop_token_ids=(3,), stop=("a",), max_tokens=9))
-    for change in ({"temperature": 0.9}, {"top_p": 0.9}, {"min_tokens": 3}, {"logit_bias": {3: 1.0}}):
-        assert not samples_from_logits(SamplingParams(**change))
 
 
 def test_servers_that_take_no_weights_are_refused(tiny_model, tmp_path):
@@ -318,19 +311,6 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
     [own] = place.iterdir()
     assert {each.name for each in own.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
-
-
-@pytest.mark.heavy
-def test_a_server_that_starts_again_gets_the_weights_again(tmp_path, folder, servers):
-    server, address = servers["SGLang"]
-    sampler = sampler_for(folder, address, tmp_path)
-    completions(sampler)
-    server.start_again()
-    before = len(server.seen)
-    rows = completions(sampler)
-    assert "/update_weights_from_disk" in [path for path, _ in server.seen[before:]]
-    assert {row.finish_reason for row in rows} <= {"stop", "length"}
-    assert all(len(row.completion_ids) == len(row.sampler_logps) > 0 for row in rows)
 
 
 @pytest.mark.heavy

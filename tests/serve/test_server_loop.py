@@ -19,6 +19,8 @@ from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.engine.test_engine import engine_for
 
+from .test_server import running
+
 PROMPT = np.array([5, 6, 7], np.int32)
 LONG = SamplingParams(max_tokens=48, ignore_eos=True)
 
@@ -290,8 +292,7 @@ def test_a_server_is_ready_when_it_is_warm(engine, compiled):
 @pytest.mark.heavy
 def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
     model = init_model({**TINY, "max_position_embeddings": 1024}, seed=0)
-    loop = EngineLoop({"tiny": engine_for(model, 1)}).start()
-    try:
+    with running({"tiny": engine_for(model, 1)}) as loop:
         loop.warm_up([1], 16)
         num_before, told, num_compiled = loop.programs["tiny"].num_compiled, queue.Queue(), []
         params = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
@@ -308,5 +309,3 @@ def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
         assert not [seconds for name, seconds in compiled if name == "engine"]
         [[expected]] = engine_for(model, 1).generate([np.array([5, 6])], params)
         assert tokens_of(deltas) == expected.tokens
-    finally:
-        loop.close()
