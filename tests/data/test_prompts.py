@@ -2,8 +2,6 @@
 
 import copy
 import json
-import os
-import signal
 import time
 from dataclasses import replace
 
@@ -125,17 +123,6 @@ def test_a_template_without_an_end_is_stopped_at_a_named_prompt(monkeypatch, tem
         encode_prompts(with_template("{{ messages[0].content }}" + template), [user("abc"), user("d")])
     assert time.monotonic() - started_s < 20
     assert render(with_template(TEXT), user("abc"), "p") == "user:abc;"  # in another process
-    process.close()
-
-
-@pytest.mark.heavy
-def test_a_killed_process_is_restarted(monkeypatch):
-    monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess())
-    tokenizer = with_template(TEXT)
-    assert render(tokenizer, user("abc"), "p") == "user:abc;"
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
-    assert render(tokenizer, user("abc"), "p") == "user:abc;"
     process.close()
 
 

@@ -92,8 +92,6 @@ def adders():
     ("load", "references", "message"),
     [
         (load_tools, ["calculator"], "must be written as 'module:name'"),
-        (load_tools, ["groupax.recipes.agents.calculator:calculater"], "did you mean calculator"),
-        (load_tools, ["tests.episodes.test_agents:adder(number=3)"], "cannot be called"),
         (load_tools, ["tests.episodes.test_agents:adder(amount=three)"], "numbers or quoted texts"),
         (load_environments, ["openev(url='ws://127.0.0.1:1')"], "did you mean openenv"),
         (load_environments, [GAME, f"game={GAME}"], "different names"),

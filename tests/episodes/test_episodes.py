@@ -394,29 +394,10 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def check_five_steps(folder, rows, environments):
-    """Trains five steps in others' environments, in which every episode must count and engine and trainer agree."""
-    args = GRPOConfig(
-        output_dir=str(folder),
-        prompts_per_step=2,
-        num_generations=8,
-        max_completion_length=128,
-        max_turn_tokens=24,
-        max_steps=5,
-        learning_rate=1e-2,
-        progress_bar="none",
-        stop=tuple("bcdfghjklmnp"),
-    )
-    tokenizer = chat_tokenizer()
-    model = init_model(CHATTY, seed=0)
-    GRPOTrainer(model, None, args, rows, processing_class=tokenizer, environments=environments).train()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert all(line["rollout/logp_diff_max"] < 1e-5 and line["stop/env_error"] == 0 for line in lines)
-    assert any(line["reward"] > 0 for line in lines)
+ROWS = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
 
 
-def train(folder, reward_funcs=None, environments=Conversation, **settings):
+def train(folder, reward_funcs=None, environments=Conversation, rows=ROWS, **settings):
     """The metrics of three steps with conversations, and the trainer."""
     given = {
         "prompts_per_step": 2,
@@ -429,12 +410,19 @@ def train(folder, reward_funcs=None, environments=Conversation, **settings):
         "stop": tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
     }
     args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
-    model = init_model(CHATTY, seed=0)
-    rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
     processing = {"processing_class": chat_tokenizer(), "environments": environments}
-    trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
+    trainer = GRPOTrainer(init_model(CHATTY, seed=0), reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
+
+
+def check_five_steps(folder, rows, environments):
+    """Trains five steps in others' environments, in which every episode must count and engine and trainer agree."""
+    settings = {"num_generations": 8, "max_turn_tokens": 24, "max_steps": 5, "stop": tuple("bcdfghjklmnp")}
+    lines, _ = train(folder, environments=environments, rows=rows, **settings)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["rollout/logp_diff_max"] < 1e-5 and line["stop/env_error"] == 0 for line in lines)
+    assert any(line["reward"] > 0 for line in lines)
 
 
 @pytest.mark.drawn(4, "episodes")
@@ -449,23 +437,20 @@ def test_training_on_conversations_agrees_with_the_engine_and_repeats(tmp_path):
     assert lines[0]["rewards/unscorable_frac"] == 0
 
 
-TEXT, OTHER = {"type": "text", "text": "go"}, {"type": "text", "text": "!"}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "observation", "content"),
-    [
+def test_what_an_environment_starts_with_is_added_to_the_last_message():
+    text, other = {"type": "text", "text": "go"}, {"type": "text", "text": "!"}
+    in_parts, message = [{"role": "user", "content": [text]}], {"role": "user", "content": "x"}
+    for prompt, observation, content in (
         (PROMPT, "!", "go!"),
-        (PROMPT, [OTHER], [TEXT, OTHER]),
-        ([{"role": "user", "content": [TEXT]}], "!", [TEXT, OTHER]),
-        ([{"role": "user", "content": [TEXT]}], [OTHER], [TEXT, OTHER]),
-    ],
-)
-def test_what_an_environment_starts_with_is_added_to_the_last_message(prompt, observation, content):
-    assert with_observation(prompt, observation) == [{"role": "user", "content": content}]
+        (PROMPT, [other], [text, other]),
+        (in_parts, "!", [text, other]),
+        (in_parts, [other], [text, other]),
+    ):
+        assert with_observation(prompt, observation) == [{"role": "user", "content": content}]
     assert with_observation("go", "!") == "go!"
-    message = {"role": "user", "content": "x"}
-    assert with_observation(prompt, [message]) == [*prompt, message]
+    assert with_observation(PROMPT, [message]) == [*PROMPT, message]
+    with pytest.raises(ValueError, match="return a text, or make the prompt a list"):
+        with_observation("go", [message])
 
 
 def starts(returned):
@@ -497,8 +482,6 @@ def test_environments_that_cannot_be_used_are_refused(environment, message):
         played(lambda *_: "bye", environments=environment, environment_retries=1, max_prompt_tokens=9000)
 
 
-def test_a_prompt_that_is_a_text_takes_texts_only_and_rows_name_environments():
-    with pytest.raises(ValueError, match="return a text, or make the prompt a list"):
-        with_observation("go", [{"role": "user", "content": "x"}])
+def test_rows_name_environments():
     with pytest.raises(ValueError, match=r"which is no environment of the run; it has echo, other; did you mean echo"):
         make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).setup_of({"environment": "ech"})

@@ -106,20 +106,6 @@ def test_a_failure_of_infrastructure_leaves_the_episode_out():
         played(lambda *_: "a", environments=environment, params=TWO, example=example(environment))
 
 
-def test_environments_that_cannot_be_used_are_refused():
-    def relative(completions, **_) -> list[float]:
-        return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match="compare the rollouts of a group"):
-        load(vf.SingleTurnEnv(dataset=QUESTIONS, rubric=vf.Rubric([relative])))
-    with pytest.raises(ValueError, match="cannot load the environment 'not-there'"):
-        load("not-there")
-    with pytest.raises(ValueError, match="takes the id of an environment, or an Environment, got 7"):
-        load(7)
-    with pytest.raises(ValueError, match="arguments are for an environment's id, got level"):
-        load(talk(), level=1)
-
-
 def test_training_on_a_verifiers_environment(tmp_path, monkeypatch):
     module = types.ModuleType("talkative")
     module.load_environment = lambda max_turns=-1: talk(max_turns=max_turns)

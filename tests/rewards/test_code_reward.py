@@ -31,11 +31,6 @@ while True:
 import glob, os
 if not glob.glob(os.path.expanduser("~/*")) + glob.glob("/home/*"): raise OSError
 """,
-    "the environment": """
-import os
-if not set(os.environ) - {"PATH", "PWD", "LC_CTYPE"}: raise OSError
-""",
-    "writing outside": "open('/usr/written', 'w')",
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
     "a fake result": "import os\nprint('passed')\nos._exit(0)",
     "a full disk": "for i in range(10**4): open(f'/tmp/{i}', 'wb').write(b'x' * 2**20)",

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -58,18 +57,6 @@ def test_settings_without_sense_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"needs further packages: pip install 'groupax\[ray\]'"):
         a_runner(lambda completions: [])
-
-
-def test_functions_that_cannot_be_sent_are_refused():
-    pytest.importorskip("ray")
-    lock = threading.Lock()
-
-    def locked(completions):
-        with lock:
-            return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match=r"'locked' cannot be sent to another process .* out of its globals"):
-        a_runner(locked)
 
 
 @pytest.mark.long

@@ -89,17 +89,6 @@ def test_what_is_told_has_been_counted(loop):
     loop.between_chunks(lambda: setattr(loop.engines["tiny"], "params", params_before)).result()
 
 
-def test_what_was_cancelled_before_it_began_is_not_run(loop):
-    run = []
-    given_up = loop.between_chunks(lambda: run.append("given up"))
-    assert given_up.cancel()
-    done = loop.between_chunks(lambda: run.append("done"))
-    loop.start()
-    done.result()
-    assert run == ["done"]
-    assert loop.is_alive
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("dies", [False, True])
 def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
