@@ -88,9 +88,8 @@ class Tools:
 class SmallServer:
     """A server in a thread; `messages` are those that it has received. It is a context."""
 
-    def __init__(self, kind, max_sessions=64, makes_tools=True):
-        self.kind, self.max_sessions, self.messages = kind, max_sessions, []
-        self.num_sessions = self.most_sessions = 0
+    def __init__(self, kind):
+        self.kind, self.messages, self.num_sessions = kind, [], 0
         self._ready, self._stop = threading.Event(), None
 
     def __enter__(self):
@@ -114,11 +113,7 @@ class SmallServer:
         return connection.respond(HTTPStatus.OK, json.dumps(SCHEMAS[self.kind]))
 
     async def _session(self, socket):
-        if self.num_sessions >= self.max_sessions:
-            await socket.send(json.dumps(error("CAPACITY_REACHED", "full", max_sessions=self.max_sessions)))
-            return
         self.num_sessions += 1
-        self.most_sessions = max(self.most_sessions, self.num_sessions)
         environment = Tools() if self.kind == "tools" else Words()
         try:
             async for text in socket:

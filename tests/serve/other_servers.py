@@ -133,11 +133,7 @@ class SGLang(Server):
             ("POST", "/update_weights_from_disk", SGLang.update_weights_from_disk),
         ]
         super().__init__(folder, tokenizer, routes)
-        self.folder, self.name = folder, str(folder)
-        self.weight_version = "default"
-
-    def start_again(self):
-        self.load(self.folder)
+        self.name = str(folder)
         self.weight_version = "default"
 
     def models(self, _):

@@ -1,9 +1,8 @@
 """Rollouts from vLLM and SGLang: what they are asked, what of their answers counts, and that they have the weights."""
 
 import asyncio
-import socket
 import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -174,12 +173,6 @@ def test_answers_that_cannot_be_right_end_the_run_by_name(scripted, sampler_of, 
     scripted.told = [answer]
     with pytest.raises(RunError, match=f"{scripted.address} .*{fault}"):
         sampled(sampler_of(scripted.address))
-
-
-def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
-    assert sampled(sampler_of(gone, scripted.address)) == [[5]] * PLAIN.n
 
 
 def test_versions_belong_to_their_process(tiny_model, tmp_path):

@@ -276,17 +276,6 @@ def test_completions_keep_the_space_before_their_first_word(prompt, tokens, text
         assert "".join(vocabulary.text(token) for token in tokens) == text
 
 
-def test_a_prompt_that_ends_within_a_character_is_no_context():
-    class Bytes:
-        def batch_decode(self, rows, **_):
-            return [bytes(row).decode(errors="replace") for row in rows]
-
-    whole, cut = "né".encode(), "né".encode()[:-1]
-    assert context_tokens(Bytes(), whole) == list(whole)
-    assert context_tokens(Bytes(), cut) == []
-    assert decode_after(Bytes(), context_tokens(Bytes(), cut), whole[-1:] + b"x") == "\ufffdx"
-
-
 @pytest.mark.heavy
 def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
     engine = engine_for(tiny_model, 1)
