@@ -16,7 +16,7 @@ from groupax import GRPOConfig, SFTConfig, init_model, save_model
 from groupax.config import NAMES_ELSEWHERE
 from groupax.data.examples import load_examples, visit_order
 from groupax.data.prompts import encode_examples
-from groupax.data.tokenizer import encode_prompts, load_tokenizer, prepare_tokenizer
+from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.fields import Range
 from tests.conftest import TINY
@@ -269,6 +269,12 @@ def test_conversational_prompts_need_a_template(tmp_path):
         prepare_tokenizer(a_tokenizer(), "chatlm")
     with pytest.raises(ValueError, match="must be a string or a list of messages"):
         encode_prompts(tokenizer, [["abc"]])
+
+
+def test_eos_ids_come_from_everywhere():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    assert eos_token_ids(tokenizer, {"eos_token_id": [5, 1]}, {"eos_token_id": 7}, {}) == (1, 5, 7)
+    assert eos_token_ids(a_tokenizer(), {}) == ()
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen2", "gemma2", "cohere"])

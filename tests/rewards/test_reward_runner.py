@@ -207,6 +207,16 @@ def test_sync_functions_run_one_call_at_a_time_by_default():
     assert max(most) == 3
 
 
+def test_async_calls_run_together():
+    async def slow(completion):
+        await asyncio.sleep(0.2)
+        return 1.0
+
+    started_s = time.monotonic()
+    run_groups(slow, groups_of(*["ab"] * 10))
+    assert time.monotonic() - started_s < 1.5
+
+
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_processes():
