@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from groupax.cli.main import main
@@ -135,18 +134,3 @@ def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys
     out = capsys.readouterr().out
     assert "-> calculator {expression: '123*45'}" in out
     assert "<- 5535" in out
-
-
-@pytest.mark.long
-def test_the_model_learns_to_use_the_calculator(tmp_path):
-    rows = [
-        {"prompt": row["prompt"][0]["content"], "answer": row["answer"]} for row in calculator.generate(400, seed=1)
-    ]
-    dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
-    run = tmp_path / "run"
-    flags = ["--output_dir", str(run), "--max_steps", "20", "--progress_bar", "none"]
-    assert main(["train", "--recipe", "calculator", "--dataset", dataset, *flags]) == 0
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [metrics["reward"] for metrics in logged if "reward" in metrics]
-    assert rewards[0] <= 0.3
-    assert np.mean(rewards[-3:]) >= 0.7
