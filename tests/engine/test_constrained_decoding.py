@@ -1,21 +1,20 @@
 """Completions that match an expression or a schema: their tokens, log-probs, distribution and limits."""
 
-import json
 import re
 from dataclasses import replace
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chi2_contingency, chisquare
+from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams
+from groupax import GRPOConfig, SamplingParams
 from groupax.engine.sampling import sample
 from groupax.models.decoder import logits
+from tests.training.test_trainer import a_trainer
 
 from .test_engine import engine_for as engine_of
 from .test_engine import history_of, settings_array
@@ -66,22 +65,16 @@ def test_constrained_and_free_completions_are_decoded_together(tiny_model):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("settings", [{"max_slots": 3}, {"kv_bytes": 1}, {"num_devices": 1}])
-def test_slots_and_memory_do_not_show(tiny_model, settings):
+@pytest.mark.parametrize(
+    "settings", [{"max_slots": 3}, {"kv_bytes": 1}, {"num_devices": 1}, {"num_devices": 2, "tp": 2}]
+)
+def test_slots_memory_and_devices_do_not_show(tiny_model, settings):
     engine = engine_for(tiny_model)
     expected = played(engine, constrained(engine, "[a-z ]{0,19}"))
     if "kv_bytes" in settings:
         settings = {"kv_bytes": 330 * engine.bytes_per_token}
     other = engine_for(tiny_model, **settings)
     assert played(other, constrained(other, "[a-z ]{0,19}")) == expected
-
-
-@pytest.mark.heavy
-def test_devices_that_share_the_weights_sample_the_same(tiny_model):
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
-    one, two = engine_for(tiny_model), engine_for(tiny_model, num_devices=2, tp=2)
-    assert played(one, constrained(one, "[a-f]{3,9}")) == played(two, constrained(two, "[a-f]{3,9}"))
 
 
 SETTINGS = [
@@ -149,21 +142,6 @@ def test_draws_are_those_that_rejection_keeps(is_plain):
         assert chisquare(counts, expected[allowed] / expected.sum() * len(draws)).pvalue > 1e-3
 
 
-@pytest.mark.heavy
-def test_a_toy_grammar_has_the_distribution_of_rejection_sampling(tiny_model):
-    """Where all texts have one token, sampling again until the text is allowed gives the same distribution."""
-    engine = engine_for(tiny_model)
-    params = SamplingParams(n=4000, max_tokens=2, seed=1, temperature=2.0)
-    tokens = [each.tokens[0] for each in engine.stream(constrained(engine, "[a-h]", params, PROMPTS[:1]))]
-    ids = [2 + ord(letter) - 32 for letter in "abcdefgh"]
-    free = [each.tokens[0] for each in engine.stream(engine.sequences(PROMPTS[:1], replace(params, n=16_000, seed=2)))]
-    kept = np.bincount([token for token in free if token in ids], minlength=96)[ids]
-    found = np.bincount(tokens, minlength=96)[ids]
-    assert found.sum() == 4000
-    assert kept.sum() > 500
-    assert chi2_contingency([found, kept]).pvalue > 1e-3
-
-
 def test_constraints_that_make_no_sense_are_refused(tiny_model):
     with pytest.raises(ValueError, match="regex and json_schema are two constraints"):
         SamplingParams(regex="a", json_schema="{}")
@@ -173,54 +151,20 @@ def test_constraints_that_make_no_sense_are_refused(tiny_model):
         GRPOConfig(regex="a")
 
 
-PET = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "kind": {"enum": ["cat", "dog"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 30},
-        "friends": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-    },
-    "required": ["name", "kind", "age"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.long
-def test_every_completion_of_a_real_model_is_valid(stories):
-    validators = pytest.importorskip("jsonschema")
-    engine = Engine.load(stories)
-    params = SamplingParams(n=1000, max_tokens=120, seed=1, json_schema=json.dumps(PET))
-    [group] = engine.generate("Once upon a time", params)
-    whole = [completion for completion in group if completion.finish_reason == "stop"]
-    for completion in whole:
-        validators.validate(json.loads(completion.text), PET)
-    assert len(whole) > 500
-    with pytest.raises(ValueError, match="json_schema has 'not', which is not supported"):
-        engine.generate("Once", replace(params, json_schema='{"not": {}}'))
-
-
 @pytest.mark.heavy
 def test_training_on_constrained_completions(stories, tmp_path):
     seen = []
 
-    def reward(completions, **columns):
+    def reward(completions):
         seen.extend(completions)
         return [float(len(completion)) for completion in completions]
 
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=24,
-        regex=" (yes|no|maybe)( please)*[.]",
-        rollout_correction="token_truncate",
-    )
     dataset = [{"prompt": "Once upon a time"}, {"prompt": "One day"}]
-    trainer = GRPOTrainer(str(stories), reward, args=args, train_dataset=dataset)
-    trainer.train()
+    given = {"model": str(stories), "tokenizer": None, "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-6}
+    given |= {"regex": " (yes|no|maybe)( please)*[.]", "rollout_correction": "token_truncate"}
+    given["max_completion_length"] = 24
+    a_trainer(tmp_path, reward, dataset, **given).train()
     assert len(seen) == 16
     assert all(re.fullmatch(" ?(yes|no|maybe)( please)*[.]", text) for text in seen)
     with pytest.raises(ValueError, match=r"regex is not supported: .*look-around"):
-        GRPOTrainer(str(stories), reward, args=replace(args, regex="(?=a)b"), train_dataset=dataset)
+        a_trainer(tmp_path, reward, dataset, **given | {"regex": "(?=a)b"})

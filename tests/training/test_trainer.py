@@ -37,6 +37,7 @@ def a_trainer(
     eval_dataset=None,
     peft_config=None,
     kind=GRPOTrainer,
+    tokenizer="letters",
     **settings,
 ):
     args = GRPOConfig(
@@ -53,7 +54,7 @@ def a_trainer(
         }
     )
     model = model or init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
-    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer = a_tokenizer(eos_token="<eos>") if tokenizer == "letters" else tokenizer
     return kind(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
