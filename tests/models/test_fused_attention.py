@@ -152,15 +152,6 @@ def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize(("length", "size"), [(16, 128), (128, 128), (192, 256), (384, 384), (640, 384), (768, 384)])
-def test_blocks_fill_up_little(length, size):
-    assert splash.block_size(length) == size
-
-
-def test_long_rows_have_blocks_of_512():
-    assert {splash.block_size(length) for length in (512, 1024, 1536, 2048, 4096, 16_384)} == {512}
-
-
 # -- in the update
 
 
@@ -228,25 +219,6 @@ def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     model = a_model(num_hidden_layers=1)
     split = reshard(model, make_mesh((1, 2, 1, 2, 1)))
     assert_same_update(model, FusedAttention("splash", emulated=True), split)
-
-
-@pytest.mark.drawn(3, "fused")
-@pytest.mark.heavy
-def test_narrow_tiles_stay_plain(monkeypatch):
-    def unexpected(*_):
-        raise AssertionError
-
-    monkeypatch.setattr(splash, "attend", unexpected)
-    monkeypatch.setattr(fused_attention, "cudnn_attend", unexpected)
-    q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
-    short, kernels = AttentionConfig(0.1), {name: FusedAttention(name) for name in ("splash", "cudnn")}
-    wide, prompt = draw(2, 1, 128, 1, 64), draw(3, 1, 1024, 1, 64)
-    fused_attention.attend(q, k, k, starts, short, kernels["splash"])
-    fused_attention.attend_with_prompt(q, k, k, Prompts(k, k, starts), short, kernels["splash"])
-    fused_attention.attend_with_prompt(wide, wide, wide, Prompts(prompt, prompt, starts), short, kernels["cudnn"])
-    for x, name in ((prompt, "splash"), (wide, "cudnn")):
-        with pytest.raises(AssertionError):
-            fused_attention.attend_with_prompt(wide, wide, wide, Prompts(x, x, starts), short, kernels[name])
 
 
 @pytest.mark.drawn(3, "fused")

@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from groupax.parallel.accelerators import GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
+from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
 from groupax.planning.devices import prepare
 
@@ -82,15 +83,150 @@ print(len(target.devices), first.platform, first.device_kind, last.process_index
 """
 
 
+def printed(script, *arguments, flags=None):
+    """What a program prints that compiles for absent GPUs, which no setting of this process reaches."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment |= {} if flags is None else {"XLA_FLAGS": flags}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
 @needs_cuda
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", GPUS)
 def test_absent_gpus_come_up_on_a_machine_without_any(kind):
     name = f"{kind}-16" if GPUS[kind].network_bytes_per_s else f"{kind}-8"
-    done = subprocess.run([sys.executable, "-c", FOUND, name, str(CUDA)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    number, platform, device_kind, last_host, default = done.stdout.strip().split(";")
+    out, err = printed(FOUND, name, str(CUDA))
+    number, platform, device_kind, last_host, default = out.split(";")
     assert (int(number), platform, default) == (int(name.rpartition("-")[2]), "gpu", "cpu")
     assert device_kind.startswith(GPUS[kind].kinds)
     assert int(last_host) == int(number) // 8 - 1
-    assert done.stderr == "", "the plugin has nothing to complain about"
+    assert err == "", "the plugin has nothing to complain about"
+
+
+# -- programs that are compiled for them
+
+
+ATTENTION = """
+import sys
+from functools import partial
+from pathlib import Path
+from groupax.planning.devices import find_target, prepare
+prepare(sys.argv[1], cuda=Path(sys.argv[2]))
+import jax
+import jax.numpy as jnp
+from groupax.models.kernels import triton_attention
+from groupax.models.config import AttentionConfig
+from groupax.models.attention import LayerCache, Past
+
+device = find_target(sys.argv[1]).devices[0]
+shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
+# rows, prompts, query heads, key heads, dims, columns of rows, dtype, dtype of the cache, settings
+for B, Q, N, K, H, T, dtype, kv_dtype, settings in (
+    (64, 8, 14, 2, 64, 1024, "bfloat16", "bfloat16", {}),
+    (64, 2, 8, 4, 256, 4096, "float32", "float32", {"softcap": 50.0, "window": 400}),
+    (64, 64, 32, 8, 80, 1000, "bfloat16", "float32", {}),
+    (64, 8, 32, 8, 128, 1024, "bfloat16", sys.argv[3], {}),
+):
+    S = 512
+    cache = [shape(each, kv_dtype) for each in ((Q, K, H, S), (Q, K, S, H), (B, K, H, T), (B, K, T, H))]
+    past = Past(shape((Q,), jnp.int32), shape((B,), jnp.int32))
+    new = [shape((B, heads, H), dtype) for heads in (N, K, K)]
+    attend = jax.jit(partial(triton_attention.attend_past, AttentionConfig(0.1, **settings)), donate_argnums=1)
+    memory = attend.lower(past, LayerCache(*cache), *new).compile().memory_analysis()
+    print(memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in cache))
+"""
+
+
+@needs_cuda
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("target", "kv_dtype"),
+    [
+        ("h100-1", "float8_e4m3fn"),
+        pytest.param("a100-1", "float32", marks=pytest.mark.long),
+        pytest.param("rtx4090-1", "float8_e4m3fn", marks=pytest.mark.long),
+    ],
+)
+def test_the_kernels_of_decoding_compile_and_update_the_cache_in_place(target, kv_dtype):
+    assert printed(ATTENTION, target, str(CUDA), kv_dtype)[0].split() == ["True"] * 4
+
+
+PRODUCTS = """
+import sys
+from functools import partial
+from pathlib import Path
+from groupax.planning.devices import find_target, prepare
+prepare(sys.argv[1], cuda=Path(sys.argv[2]))
+import jax
+import jax.numpy as jnp
+from groupax.models.layers import linear
+from groupax.models.weights.quantize import quantizer
+
+mesh = jax.sharding.Mesh(find_target(sys.argv[1]).devices[:1], "x")
+replicated = jax.sharding.PartitionSpec()
+shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.NamedSharding(mesh, replicated))
+for kind, rows, dtype in (
+    ("nf4", 256, jnp.bfloat16),
+    ("nf4", 64, jnp.float32),
+    ("int8", 64, jnp.bfloat16),
+    ("float8", 64, jnp.bfloat16),
+    ("nf4", 1024, jnp.bfloat16),
+):
+    weight = jax.eval_shape(quantizer(kind), jax.ShapeDtypeStruct((4864, 896), jnp.float32))
+    weight = jax.tree.map(lambda x: shape(x.shape, x.dtype), weight)
+    specs = {"mesh": mesh, "in_specs": replicated, "out_specs": replicated, "check_vma": False}
+    compiled = jax.jit(jax.shard_map(linear, **specs)).lower(shape((rows, 896), dtype), weight).compile()
+    print(compiled.memory_analysis().temp_size_in_bytes >= 4864 * 896)
+"""
+
+
+@needs_cuda
+@pytest.mark.heavy
+@pytest.mark.skipif(not find_spec("qwix"), reason="needs qwix")
+@pytest.mark.parametrize(("target", "casts_float8_in_memory"), [("h100-1", False), ("rtx4090-1", True)])
+def test_a_product_with_few_rows_writes_no_matrix_to_memory(target, casts_float8_in_memory):
+    expected = ["False"] * 3 + [str(casts_float8_in_memory), "True"]
+    assert printed(PRODUCTS, target, str(CUDA))[0].split() == expected
+
+
+UPDATE = """
+import sys
+from pathlib import Path
+from groupax.planning.devices import find_target, prepare
+prepare("h100-8", cuda=Path(sys.argv[1]))
+import jax, jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from groupax.models.execution import apply_layers
+from groupax.parallel.collectives import all_gather
+mesh = Mesh(np.array(find_target("h100-8").devices), ("fsdp",))
+
+def loss(x, layers):
+    @jax.checkpoint
+    def layer(x, weights, index):
+        up, down = (all_gather(weight, "fsdp", 1) for weight in weights)
+        return jnp.tanh(x @ up) @ down, None
+
+    return jnp.sum(apply_layers(layer, x, layers, [0] * len(layers))[0].astype(jnp.float32))
+
+sharded = PartitionSpec(None, "fsdp")
+step = jax.shard_map(
+    lambda x, layers: jax.value_and_grad(loss, argnums=1)(x, layers)[1],
+    mesh=mesh, in_specs=(PartitionSpec("fsdp"), sharded), out_specs=sharded, check_vma=False,
+)
+weights = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, sharded))
+x = jax.ShapeDtypeStruct((65536, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+text = jax.jit(step).lower(x, [(weights, weights)] * 6).compile().as_text()
+loops = [body for body in text.split("\\n\\n") if body.startswith("%") and f"body={body.split()[0]}" in text]
+print(sorted(body.count("reduce-scatter-start(") for body in loops))
+"""
+
+
+@needs_cuda
+@pytest.mark.heavy
+@pytest.mark.parametrize(("flags", "in_loops"), [("", [0, 1]), (f"--{next(iter(GPU_FLAGS))}=0", [0, 2])])
+def test_a_layers_gradients_are_scattered_at_once(flags, in_loops):
+    assert printed(UPDATE, str(CUDA), flags=flags)[0] == str(in_loops)

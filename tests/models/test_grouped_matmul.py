@@ -9,7 +9,7 @@ from groupax import init_model
 from groupax.models import experts
 from groupax.models.decoder import logits
 from groupax.models.experts import loop_over_experts, ragged_experts
-from groupax.models.kernels.grouped_matmul import grouped_matmul, row_block, row_tiles
+from groupax.models.kernels.grouped_matmul import grouped_matmul
 from tests.conftest import TINY, rest_heavy
 
 MANY = np.bincount(np.random.default_rng(0).integers(0, 128, 150), minlength=128)
@@ -54,36 +54,6 @@ def test_the_kernels_multiply_each_row_by_its_groups_matrix_in_both_directions(c
     rounding = 2.0**-8 if dtype == "bfloat16" else 0.0
     for ours, exact in zip((out, d_rows, d_weights), expected, strict=True):
         np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=rounding, atol=1e-4)
-
-
-@pytest.mark.parametrize("tokens", [64, 1024, 8192])
-@pytest.mark.parametrize("skew", [0.0, 1.0, 3.0])
-def test_tiles_cover_each_row_once_and_compute_less_than_twice_what_is_needed(tokens, skew):
-    rng = np.random.default_rng(tokens)
-    popularity = rng.exponential(size=128) ** skew
-    R = 8 * tokens
-    sizes = rng.multinomial(R, popularity / popularity.sum())
-    block = row_block(R, 128)
-    groups, starts, ends = (np.asarray(each) for each in row_tiles(jnp.asarray(sizes), R, block))
-    used = starts < ends
-    group_of = np.repeat(np.arange(128), sizes)
-    covered = [
-        (row, group)
-        for group, start, end in zip(groups[used], starts[used], ends[used], strict=True)
-        for row in range(start, min(start + block, end))
-    ]
-    assert covered == list(enumerate(group_of))
-    # with 64 tokens, of which an expert has 4, reading the matrices takes longer than the products
-    assert tokens == 64 or len(used) * block < 1.6 * R
-
-
-def test_choices_are_counted_on_gpus_in_the_order_in_which_others_sort_them(monkeypatch):
-    rng = np.random.default_rng(0)
-    chosen = jnp.asarray(np.minimum(np.argsort(rng.random((50, 12)))[:, :3], 7), jnp.int32)
-    expected = experts._sort_by_expert(chosen, 7)
-    monkeypatch.setattr(experts, "traced_platform", lambda: "gpu")
-    for ours, theirs in zip(experts._sort_by_expert(chosen, 7), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.drawn(3, "fused")

@@ -12,7 +12,7 @@ import pytest
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.models.adapted import AdaptedWeight, apply_adapter
 from groupax.models.decoder import logits
-from groupax.models.lora import adapter_specs, as_lora_config, count_params, trainable_params_line
+from groupax.models.lora import adapter_specs, as_lora_config, count_params
 from groupax.training.batch import pack
 from groupax.types import Row
 from tests.conftest import TINY
@@ -46,39 +46,6 @@ def leaves(tree):
 
 
 # -- which weights
-
-
-def test_the_notebooks_line_from_shapes_alone():
-    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
-    llama = {**TINY, **sizes, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
-    from groupax.models.families import read_config
-
-    seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    for targets in (seven, "all-linear", r".*_proj"):
-        line = trainable_params_line(*count_params(read_config(llama), LoRAConfig(r=8, target_modules=targets)))
-        assert line == "trainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.2605"
-
-
-@pytest.mark.parametrize(
-    ("lora", "adapted"),
-    [
-        ({"target_modules": ("q_proj", "v_proj")}, ["q", "v"]),
-        ({"target_modules": ("self_attn.q_proj",)}, ["q"]),
-        ({"target_modules": r".*mlp\..*"}, ["gate", "up", "down"]),
-        ({"target_modules": ("q_proj",), "bias": "lora_only"}, ["q", "q_bias"]),
-        ({"target_modules": ("q_proj",), "bias": "all"}, ["q", "q_bias", "k_bias", "v_bias"]),
-        ({"target_modules": ("q_proj",), "modules_to_save": ("post_attention_layernorm",)}, ["q", "mlp_norm"]),
-    ],
-)
-def test_target_modules_choose_as_in_peft(lora, adapted):
-    config = init_model({**TINY, "model_type": "qwen2"}).config
-    assert {name for layer in adapter_specs(config, LoRAConfig(**lora))["layers"] for name in layer} == set(adapted)
-
-
-def test_ranks_and_scales():
-    assert LoRAConfig(r=4, lora_alpha=8).scale == 2
-    assert LoRAConfig(r=4, lora_alpha=8, use_rslora=True).scale == 4
-    assert LoRAConfig(target_modules={"v_proj", "q_proj"}) == LoRAConfig(target_modules=("q_proj", "v_proj"))
 
 
 @pytest.mark.parametrize(
@@ -173,15 +140,6 @@ def test_a_new_adapter_changes_nothing_and_shares_the_base(tiny_model):
 
 
 @pytest.mark.heavy
-def test_merged_is_unmerged(tmp_path, tiny_model):
-    model = trained_randomly(add_adapter(tiny_model, LoRAConfig(r=4, lora_alpha=16)))
-    assert np.abs(all_logits(model) - all_logits(tiny_model)).max() > 0.01
-    merged = load_model(save_model(model, tmp_path / "merged"))
-    assert merged.adapter is None
-    np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
-
-
-@pytest.mark.heavy
 def test_an_adapter_of_a_mixtures_dense_layers_survives_the_disk(tmp_path):
     """Its feed-forward part has the names of experts, which are not adapted."""
     mixture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}
@@ -217,38 +175,6 @@ def test_an_adapter_survives_the_disk(tmp_path):
     )
     with pytest.raises(ValueError, match="is a model and not an adapter"):
         load_model(tmp_path / "moved", base=tmp_path / "moved")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.unlink(), "pickled adapters are never loaded"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-50]), "damaged or truncated"),
-        (lambda path: rename_first(path), "it lacks .*does not belong"),
-        (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
-        (lambda path: set_config(path, base_model_name_or_path=None), "does not name the adapter's base"),
-        (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is not a module"),
-    ],
-)
-def test_damaged_adapters(tmp_path, damage, message):
-    save_model(init_model(TINY), tmp_path / "base")
-    save_adapter(add_adapter(load_model(tmp_path / "base"), LoRAConfig(r=3)), tmp_path / "adapter")
-    damage(tmp_path / "adapter" / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        load_model(tmp_path / "adapter")
-
-
-def rename_first(path):
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(path)
-    name = sorted(tensors)[0]
-    save_file({**{k: v for k, v in tensors.items() if k != name}, "other": tensors[name]}, path)
-
-
-def set_config(path, **changes):
-    file = path.with_name("adapter_config.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 # -- training
@@ -309,14 +235,6 @@ def test_an_adapter_goes_on_where_it_was(tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     with pytest.raises(ValueError, match="has an adapter already; merge it first"):
         a_trainer(tmp_path / "both", model=str(tmp_path / "run" / "model"), lora_r=4)
-
-
-def test_the_lines_of_trainable_parameters(tmp_path, capsys):
-    a_trainer(tmp_path, lora_r=2, lora_target_modules=("q_proj",)).print_trainable_parameters()
-    a_trainer(tmp_path).print_trainable_parameters()
-    adapter, whole = capsys.readouterr().out.splitlines()
-    assert adapter == "trainable params: 128 || all params: 9,856 || trainable%: 1.2987"
-    assert whole == "trainable params: 9,728 || all params: 9,728 || trainable%: 100.0000"
 
 
 @pytest.mark.optimized

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models.matmul import cpu_multiplies_bfloat16, dense_linear, matmul, matmul_nt
+from groupax.models.matmul import cpu_multiplies_bfloat16, matmul, matmul_nt
 from tests.conftest import rest_heavy
 
 
@@ -53,17 +53,6 @@ def test_products_of_bfloat16_add_up_in_float32(kind_of_cpu, batch, M, K, N, tra
         np.testing.assert_allclose(
             np.asarray(grad, np.float32) / scale, np.asarray(wanted, np.float32) / scale, atol=0.02
         )
-
-
-def test_a_linear_layer_keeps_leading_dims_and_dtype(kind_of_cpu):
-    x, weight = factors((2, 3, 8), (5, 8))
-    y = dense_linear(x, weight)
-    assert y.shape == (2, 3, 5)
-    assert y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(y, np.float32), np.einsum("abi,oi->abo", *(np.asarray(each, np.float32) for each in (x, weight))),
-        rtol=0.01, atol=0.01,
-    )  # fmt: skip
 
 
 @pytest.mark.optimized

@@ -42,14 +42,6 @@ def quantized_folder(folder, scales=(118, 128)):
     return quantized
 
 
-def test_each_byte_has_two_numbers_times_a_power_of_two():
-    blocks = np.arange(16, dtype=np.uint8).reshape(1, 1, 1, 16) * 16 + 9
-    [[out]] = dequantize(blocks, np.full((1, 1, 1), 130, np.uint8)).astype(np.float64)
-    upper = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    np.testing.assert_array_equal(out[0::2], -0.5 * 8)
-    np.testing.assert_array_equal(out[1::2], np.concatenate([upper, -upper]) * 8)
-
-
 @pytest.mark.heavy
 def test_weights_of_4_bits_are_dequantized_as_they_are_read(tmp_path):
     quantized = quantized_folder(tmp_path / "quantized")

@@ -67,32 +67,6 @@ def test_norms_keep_their_input_and_one_or_two_numbers_per_token(kind):
     assert shapes == sorted([(x.shape, "bfloat16"), (weight.shape, "bfloat16"), *statistics])
 
 
-@pytest.mark.parametrize("kind", NORMS)
-def test_norms_work_under_checkpointing_loops_and_shards(kind):
-    x, weight, cotangent = inputs(SHAPES["tokens"], jnp.float32)
-
-    def twice(x, weight):
-        layer = jax.checkpoint(lambda x, weight: (NORMS[kind](x, weight, EPS), None))
-        return jax.lax.scan(layer, x, jnp.stack([weight, weight]))[0]
-
-    def one_by_one(x, weight):
-        return NORMS[kind](NORMS[kind](x, weight, EPS), weight, EPS)
-
-    expected = value_and_gradients(one_by_one, x, weight, cotangent)
-    mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    rows, all_rows = jax.P("dp"), jax.P()
-
-    def shard(x, weight, cotangent):
-        y, d_x, d_weight = value_and_gradients(twice, x, weight, cotangent)
-        return y, d_x, jax.lax.psum(d_weight, "dp")
-
-    sharded = jax.shard_map(
-        shard, mesh=mesh, in_specs=(rows, all_rows, rows), out_specs=(rows, rows, all_rows), check_vma=False
-    )
-    for own, true in zip(jax.jit(sharded)(x, weight, cotangent), expected, strict=True):
-        np.testing.assert_allclose(own, true, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
 def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
+from groupax import LoRAConfig, add_adapter, load_model, save_model
 from groupax.models.layers import linear
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantization_config, quantize_nf4
+from groupax.models.weights.nf4 import Nf4, nf4_bytes, quantization_config, quantize_nf4
 from groupax.models.weights.quantize import decoding_params, dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
 from tests.conftest import rest_heavy
@@ -31,19 +31,6 @@ def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved
     model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
     with pytest.raises(ValueError, match="quantized weights are replicated and cannot be sharded"):
         reshard(model, make_mesh((2, 1, 1, 2, 1)))
-
-
-def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():
-    code = np.array(CODE, np.float32)
-    weight = np.zeros((4, 64), np.float32)
-    weight[:, :16], weight[2:] = 3 * code, 0
-    weight[1, 20:23] = 3 * np.array([0.04, 0.9, -0.62], np.float32)
-    out = np.asarray(dequantize_nf4(quantize_nf4(jnp.asarray(weight)), jnp.float32))
-    scale = out[0, 15] / 3  # of all blocks alike
-    np.testing.assert_allclose(scale, 1.0, rtol=0.02)
-    np.testing.assert_allclose(out[:2, :16], 3 * scale * code[None].repeat(2, 0), rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(out[1, 20:23], 3 * scale * np.array([0.0795803, 1.0, -0.6961928]), rtol=1e-5)
-    assert (out[2:] == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(64, 172), (5, 26), (1, 2), (512, 1024)])
@@ -121,26 +108,6 @@ def test_4_bits_on_disk(saved, tmp_path):
     assert quantization_config("bfloat16")["bnb_4bit_compute_dtype"] == "bfloat16"
 
 
-def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
-    from safetensors.numpy import load_file, save_file
-
-    save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
-    path, name = tmp_path / "nf4" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    tensors = load_file(path)
-    state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"]))
-    for change, message in (
-        ({"blocksize": 128}, "is not quantized to nf4"),
-        ({"shape": [3, 4]}, r"has shape \[3, 4\]"),
-    ):
-        text = np.frombuffer(json.dumps({**state, **change}).encode(), np.uint8)
-        save_file({**tensors, f"{name}.quant_state.bitsandbytes__nf4": text}, path)
-        with pytest.raises(ValueError, match=message):
-            load_model(tmp_path / "nf4")
-    save_file({key: value for key, value in tensors.items() if key != f"{name}.nested_absmax"}, path)
-    with pytest.raises(ValueError, match="not a 4-bit weight with double quantization"):
-        load_model(tmp_path / "nf4")
-
-
 @pytest.mark.drawn(2, "learns")
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -170,29 +137,3 @@ def test_an_adapter_on_4_bits_is_merged_into_their_numbers(saved, tmp_path):
     assert model.params["layers"][0]["up"].dtype == jnp.float32
     merged = load_model(save_model(model, tmp_path / "merged"))
     np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
-
-
-@pytest.mark.long
-def test_qlora_on_stories(stories, tmp_path):
-    """Rewards the letter e; 4-bit base, changes of rank 8."""
-
-    def vowels(completions):
-        return [text.count("e") / max(len(text), 1) for text in completions]
-
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "run"),
-        max_steps=20,
-        prompts_per_step=4,
-        max_completion_length=32,
-        learning_rate=5e-3,
-        lora_r=8,
-        base_weights="nf4",
-        progress_bar="none",
-    )
-    dataset = [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl", "tree")]
-    trainer = GRPOTrainer(str(stories), vowels, args, dataset)
-    trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward"] for line in lines]
-    assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4])
-    assert all(line["rollout/logp_diff_mean"] < 5e-6 for line in lines)
