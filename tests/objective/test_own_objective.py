@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.cli.train import train_defaults
 from groupax.objective.aggregation import seq_mean_token_mean
 from groupax.objective.losses import Loss, find_loss, ppo_clip_loss, ppo_clip_metrics
 from groupax.objective.objective import zero_metrics
@@ -145,16 +144,6 @@ def test_references_name_what_was_given(own):
     assert str(unnamed) == "my_objective:gmpo_loss by groupax.objective.aggregation:seq_mean_token_mean"
     config = GRPOConfig(loss_type=own.GMPO, kl_estimator=own.same_kl)
     assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))).loss_type == "my_objective:GMPO"
-
-
-def test_the_command_line_and_files_take_references(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "recipe: arithmetic\nloss_type: my_objective:GMPO(epsilon=0.2)\nkl_estimator: my_objective:same_kl\n"
-    )
-    defaults = train_defaults(["--config", str(file)])
-    assert defaults.args.loss_type == "my_objective:GMPO(epsilon=0.2)"
-    assert defaults.args.kl_estimator == "my_objective:same_kl"
 
 
 def test_advantages_of_ones_own(own):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model
-from groupax.engine.prompt_logps import score
 from groupax.models.adapted import apply_adapter, changes_of, stack_adapters
 from groupax.models.lora import adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
@@ -92,19 +91,6 @@ def test_rows_of_several_adapters_in_one_batch_are_those_of_each_alone(models):
     assert texts[None] != texts["one"] != texts["two"]
 
 
-@pytest.mark.heavy
-def test_a_row_has_the_same_bits_whatever_the_other_adapters_are():
-    base = a_base()
-    first = adapters_of(base)
-    other = {**first, "two": adapters_of(base, seed=7)["two"]}
-    before, after = (together(an_engine(base, each)) for each in (first, other))
-    for name in (None, "one"):
-        assert [(each.tokens, each.policy_logps) for each in before[name]] == [
-            (each.tokens, each.policy_logps) for each in after[name]
-        ]
-    assert [each.tokens for each in before["two"]] != [each.tokens for each in after["two"]]
-
-
 @pytest.mark.long
 def test_stored_beginnings_are_those_of_the_same_adapter():
     base = a_base()
@@ -119,18 +105,6 @@ def test_stored_beginnings_are_those_of_the_same_adapter():
         [[alone]] = an_engine(model).generate(longer, params)
         assert found.tokens == alone.tokens
         assert (engine.prefixes.num_reused_tokens > reused) == (name == "one")
-
-
-@pytest.mark.heavy
-def test_prompts_have_the_log_probs_of_their_adapter():
-    base = a_base()
-    adapters = adapters_of(base)
-    engine = an_engine(base, adapters)
-    for name, model in {None: base, **adapters}.items():
-        found = score(engine, PROMPTS[:2], 1.0, 2, adapter=name)
-        alone = score(an_engine(model), PROMPTS[:2], 1.0, 2)
-        for one, other in zip(found, alone, strict=True):
-            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
 
 
 @pytest.mark.heavy

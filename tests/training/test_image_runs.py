@@ -23,7 +23,7 @@ from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
 from groupax.models.params import init_params
-from groupax.models.vision.placement import continued, num_features, place_images
+from groupax.models.vision.placement import num_features, place_images
 from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
@@ -220,15 +220,6 @@ def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():
     ends = np.array([3] + [IMAGE] * num_features(config, image))
     with pytest.raises(ValueError, match="ends with an image"):
         check_images(config, a_sequence(ends, place_images(config, ends, [image])))
-
-
-def test_positions_continue_after_images():
-    config = read_config(config_of("qwen3_vl", {}, {}, {})).vision
-    [(ids, placed)] = random_prompts(config, 0, (2,))
-    longer = continued(placed, len(ids) + 3)
-    last = placed.positions[:, -1].max() + 1
-    np.testing.assert_array_equal(longer.positions[:, len(ids) :], np.tile(np.arange(last, last + 3), (3, 1)))
-    np.testing.assert_array_equal(continued(longer, len(ids)).positions, placed.positions)
 
 
 # -- engine and updates

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from groupax.episodes.play import play_episodes
-from groupax.episodes.record import LEFT, Question, Record, remove_records
+from groupax.episodes.record import Question, Record, remove_records
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError
 from groupax.runs.folder import RunFolder
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
-from groupax.tools.runner import Outcome
 from groupax.tools.tool import Step, tool
 from tests.episodes.test_episodes import PROMPT, TOKENIZER, Script, call
 
@@ -232,26 +231,6 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         assert Record(tmp_path, "r").answer(question(index=1, name="f")) == ToolResult("three", 0.5)
     path.write_bytes(b'{"at": 1}\n[]\n\0\0\0\n' + whole + b"\xff\xfe")
     assert Record(tmp_path, "r").answer(question(index=1, name="f")) == ToolResult("two", 0.5, "error", -1.5, True)
-
-
-def test_an_answer_is_for_the_same_call_after_the_same_tokens_only(tmp_path):
-    record = Record(tmp_path, "r")
-    record.add(question(name="f", arguments={"x": 1}), ToolResult("one", 0.5))
-    for other in ({"name": "g"}, {"arguments": {"x": 2}}, {"stream": "cd"}, {"turn": 4}, {"index": 1}):
-        assert record.answer(question(**{"name": "f", "arguments": {"x": 1}, **other})) is None
-    stateful = question(what="act", has_state=True)
-    record.add(stateful, Outcome([[{"role": "user", "content": "x"}], 0.5, False]))
-    assert record.answer(stateful) is None  # its state is not that of a resumed run
-    record.end((1, 2))
-    record.close()
-    again = Record(tmp_path, "r")
-    assert again.answer(stateful) == Outcome([[{"role": "user", "content": "x"}], 0.5, False])
-    left = again.answer(question(what="act", has_state=True, stream="cd"))
-    assert isinstance(left, Outcome)
-    assert left.kind == LEFT
-    again.begin_again((1, 2))
-    assert again.answer(stateful) is None
-    assert again.answer(question(name="f", arguments={"x": 1})) == ToolResult("one", 0.5)
 
 
 def test_records_that_cannot_be_written_do_not_stop_the_run(tmp_path):

@@ -304,18 +304,6 @@ def test_an_adapter_is_trained_instead_of_the_weights(tmp_path):
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.heavy
-def test_devices_change_no_loss(tmp_path):
-    meshes = (None, "1,4,1,1,1", "1,1,1,2,2")
-    runs = [losses_of(a_trainer(tmp_path / str(mesh), mesh=mesh, model=_even_model())) for mesh in meshes]
-    for other in runs[1:]:
-        np.testing.assert_allclose(other, runs[0], atol=1e-5)
-
-
-def _even_model():
-    return init_model({**TINY, "vocab_size": 16, "num_hidden_layers": 1}, seed=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

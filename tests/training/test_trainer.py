@@ -1,7 +1,6 @@
 """The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
 
 import json
-import os
 import re
 from dataclasses import replace
 from typing import get_args
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model
-from groupax.data.tokenizer import last_text
 from groupax.engine.core import EngineCore
 from groupax.errors import RewardError
 from groupax.metrics.completions import is_measured, window_mean
@@ -194,17 +192,6 @@ def test_a_models_own_weights_stay_as_they_are(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.optimized
-@pytest.mark.heavy
-def test_bfloat16_trains_float32_masters(tmp_path):
-    trainer = a_trainer(tmp_path, dtype="bfloat16", learning_rate=1e-6, max_steps=2)
-    start = jax.device_get(trainer.learner.state.params)
-    trainer.train()
-    assert trainer.learner.policy["embed"].dtype == "bfloat16"
-    moved = np.asarray(trainer.learner.state.params["embed"]) - start["embed"]
-    assert 0 < np.abs(moved).max() < 1e-5
-
-
 # -- diagnostics
 
 
@@ -291,24 +278,6 @@ def test_evaluations_tell_rewards_where_the_run_stands_and_what_failed(tmp_path,
     assert caplog.text.count("ZeroDivisionError: ") == 1
 
 
-def test_conversations_whose_messages_have_parts_are_shown(tmp_path, capsys):
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}")
-    contents = [[{"type": "text", "text": row["prompt"]}] for row in PROMPTS]
-    rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
-    a_trainer(tmp_path, dataset=rows, max_steps=1, progress_bar="rich", chat_template=str(template)).train()
-    assert re.search(f"prompt: ({'|'.join(row['prompt'] for row in PROMPTS)})", capsys.readouterr().out)
-
-
-def test_what_a_prompt_ends_with():
-    assert last_text("2+2=") == "2+2="
-    assert last_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "u"
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
-    assert last_text([{"role": "user", "content": parts}]) == "a\nb"
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    assert json.loads(last_text([call])) == call
-
-
 def test_evaluation_needs_a_dataset(tmp_path):
     with pytest.raises(ValueError, match="no eval_dataset to evaluate on"):
         a_trainer(tmp_path).evaluate()
@@ -379,30 +348,6 @@ def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
 
 
 # -- on real weights
-
-
-@pytest.mark.long
-def test_the_quick_start_script(stories, tmp_path, monkeypatch):
-    """TRL's own first example with its import, model, dataset and number of steps changed."""
-    from datasets import Dataset
-
-    monkeypatch.chdir(tmp_path)
-    dataset = Dataset.from_list(
-        [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl")] * 4
-    )
-
-    def reward_len(completions, **kwargs):
-        return [-abs(20 - len(completion)) for completion in completions]
-
-    training_args = GRPOConfig(output_dir="Qwen2-0.5B-GRPO", logging_steps=10, max_steps=1, progress_bar="none")
-    trainer = GRPOTrainer(
-        model=str(stories),
-        reward_funcs=reward_len,
-        args=training_args,
-        train_dataset=dataset,
-    )
-    trainer.train()
-    assert os.listdir("Qwen2-0.5B-GRPO/model")
 
 
 @pytest.mark.optimized

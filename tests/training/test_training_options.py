@@ -1,7 +1,6 @@
 """What the options of a run do in the loop: reuse of rollouts, dynamic sampling, references, masks, bad steps."""
 
 import copy
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -27,11 +26,10 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import merge_rollouts, solved_metrics
+from groupax.metrics.completions import solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
-from groupax.training.packing import Shape
 from tests.conftest import TINY, rest_heavy, steps_started
 
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -122,33 +120,6 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path, caplog
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.drawn(4, "resume")
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"filter_zero_variance": True},
-        {"filter_zero_variance": True, "updates_per_rollout": 2, "prompts_per_step": 2, "beta": 0.05},
-    ],
-    ids=str,
-)
-def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
-    """Another process that is given both goes on exactly as this one would have."""
-    whole = a_trainer(tmp_path / "whole", sometimes, max_steps=6, **settings)
-    whole.train()
-    first = a_trainer(tmp_path / "first", sometimes, max_steps=6, **settings)
-    first.num_steps = 4
-    first.train()
-    second = a_trainer(tmp_path / "second", sometimes, max_steps=6, **settings)
-    second.cursor, second.learner = first.cursor, first.learner
-    second.collector.learner = first.learner
-    second.train()
-    lines = [*lines_of(tmp_path / "first"), *lines_of(tmp_path / "second")]
-    assert lines == lines_of(tmp_path / "whole")
-    for a, b in zip(leaves(whole), leaves(second), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 # -- reference, masks, entropy
 
 
@@ -185,17 +156,6 @@ def test_only_top_entropy_tokens_are_trained_on_however_the_step_is_cut(tmp_path
         # completions of a group begin with the same distribution, so the one at the threshold may be there four times
         assert 0 <= kept - (num_tokens - np.ceil(round((num_tokens - 1) * 0.8, 6))) <= 3
     np.testing.assert_allclose(*grads, rtol=1e-5)
-
-
-@pytest.mark.heavy
-def test_the_entropy_bonus_keeps_the_policy_open(tmp_path):
-    entropies = []
-    for coef in (0.0, 0.3):
-        a_trainer(tmp_path / str(coef), max_steps=15, entropy_coef=coef).train()
-        lines = lines_of(tmp_path / str(coef))
-        entropies.append(lines[-1]["entropy"])
-        assert ("entropy_coef" in lines[0]) == (coef > 0)
-    assert entropies[1] > entropies[0] + 0.3
 
 
 @pytest.mark.heavy
@@ -542,17 +502,6 @@ def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, 
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.heavy
-def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
-    first = a_trainer(tmp_path, max_steps=1, num_generations=16, micro_batch_tokens=4096)
-    first.train()
-    again = {"resume": str(tmp_path / "run"), "micro_batch_tokens": 64}
-    second = a_trainer(tmp_path, max_steps=2, num_generations=16, **again)
-    assert steps_started(second) == [1]
-    sizes = [max(shape.tokens for shape in trainer.learner.shapes) for trainer in (first, second)]
-    assert sizes[1] < sizes[0]
-
-
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 @pytest.mark.parametrize("step", [2, 3, 5])
@@ -646,21 +595,6 @@ def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
     assert 0 < lines[0]["num_tokens"] < lines[1]["num_tokens"] == trainer.cursor.num_tokens
 
 
-def test_failures_and_seconds_of_a_steps_rollouts_add_up():
-    sampled = [
-        {"time/rollout_s": 1.0, "rewards/a/failures": 2.0, "reward": 1.0, "completions/max_length": 3.0, "epoch": 0.1},
-        {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
-        {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
-    ]  # fmt: skip
-    assert merge_rollouts(sampled) == {
-        "time/rollout_s": 6.0,
-        "rewards/a/failures": 3.0,
-        "reward": 2.5,
-        "completions/max_length": 9.0,
-        "epoch": 0.3,
-    }
-
-
 @pytest.mark.heavy
 def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
     def reward(completion_ids, log_metric):
@@ -695,30 +629,3 @@ def test_old_log_probs_have_no_dropout(tmp_path):
     trainer.learner.update = watched
     trainer.train()
     assert max(gaps) < 1e-4
-
-
-@pytest.mark.heavy
-def test_a_step_that_is_begun_anew_forgets_its_rollouts(tmp_path):
-    trainer = a_trainer(tmp_path, dataset=PROMPTS[:4], kind=across(8, 2, 1, 4, 1), max_steps=2, beta=0.05)
-    collect, calls = trainer.collector.collect, []
-
-    def failing(cursor, num_wanted):
-        calls.append(trainer.learner.shapes)
-        if len(calls) == 4:
-            raise OSError("the disk is gone")
-        experience = collect(cursor, num_wanted)
-        if len(calls) == 3:  # as if it had needed another shape
-            trainer.learner.shapes = [*trainer.learner.shapes, Shape(8192, 8192, (2, 24), ((2, 16),))]
-        return experience
-
-    trainer.collector.collect = failing
-    with pytest.raises(OSError, match="the disk is gone"):
-        trainer.train()
-    [folder] = (tmp_path / "run" / "checkpoints").glob("step_000001")
-    state = json.loads((folder / "state.json").read_text())
-    assert state["cursor"]["step"] == 1
-    assert state["log"]["num_sampled_tokens"] == sum(
-        len(row["completion_ids"])
-        for row in pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
-    )
-    assert trainer.learner.shapes == calls[2]
