@@ -29,7 +29,3 @@ def test_log_probs_of_prompts_are_those_of_the_model(tiny_model, temperature):
             assert np.allclose([logp for _, logp in pairs], np.sort(row)[::-1][:3], atol=1e-5)
             assert rank <= 3 or own <= pairs[-1][1]
             assert rank > 3 or own == pairs[rank - 1][1]
-
-
-def test_there_are_few_programs():
-    assert [num_columns(length) for length in (1, PIECE, PIECE + 1, 1000)] == [PIECE, PIECE, 2 * PIECE, 1024]

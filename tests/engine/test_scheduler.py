@@ -63,21 +63,6 @@ def test_shrinking_keeps_every_running_sequence_on_its_shard():
     assert (scheduler.slots_per_shard, scheduler.share) == (2, 1)
 
 
-def test_cancelled_sequences_leave_the_queue():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=2, share=1)
-    waiting = sequences_of(0, 1, 2, 3)
-    scheduler.submit(waiting)
-    scheduler.admit(8)
-    waiting[2].cancel()
-    assert scheduler.cancelled() == [waiting[2]]
-    finish(scheduler, 0, 1)
-    scheduler.admit(8)
-    assert names(scheduler.slots) == [(3, 0), None]
-    waiting[3].finish_reason = "stop"
-    waiting[3].cancel()
-    assert waiting[3].finish_reason == "stop"
-
-
 def test_those_that_are_not_far_make_room_and_begin_again():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2, 3, 3, 4))
@@ -103,28 +88,6 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     assert scheduler.num_blocked() == 5
 
 
-def test_columns_for_another_chunk_are_bounded_by_the_longest_completion():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=2)
-    sequences = sequences_of(0, 1, 2)
-    for sequence, longest in zip(sequences, (40, 200, 50), strict=True):
-        sequence.params = SamplingParams(max_tokens=longest)
-    scheduler.submit(sequences)
-    assert scheduler.num_columns(64) == 64
-    scheduler.admit(8)
-    sequences[1].tokens += [7] * 64
-    assert scheduler.num_columns(64) == 128
-    sequences[1].tokens += [7] * 128
-    assert scheduler.num_columns(64) == 200
-
-
-def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
-    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))
-    assert [first.prompt.tolist() for first in scheduler.admit(2).firsts[0]] == [[1], [2]]
-    assert [first.prompt.tolist() for first in scheduler.admit(2).firsts[0]] == [[3]]
-    assert scheduler.admit(2) is None
-
-
 # -- what the cache may take
 
 
@@ -144,23 +107,6 @@ def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     assert Plan(2000, 4, 64).smaller(CacheShape(8, 8, 128, 512)) == CacheShape(2, 2, 128, 512)
     with pytest.raises(ValueError, match="a completion of 900 tokens after a prompt of 101 tokens"):
         Plan(1500, 4, 64).first_shape(Demand((1,), 100, 900), 1)
-
-
-def test_columns_double_and_follow_what_runs_only_where_that_pays():
-    plan, demand = Plan(max_tokens=10**9, num_layers=4, max_slots=64), Demand((8,), 100, 700)
-    adapting = replace(plan, adapts=True)
-    assert [plan.num_columns(needed, demand, 192) for needed in (32, 193, 700)] == [192, 384, 768]
-    assert [adapting.num_columns(needed, demand, 768) for needed in (32, 193, 385)] == [192, 384, 768]
-    assert [plan.num_columns(needed, demand, 768) for needed in (32, 193, 385)] == [768] * 3
-
-
-def test_batches_of_a_run_have_the_shapes_of_its_largest():
-    plan, expected = Plan(max_tokens=10**9, num_layers=4, max_slots=64), Demand((4,) * 8, 90, 300)
-    batch = Demand((4, 4), 30, 200)
-    assert plan.raised(batch, expected) == expected
-    assert plan.raised(Demand((1, 1), 30, 200), expected) == Demand((1, 1), 90, 300), "groups of another size"
-    assert plan.raised(Demand((4,) * 9, 100, 500), expected) == Demand((4,) * 9, 100, 500)
-    assert replace(plan, adapts=True).raised(batch, expected) == Demand((4, 4), 48, 300), "half of 96 prompt columns"
 
 
 def test_sizes_are_few():
@@ -215,14 +161,6 @@ def lengths(pace, step_s, host_s, number=30, admission_s=0.0):
     return chosen
 
 
-def test_the_first_chunk_of_each_shape_has_one_step_and_one_without_tokens_changes_nothing():
-    pace = Pace(32)
-    assert lengths(pace, 1e-4, 0.0, 3) == [1, 32, 32]
-    assert pace.num_steps(CacheShape(16, 1, 256, 128)) == 1
-    pace.add_chunk(SHAPE, 0, 1.0)
-    assert pace.num_steps(SHAPE) == 32
-
-
 @pytest.mark.parametrize(("step_s", "num_steps"), [(0.2, 1), (0.002, 12), (1e-5, 32)])
 def test_a_chunk_takes_a_moment(step_s, num_steps):
     assert lengths(Pace(32), step_s, 0.0)[-1] == num_steps == max(1, min(32, int(MIN_CHUNK_S / step_s)))
@@ -252,10 +190,3 @@ def test_an_admission_takes_no_longer_than_some_steps():
     assert pace.num_prompts(SHAPE, 2) == 2
     pace.add_admission(1, 5.0)
     assert pace.num_prompts(SHAPE, 64) == 1
-
-
-def test_one_slow_step_of_the_host_changes_little():
-    pace = Pace(1000)
-    lengths(pace, 0.002, 0.001)
-    pace.add_host(60.0)
-    assert pace.target_s < 0.3

@@ -101,21 +101,6 @@ def test_merge_convert_and_quantize(folders, capsys):
     assert not (folder / "x").exists()
 
 
-@pytest.mark.heavy
-def test_a_run_states_itself_in_its_card(tmp_path):
-    trainer = a_trainer(tmp_path, lora_r=2, max_steps=1)
-    trainer.train()
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    for part in (
-        "library_name: peft",
-        "| `rewards` | `count_a` |",
-        "| `optimizer steps` | `1` |",
-        "| `adapter: r` | `2` |",
-        "(training samples of the last step)",
-    ):
-        assert part in card
-
-
 def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
     save_model(init_model({**TINY, "model_type": "qwen2"}), tmp_path / "model")
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
@@ -124,28 +109,6 @@ def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
 
 
 # -- the hub
-
-
-def test_inspect_an_adapter_of_the_hub_by_its_settings(folders, monkeypatch, capsys):
-    """Reads both from the hub's cache, without weights and without access to the hub."""
-    import huggingface_hub
-
-    folder, model = folders
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
-    for name, file in (("base", "config.json"), ("adapter", "adapter_config.json")):
-        content = json.loads((folder / name / file).read_text())
-        if name == "adapter":
-            content["base_model_name_or_path"] = "me/base"
-        snapshot = folder / "hub" / f"models--me--{name}" / "snapshots" / ("0" * 40)
-        snapshot.mkdir(parents=True)
-        (snapshot / file).write_text(json.dumps(content))
-        (snapshot.parents[1] / "refs").mkdir()
-        (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
-    assert main(["inspect", "me/adapter"]) == 0
-    trained = sum(x.size for x in leaves(model.adapter.trained))
-    assert f"trainable params: {trained:,} ||" in capsys.readouterr().out
-    assert main(["inspect", "me/base"]) == 0
-    assert "trainable%: 100.0000" in capsys.readouterr().out
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -322,15 +285,6 @@ def test_a_wrong_token_and_none(folders, hub):
 
 
 @pytest.mark.heavy
-def test_a_connection_that_drops_once_is_not_noticed(folders, hub):
-    folder, _ = folders
-    hub.drop = 1
-    done = push(hub, folder / "base", "me/base")
-    assert done.returncode == 0, done.stderr
-    assert hub.repos["me/base"]["model.safetensors"] == (folder / "base" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.heavy
 def test_an_upload_that_broke_off_goes_on(folders, hub):
     folder, _ = folders
     before = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}
@@ -346,20 +300,6 @@ def test_an_upload_that_broke_off_goes_on(folders, hub):
     assert push(hub, folder / "base", "me/base").returncode == 0
     assert hub.num_puts == 1, "what had arrived is not sent again"
     assert hub.repos["me/base"] == uploaded(folder / "base")
-
-
-@pytest.mark.long
-def test_a_lost_connection_is_reported(folders, hub):
-    folder, _ = folders
-    hub.drop = 1000
-    started_s = time.perf_counter()
-    failed = push(hub, folder / "base", "me/base")
-    assert failed.returncode == 1
-    assert "the upload of" in failed.stderr
-    assert "was interrupted" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert time.perf_counter() - started_s < 100
-    assert not hub.repos
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's own client

@@ -61,64 +61,6 @@ def chunk():
     return GpuProgram(HLO, parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
 
 
-def test_instructions_have_their_types_and_origins(hlo):
-    module = hlo.parse_hlo(HLO)
-    call = module.computations["body"]["pallas_call.1"]
-    assert (call.opcode, call.target) == ("custom-call", "__gpu$xla.gpu.triton")
-    assert call.op_name == "jit(chunk)/while/body/pallas_call"
-    assert module.lines[call.frame] == "/repo/groupax/engine/decode.py:77"
-    assert call.arrays == (hlo.Array("bf16", (64, 8)),)
-    assert call.operands == ("cache.1", "weight.1")
-    loop = module.computations["main"]["while.1"]
-    assert [str(array) for array in loop.arrays] == ["s32[]", "bf16[64,1024]", "bf16[1024,1024]"]
-    assert loop.trip_count is None
-    assert module.computations["many"]["while.2"].trip_count == 4
-    assert module.computations["fused_update"]["update.1"].operands == ("param_0", "slice.1", "constant_1", "param_2")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_bytes"),
-    [("pred", 24), ("s4", 12), ("bf16", 48), ("f8e4m3fn", 24), ("f32", 96), ("c64", 192), ("token", 0)],
-)
-def test_arrays_have_the_bytes_of_their_dtypes(dtype, num_bytes, hlo):
-    assert hlo.Array(dtype, (2, 3, 4)).num_bytes == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("scope", "name", "read", "written"),
-    [
-        ("body", "gemm.1", 2 * (64 * 1024 + 1024 * 1024), 4 * 64 * 1024),
-        ("body", "pallas_call.1", 2 * (64 * 1024 + 1024 * 1024), 2 * 64 * 8),
-        ("body", "copy.1", 2 * 64 * 1024, 2 * 64 * 1024),
-        ("body", "update.2", 2 * 64 + 4, 2 * 64),  # one of eight columns, into the cache in place, and an index
-        ("few", "fusion.4", 4 * 64 * 1024, 8 * 64 * 1024),
-        ("many", "fusion.3", 4 * 64 * 1024, 4),
-        ("body", "weight.1", 0, 0),
-    ],
-)
-def test_slices_and_updates_in_place_move_only_their_elements(scope, name, read, written, hlo):
-    module = hlo.parse_hlo(HLO)
-    computation = module.computations[scope]
-    assert module.traffic(computation[name], computation) == (read, written)
-
-
-def test_what_a_kernel_updates_in_place_is_not_written(hlo):
-    aliased = HLO.replace('triton", ', 'triton", output_to_operand_aliasing={{1}: (0, {})}, ', 1)
-    aliased = aliased.replace(
-        "pallas_call.1 = bf16[64,8]{1,0}", "pallas_call.1 = (bf16[64,8]{1,0}, bf16[64,1024]{1,0})"
-    )
-    body = hlo.parse_hlo(aliased).computations["body"]
-    assert len(body["pallas_call.1"].arrays) == 2
-    assert hlo.parse_hlo(aliased).traffic(body["pallas_call.1"], body)[1] == 2 * 64 * 8
-
-
-def test_matmuls_within_fusions_are_counted(hlo):
-    module = hlo.parse_hlo(HLO)
-    body = module.computations["body"]
-    assert module.flops(body["gemm.1"], body) == 2 * 64 * 1024 * 1024
-    assert module.flops(body["copy.1"], body) == 0
-
-
 def test_a_text_that_is_not_hlo_is_refused(hlo):
     with pytest.raises(ValueError, match="not the text of an HLO module: 'module @jit_f'"):
         hlo.parse_hlo("module @jit_f")
@@ -171,38 +113,7 @@ def test_a_folder_without_a_program_is_an_error(tmp_path):
         read_gpu_program(tmp_path, "chunk")
 
 
-def test_products_of_widened_operands_are_found(gate):
-    def products(weight, x):
-        inner = jax.jit(lambda weight, x: jnp.dot(weight.T, x))
-        looped, _ = jax.lax.scan(lambda x, _: (x @ weight.astype(jnp.float32), None), x, None, length=3)
-        narrow = jnp.dot(weight, weight, preferred_element_type=jnp.float32)
-        return inner(weight.astype(jnp.float32), x), looped, x @ x, narrow
-
-    arrays = (jax.ShapeDtypeStruct((8, 8), dtype) for dtype in (jnp.bfloat16, jnp.float32))
-    assert gate.count_widened_products(jax.jit(products).lower(*arrays)) == 2
-
-
 # -- the table
-
-
-def test_worse_numbers_are_said_with_both_values(gate):
-    known = {"kernels of a layer": 21, "temporary MB": 233.6, "calls": {"__cudnn$fmhaSoftmax": 2}, "host visits": 2}
-    found = {"kernels of a layer": 22, "temporary MB": 233.7, "calls": {}, "host visits": 0, "sorts": 1}
-    worse, better = gate.differences(found, known)
-    assert worse == [
-        "kernels of a layer: 21 in the table, now 22",
-        "calls: {'__cudnn$fmhaSoftmax': 2} in the table, now {}",
-        "sorts: None in the table, now 1",
-    ]
-    assert better == ["host visits: 2 in the table, now 0"]
-
-
-def test_what_a_layer_adds_is_the_difference(gate):
-    numbers = [{"kernels": n, "temporary MB": m, "MB moved": 2.0 * m, "sorts": 0} for n, m in ((83, 5.0), (104, 6.5))]
-    split = gate.by_layer(*numbers, layers=2)
-    assert (split["kernels of a layer"], split["kernels outside layers"]) == (21, 41)
-    assert (split["temporary MB of a layer"], split["temporary MB outside layers"]) == (1.5, 2.0)
-    assert "kernels" not in split
 
 
 # -- temporary memory

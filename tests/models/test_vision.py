@@ -132,30 +132,6 @@ def test_images_are_told_apart_by_their_pixels_and_grid():
 # -- features
 
 
-def a_model(family, seed=0):
-    model = init_model(config_of(family, {}, {}, {}), seed)
-    rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), model.params)
-    return model.config, params
-
-
-@pytest.mark.heavy
-def test_features_do_not_depend_on_the_other_images_of_a_batch():
-    config, params = a_model("qwen3_vl")
-    rng = np.random.default_rng(1)
-    images = [random_image(config.vision, rng) for _ in range(3)]
-    features = []
-    for each in (images, images[2:]):
-        batch, firsts = batch_images(config.vision, each)
-        encoded = jax.jit(encode_images, static_argnums=0)(config.vision, params["vision"], batch)
-        features.append(np.asarray(encoded)[:, firsts[-1] :])
-    num = images[-1].patches.shape[1] // config.vision.patches_per_feature
-    for own in features[1:]:
-        np.testing.assert_allclose(own[:, :num], features[0][:, :num], atol=1e-5)
-    assert features[0].shape[0] == config.num_feature_levels
-    assert all(np.isfinite(own).all() for own in features)
-
-
 def test_images_that_do_not_fit_a_model_are_refused():
     config = read_config(config_of("smolvlm", {}, {}, {})).vision
     with pytest.raises(ValueError, match="no images to encode"):

@@ -81,24 +81,6 @@ def by_returns(discount=1.0, scale="none"):
     return lambda rows: return_advantages(rows, np.ones(1), len(rows), scale, discount).turns
 
 
-def of_whole_group(rows):
-    """Returns minus their mean over all rows alive, the own one included."""
-    returns = [np.cumsum(row[::-1, 0])[::-1] for row in rows]
-    means = [np.mean([g[t] for g in returns if len(g) > t]) for t in range(max(map(len, returns)))]
-    return [g - means[: len(g)] for g in returns]
-
-
-def normalized_by_turn(rows):
-    """Rewards of each turn index in standard deviations of that index, summed from each turn on (verl #7244)."""
-    normalized = [np.zeros(len(row)) for row in rows]
-    for t in range(max(map(len, rows))):
-        alive = [i for i, row in enumerate(rows) if len(row) > t]
-        values = np.array([rows[i][t, 0] for i in alive])
-        for i, value in zip(alive, (values - values.mean()) / (values.std() + 1e-4), strict=True):
-            normalized[i][t] = value
-    return [np.cumsum(values[::-1])[::-1] for values in normalized]
-
-
 def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 

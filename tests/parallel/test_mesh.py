@@ -193,49 +193,6 @@ def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
         assert line["difference"] < 1e-5, line
 
 
-@pytest.mark.parametrize(
-    ("change", "shape", "replicated", "message"),
-    [
-        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) is not divisible by tp=4.*mesh_replicate kv_heads"),
-        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) is not divisible by fsdp=4"),
-        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, latent, vocab, heads"),
-        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) is not divisible"),
-        (
-            {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
-            (1, 1, 1, 1, 4),
-            (),
-            "the 6 heads of each device are not divisible",
-        ),
-    ],
-)
-def test_what_does_not_divide_is_told(change, shape, replicated, message):
-    with pytest.raises(ValueError, match=message):
-        init_model({**TINY, **change}, mesh=make_mesh(shape), replicated=replicated)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mesh": "2,2"}, "five numbers"),
-        ({"mesh": "1,x,1,1,1"}, "five numbers"),
-        ({"mesh": "-1,-1,1,1,1"}, "one may be -1 for the rest"),
-        ({"mesh": "0,1,1,1,1"}, "at least 1"),
-        ({"mesh_dcn": "2,-1,1,1,1"}, r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"),
-    ],
-)
-def test_mesh_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig(**settings)
-
-
-def test_a_mesh_has_all_devices():
-    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 needs 3 devices, but there are 4"):
-        make_mesh((3, 1, 1, 1, 1))
-    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 needs a multiple of 3 devices, but there are 4"):
-        make_mesh((3, -1, 1, 1, 1))
-    assert dict(make_mesh((1, -1, 1, 2, 1)).shape) == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
-
-
 @dataclass(frozen=True)
 class Device:
     id: int
@@ -258,18 +215,6 @@ def test_slices_lie_along_the_axes_that_are_asked_for():
     mesh = make_mesh((1, -1, 1, 1, 1), devices, dcn=(1, 2, 1, 1, 1))
     assert [d.slice_index for d in mesh.devices.flat] == [0] * 4 + [1] * 4
     assert decoding_mesh(mesh, 4).devices.shape == (2, 1, 1, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dcn", "told"),
-    [
-        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) is not divisible by 2 slices.*mesh_dcn"),
-        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 needs 4 slices, but the devices belong to 2"),
-    ],
-)
-def test_meshes_that_slices_cannot_have(shape, dcn, told):
-    with pytest.raises(ValueError, match=told):
-        make_mesh(shape, devices_of_slices(2, 4), dcn)
 
 
 def test_by_default_slices_lie_along_the_first_axis():

@@ -282,20 +282,6 @@ def test_processes_that_do_not_connect_are_named(monkeypatch):
         accept_peers(listener, secret, 3)
 
 
-@pytest.mark.parametrize(
-    ("host", "bound"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("192.0.2.7", None), ("no.invalid", None)],
-)
-def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
-    assert own_address(host) == bound
-    address = f"[{host}]:5" if ":" in host else f"{host}:5"
-    told = _bind_address({"coordinator_address": address, "process_id": 0})
-    assert told == (
-        {} if bound is None else {"coordinator_bind_address": f"[{bound}]:5" if ":" in bound else f"{bound}:5"}
-    )
-    assert _bind_address({"coordinator_address": address, "process_id": 1}) == {}
-
-
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
     monkeypatch.setattr("groupax.parallel.processes.CONNECT_S", 0.1)
     with pytest.raises(RunError, match=r"process 1 cannot reach process 0 on port \d+ .*127.0.0.1"):
