@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax import GRPOConfig, SamplingParams
+from groupax import SamplingParams
 from groupax.engine.sampling import sample
 from groupax.models.decoder import logits
 from tests.training.test_trainer import a_trainer
@@ -147,8 +147,6 @@ def test_constraints_that_make_no_sense_are_refused(tiny_model):
         SamplingParams(regex="a", json_schema="{}")
     with pytest.raises(ValueError, match="needs a tokenizer"):
         engine_of(tiny_model).sequences(PROMPTS, SamplingParams(regex="a", max_tokens=9))
-    with pytest.raises(ValueError, match="with regex completions are sampled from another distribution"):
-        GRPOConfig(regex="a")
 
 
 @pytest.mark.heavy

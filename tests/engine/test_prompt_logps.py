@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.engine.prompt_logps import PIECE, compile_for, num_columns, score
+from groupax.engine.prompt_logps import compile_for, score
 from groupax.models.decoder import logits
 
 from .test_engine import engine_for

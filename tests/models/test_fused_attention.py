@@ -315,8 +315,6 @@ def test_where_there_is_none_auto_is_plain_and_fused_an_error(device, change, dt
 def test_a_run_is_refused_before_it_starts(tiny_model):
     with pytest.raises(ValueError, match="'fused', but there is no fused attention for a cpu device"):
         Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation="fused")), 1)
-    with pytest.raises(ValueError, match="attn_implementation must be one of auto, plain, fused, got 'flash'"):
-        GRPOConfig(attn_implementation="flash")
     for asked in ("auto", "plain"):
         assert (
             Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation=asked)), 1).execution.attention is None

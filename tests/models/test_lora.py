@@ -13,8 +13,6 @@ from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapte
 from groupax.models.adapted import AdaptedWeight, apply_adapter
 from groupax.models.decoder import logits
 from groupax.models.lora import adapter_specs, as_lora_config, count_params
-from groupax.training.batch import pack
-from groupax.types import Row
 from tests.conftest import TINY
 from tests.training.test_trainer import a_trainer, lines_of
 

@@ -19,16 +19,15 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import groupax
-from groupax import GRPOConfig, LoRAConfig, SFTConfig, add_adapter, init_model, load_model, save_adapter, save_model
+from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.families import read_config
 from groupax.models.flops import find_config
 from groupax.models.weights.saving import source_folders
 from groupax.rewards.model import RewardModel
-from groupax.runs.model_card import SFT, derived_card, license_of, run_card
-from groupax.storage.model_json import CONFIG, GENERATION, MAX_LAYERS
+from groupax.runs.model_card import derived_card, license_of, run_card
+from groupax.storage.model_json import CONFIG, GENERATION
 from groupax.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer

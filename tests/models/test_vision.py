@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,14 +11,13 @@ from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapte
 from groupax.models.families import VISION_FAMILIES, read_config
 from groupax.models.lora import adapter_specs
 from groupax.models.vision.placement import make_image, place_images
-from groupax.models.vision.tower import batch_images, encode_images
+from groupax.models.vision.tower import batch_images
 
 from .test_lora import trained_randomly
 from .vision_models import (
     IMAGE,
     config_of,
     our_logits,
-    random_image,
     random_prompts,
     torch_logits,
     torch_model,

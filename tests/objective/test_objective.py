@@ -135,11 +135,15 @@ def given_for(settings, batch, on_policy=False, top_entropy=False):
     return {name: None if name in absent else x for name, x in batch.items()}
 
 
-def loss_of(batch, settings, counts=None, entropy_coef=0.0):
+def objective_of(batch, settings, counts=None, entropy_coef=0.0):
     counts = counts or counts_of(np.asarray(batch["mask"]))
     batch = {name: None if x is None else jnp.asarray(x) for name, x in batch.items()}
     logp, entropy = batch.pop("logp"), batch.pop("entropy")
-    return policy_objective(logp, entropy, LossInputs(**batch), counts, settings, entropy_coef)[0]
+    return policy_objective(logp, entropy, LossInputs(**batch), counts, settings, entropy_coef)
+
+
+def loss_of(*of):
+    return objective_of(*of)[0]
 
 
 def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
@@ -230,8 +234,9 @@ def test_loss_is_the_formula(make, loss_type, case):
         coef = 0.3 if settings.entropy_bonus else 0.0
         expected = numpy_loss(batch, settings, top_entropy, coef)
         np.testing.assert_allclose(loss_of(given, settings, None, coef), expected, rtol=2e-5)
-    jitted = jax.jit(lambda logp: loss_of({**given, "logp": logp}, settings, counts_of(batch["mask"]), coef))
-    np.testing.assert_allclose(jitted(jnp.asarray(batch["logp"])), expected, rtol=2e-5)
+    loss, metrics = jax.jit(lambda logp: objective_of({**given, "logp": logp}, settings, None, coef))(batch["logp"])
+    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    assert jax.tree.structure(metrics) == jax.tree.structure(zero_metrics(settings))
 
 
 @pytest.mark.drawn(12)
@@ -299,18 +304,14 @@ def test_tokens_of_the_environment_have_no_gradient_and_no_effect(loss_type, cas
             lambda x: loss_of({**batch, "logp": x[0], "entropy": x[1]}, settings, counts, 0.3 * settings.entropy_bonus)
         )(jnp.stack([batch["logp"], batch["entropy"]]))
 
-    def others(x):
-        return (
-            None
-            if x is None or x.dtype == bool
-            else np.where(mask, x, -50 + 20 * np.cos(np.arange(x.size)).reshape(x.shape))
-        )
+    def others(name, x):
+        return np.where(mask, x, np.inf) if name.endswith("logp") or name == "entropy" else x
 
     loss, grads = value_and_grads(batch)
     assert not np.asarray(grads)[:, ~mask].any()
     assert np.asarray(grads)[0, mask].any()
     other_loss, other_grads = value_and_grads(
-        {name: x if others(x) is None else others(x) for name, x in batch.items()}
+        {name: None if x is None else others(name, x) for name, x in batch.items()}
     )
     np.testing.assert_array_equal(other_loss, loss)
     np.testing.assert_array_equal(other_grads, grads)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.config import GRPOConfig
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
@@ -108,9 +107,3 @@ def test_metrics_in_trls_definitions_are_the_recorded_ones(case):
     reported |= {name: float(value) for name, value in (metrics.minima | metrics.maxima).items()}
     for name in set(case["metrics"]) & expected:
         np.testing.assert_allclose(reported[name], case["metrics"][name], atol=1e-5, err_msg=name)
-
-
-def test_cispo_without_a_cap_is_refused_where_trl_takes_epsilon():
-    with pytest.raises(ValueError, match=r"caps the ratio itself.*epsilon = 0\.2"):
-        GRPOConfig(loss_type="cispo")
-    assert GRPOConfig(loss_type="cispo", epsilon_high=0.2).epsilon_high == 0.2

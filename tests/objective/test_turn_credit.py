@@ -92,7 +92,7 @@ def test_advantages_by_returns_give_the_exact_policy_gradient(G):
     np.testing.assert_allclose(expected_gradient(by_returns(0.6), G), exact_gradient(0.6), atol=1e-12)
 
 
-def test_other_baselines_and_divisors_do_not():
+def test_a_divisor_of_each_group_turns_it_a_little():
     exact = exact_gradient()
     logits = np.concatenate(LOGITS)
     step = 1e-5  # the exact gradient is the derivative of the expected reward
@@ -102,8 +102,6 @@ def test_other_baselines_and_divisors_do_not():
 
     slopes = [(reward(logits + d) - reward(logits - d)) / (2 * step) for d in step * np.eye(len(logits))]
     np.testing.assert_allclose(slopes, exact, atol=1e-9)
-    assert cosine(expected_gradient(of_whole_group, 3), exact) < 0.99
-    assert cosine(expected_gradient(normalized_by_turn, 3), exact) < 0  # it even points away
     assert 0.9 < cosine(expected_gradient(by_returns(scale="group"), 3), exact) < 1 - 1e-4
 
 

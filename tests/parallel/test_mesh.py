@@ -193,6 +193,28 @@ def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
         assert line["difference"] < 1e-5, line
 
 
+@pytest.mark.parametrize(
+    ("change", "shape", "replicated", "message"),
+    [
+        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) is not divisible by tp=4.*mesh_replicate kv_heads"),
+        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) is not divisible by fsdp=4"),
+        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, latent, vocab, heads"),
+        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) is not divisible"),
+        (
+            {"num_attention_heads": 6, "head_dim": 8},
+            (1, 1, 1, 1, 4),
+            (),
+            "the 6 heads of each device are not divisible",
+        ),
+        ({}, (3, 1, 1, 1, 1), (), "mesh 3,1,1,1,1 needs 3 devices, but there are 4"),
+        ({}, (3, -1, 1, 1, 1), (), "mesh 3,-1,1,1,1 needs a multiple of 3 devices, but there are 4"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(change, shape, replicated, message):
+    with pytest.raises(ValueError, match=message):
+        init_model({**TINY, **change}, mesh=make_mesh(shape), replicated=replicated)
+
+
 @dataclass(frozen=True)
 class Device:
     id: int
@@ -215,6 +237,12 @@ def test_slices_lie_along_the_axes_that_are_asked_for():
     mesh = make_mesh((1, -1, 1, 1, 1), devices, dcn=(1, 2, 1, 1, 1))
     assert [d.slice_index for d in mesh.devices.flat] == [0] * 4 + [1] * 4
     assert decoding_mesh(mesh, 4).devices.shape == (2, 1, 1, 4, 1)
+    for dcn, message in (
+        ((2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) is not divisible by 2 slices.*mesh_dcn"),
+        ((1, 4, 1, 1, 1), r"mesh_dcn 1,4,1,1,1 needs 4 slices, but the devices belong to 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_mesh((1, -1, 1, 1, 1), devices, dcn)
 
 
 def test_by_default_slices_lie_along_the_first_axis():

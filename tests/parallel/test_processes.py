@@ -20,13 +20,11 @@ from groupax.cli.main import main
 from groupax.errors import RunError
 from groupax.launch.program import free_port
 from groupax.parallel.processes import (
-    _bind_address,
     _distributed_arguments,
     _refuse_torchrun,
     accept_peers,
     connect_to_primary,
     listen_for_peers,
-    own_address,
 )
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
