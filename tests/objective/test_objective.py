@@ -142,8 +142,8 @@ def objective_of(batch, settings, counts=None, entropy_coef=0.0):
     return policy_objective(logp, entropy, LossInputs(**batch), counts, settings, entropy_coef)
 
 
-def loss_of(*of):
-    return objective_of(*of)[0]
+def loss_of(batch, settings, counts=None, entropy_coef=0.0):
+    return objective_of(batch, settings, counts, entropy_coef)[0]
 
 
 def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):

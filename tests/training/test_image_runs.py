@@ -25,20 +25,26 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.params import init_params
 from groupax.models.vision.placement import num_features, place_images
 from groupax.models.weights.checkpoint import Model, add_adapter
-from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
-from groupax.trainer import GRPOTrainer
 from groupax.training.batch import pack
 from groupax.training.learner import Learner
 from groupax.types import Row
-from tests.conftest import steps_started
-from tests.models.vision_models import IMAGE, config_of, random_prompts
+from tests.conftest import one_device_mesh, steps_started
+from tests.models.vision_models import (
+    IMAGE,
+    QWENS,
+    an_image,
+    config_of,
+    model_folder,
+    random_prompts,
+    two_layers,
+)
+from tests.training.test_trainer import a_trainer
 
 Image = pytest.importorskip("PIL.Image")
 ExifTags = pytest.importorskip("PIL.ExifTags")
 
-from .image_runs import QWENS, an_image, model_folder
 
 FAMILIES = ["smolvlm", "gemma3", *QWENS]
 TARGETS = {
@@ -225,18 +231,21 @@ def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():
 # -- engine and updates
 
 
-def two_layers(family):
-    kinds = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_5" else {}
-    return config_of(family, {"num_hidden_layers": 2, **kinds}, {}, {})
+def a_model(family, scale=5.0):
+    hf = two_layers(family)
+    config, mesh = read_config(hf), one_device_mesh()
+    params = jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, init_params(config, jax.random.key(0), mesh))
+    return Model(config, params, mesh, hf, {})
+
+
+def a_learner(model, **settings):
+    return Learner(model, learner_settings(GRPOConfig(beta=0.0, optimizer="sgd", **settings)), 10)
 
 
 def sampled_rows(family, freeze=True, n=2):
-    hf = two_layers(family)
-    config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
-    params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, init_params(config, jax.random.key(0), mesh))
-    args = GRPOConfig(beta=0.0, freeze_vision_tower=freeze, optimizer="sgd")
-    learner = Learner(Model(config, params, mesh, hf, {}), learner_settings(args), 10)
-    engine = Engine(config, learner.policy, mesh, (), features=learner.features)
+    model = a_model(family)
+    config, learner = model.config, a_learner(model, freeze_vision_tower=freeze)
+    engine = Engine(config, learner.policy, model.mesh, (), features=learner.features)
     prompts = random_prompts(config.vision, 0, (1, 0, 2))
     sequences = engine.sequences([ids for ids, _ in prompts], SamplingParams(n=n, max_tokens=6))
     for each in sequences:
@@ -292,14 +301,10 @@ def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(fam
     _, rows = sampled_rows(family)
     updated = {}
     for rate, tokens in ((0.5, 10_000), (0.5, 24), (0.0, 10_000)):
-        hf = two_layers(family)
-        config, mesh = read_config(hf), make_mesh((1, 1, 1, 1, 1), jax.devices()[:1])
-        model = Model(config, init_params(config, jax.random.key(0), mesh), mesh, hf, {})
-        adapted = add_adapter(model, LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))
+        adapted = add_adapter(a_model(family, 1.0), LoRAConfig(r=4, lora_dropout=rate, target_modules=TARGETS[family]))
         trained = jax.tree.map(lambda x: x + 0.05, adapted.adapter.trained)
         adapted = replace(adapted, adapter=replace(adapted.adapter, trained=trained))
-        args = GRPOConfig(beta=0.0, optimizer="sgd", learning_rate=0.1, micro_batch_tokens=tokens)
-        learner = Learner(adapted, learner_settings(args), 10)
+        learner = a_learner(adapted, learning_rate=0.1, micro_batch_tokens=tokens)
         learner.update(rows)
         updated[rate, tokens] = jax.tree.leaves(learner.state.params["vision"])
     whole, small, without = updated.values()
@@ -357,9 +362,9 @@ def some_rows():
 
 
 def a_run(folder, model, steps, **settings):
-    given = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6, "learning_rate": 1e-3}
-    args = GRPOConfig(output_dir=str(folder), max_steps=steps, progress_bar="none", **{**given, **settings})
-    return GRPOTrainer(model, reward, args, some_rows())
+    given = {"output_dir": str(folder), "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 6}
+    given |= {"learning_rate": 1e-3, "max_steps": steps, "tokenizer": None}
+    return a_trainer(folder, reward, some_rows(), str(model), **given | settings)
 
 
 @pytest.mark.drawn(1)
@@ -367,9 +372,9 @@ def a_run(folder, model, steps, **settings):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_path, family):
     model = model_folder(family, tmp_path / "model")
-    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01, lr_scheduler_type="constant")
+    whole = a_run(tmp_path / "whole", model, 4, updates_per_rollout=2, beta=0.01)
     whole.train()
-    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1, "lr_scheduler_type": "constant"}
+    half = {"updates_per_rollout": 2, "beta": 0.01, "save_steps": 1}
     a_run(tmp_path / "half", model, 3, **half).train()
     resumed = a_run(tmp_path / "half", model, 4, **half, resume=str(tmp_path / "half"))
     assert steps_started(resumed) == [3]
