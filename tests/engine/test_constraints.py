@@ -159,36 +159,6 @@ def sampled(compiler, matcher, rng, most):
     return compiler.tokenizer.decode(tokens), False
 
 
-def is_pet(pet):
-    tags = pet.get("tags", [])
-    is_sound = pet.keys() <= PET["properties"].keys() and pet.get("kind") in PET["properties"]["kind"]["enum"]
-    return is_sound and -3 <= pet["age"] < 120 and len(tags) <= 2 and all(len(tag) <= 3 for tag in tags)
-
-
-def is_tree(tree):
-    return "value" in tree and tree["value"] is None and (tree.get("left") is None or is_tree(tree["left"]))
-
-
-@pytest.mark.parametrize(
-    ("schema", "is_valid"),
-    [
-        (PET, is_pet),
-        (TREE, is_tree),
-        ({"type": "string", "minLength": 2, "maxLength": 4}, lambda text: 2 <= len(text) <= 4),
-        ({"type": ["number", "null"], "minimum": 0.25, "maximum": 3}, lambda x: x is None or 0.25 <= x <= 3),
-        ({"type": "object"}, lambda value: isinstance(value, dict)),
-    ],
-)
-def test_sampled_documents_are_valid(compiler, schema, is_valid):
-    rng, prototype = np.random.default_rng(0), matcher_of(compiler, schema)
-    texts = [
-        text for text, is_whole in (sampled(compiler, prototype.deep_copy(), rng, 60) for _ in range(20)) if is_whole
-    ]
-    assert texts
-    for text in texts:
-        assert is_valid(json.loads(text)), text
-
-
 def test_only_what_spells_text_may_follow(compiler, stories):
     [words] = compiler.masks([(compiler.matcher("regex", "[^a]*"), 0)], 1)
     may_follow = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]

@@ -15,6 +15,7 @@ from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.engine import prefill, scheduler
 from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixCache
+from groupax.engine.prompt_logps import compile_for, score
 from groupax.engine.sampling import History, changed_logits, row_keys, sample, uniforms
 from groupax.engine.sequence import find_stop, text_before_stop
 from groupax.episodes.play import play_episodes
@@ -103,14 +104,6 @@ def test_every_bit_of_a_seed_counts_and_small_ones_are_those_of_jax():
     for seed in (0, 5, 2**32 - 1):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 3), 1), 0)
         np.testing.assert_array_equal(keys[seeds.index(seed)][1], jax.random.key_data(key))
-
-
-def test_greedy_is_the_argmax_of_the_forward_pass(tiny_model):
-    [[greedy]] = engine_for(tiny_model).generate([PROMPTS[3]], SamplingParams(max_tokens=20, temperature=0.0))
-    tokens = np.concatenate([PROMPTS[3], greedy.tokens])
-    out = np.asarray(logits(tiny_model.config, tiny_model.params, jnp.asarray(tokens, jnp.int32)[None]))[0]
-    assert out.argmax(-1)[len(PROMPTS[3]) - 1 : -1].tolist() == greedy.tokens
-    assert greedy.sampler_logps == [0.0] * len(greedy.tokens)
 
 
 def test_stop_token_ends_a_completion_and_belongs_to_it(tiny_model, expected):
@@ -459,29 +452,12 @@ def test_looking_for_stop_texts_decodes_the_end_of_a_long_completion_only():
 
 @pytest.mark.heavy
 def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_text(tiny_model):
-    params = SamplingParams(n=2, max_tokens=24, seed=3, temperature=5.0)
+    params = SamplingParams(max_tokens=24, seed=3, temperature=5.0)
     engine = engine_for(tiny_model, tokenizer=Letters(), max_slots=8)
-    ended = 0
-    for group in engine.generate(PROMPTS, params):
-        for sequence in group:
-            whole = letters(sequence.tokens)
-            for min_tokens in (0, 1, 2, 7, len(sequence.tokens)):
-                stop = (whole[1:3],)  # ends with the second token
-                exempt = len(letters(sequence.tokens[:min_tokens]))
-                start = next(
-                    (at for at in range(len(whole)) if whole.startswith(stop, at) and at + len(stop[0]) > exempt), None
-                )
-                kept = find_stop(letters, sequence.tokens, 0, stop, min_tokens)
-                assert text_before_stop(whole, stop, exempt) == whole[:start]
-                assert (kept is None) == (start is None)
-                assert kept is None or kept > min_tokens
-                ended += kept is not None
-    assert text_before_stop("abcab", ["ab"], 2) == "abc"
-    assert ended > 0
-    [[plain]] = engine.generate(PROMPTS[:1], replace(params, n=1))
-    stop = (letters(plain.tokens)[1:3],)
+    [[plain]] = engine.generate(PROMPTS[:1], params)
+    stop = (letters(plain.tokens)[1:3],)  # ends with the second token
     for min_tokens in (2, 9):
-        wanted = replace(params, n=1, stop=stop, min_tokens=min_tokens)
+        wanted = replace(params, stop=stop, min_tokens=min_tokens)
         [[sequence]] = engine.generate(PROMPTS[:1], wanted)
         exempt = len(letters(sequence.tokens[:min_tokens]))
         assert len(sequence.tokens) > min_tokens
@@ -489,6 +465,7 @@ def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_te
         assert len(sequence.text) >= exempt - len(stop[0])
         [[row]] = play_episodes(engine, Letters(), [{}], PROMPTS[:1], wanted, step=0)
         assert row.text == letters(sequence.tokens), "training sees the stop text"
+    assert text_before_stop("abcab", ["ab"], 2) == "abc"
 
 
 def test_updates_and_cancelling(tiny_model, expected):
@@ -515,18 +492,6 @@ def test_updates_and_cancelling(tiny_model, expected):
         assert sequence.finish_reason in ("abort", "stop", "length")
 
 
-@pytest.mark.heavy
-def test_token_ids_in_every_form(tiny_model):
-    engine, params = engine_for(tiny_model, 1), SamplingParams(max_tokens=4, seed=1)
-    one, both = np.array([5, 6, 7], np.int32), np.array([[5, 6, 7], [8, 9, 3]])
-    expected = tokens_of(engine.generate([one], params))
-    for same in (one, jnp.asarray(one), (5, 6, 7), [5, 6, 7], [(5, 6, 7)], [jnp.asarray(one)], one[None]):
-        assert tokens_of(engine.generate(same, params)) == expected, same
-    for same in (both, jnp.asarray(both), both.tolist(), tuple(map(tuple, both.tolist()))):
-        encoded = engine.encode(same)
-        assert [(ids.tolist(), ids.dtype) for ids in encoded] == [([5, 6, 7], np.int32), ([8, 9, 3], np.int32)]
-
-
 def test_prompts_of_every_kind(tmp_path):
     from groupax import save_model
     from tests.data.test_config_and_data import a_tokenizer
@@ -540,7 +505,16 @@ def test_prompts_of_every_kind(tmp_path):
     ids = engine.encode("abc")[0]
     said, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids, [*ids, *one.tokens]))
     assert said + one.text == whole
-    for same in (["abc"], ids, [ids], ids.tolist(), [{"role": "user", "content": "abc"}]):
+    for same in (
+        ["abc"],
+        ids,
+        [ids],
+        ids.tolist(),
+        (*ids,),
+        jnp.asarray(ids),
+        ids[None],
+        [{"role": "user", "content": "abc"}],
+    ):
         assert engine.generate(same, params)[0][0].tokens == one.tokens, same
     both = engine.generate([[{"role": "user", "content": "abc"}], "abc"], params)
     assert both[0][0].tokens == one.tokens
@@ -692,6 +666,26 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype, bound):
     again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
     assert engine.prefixes.num_reused_tokens > 0
     assert len(again[0][0].tokens) == 20
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_log_probs_of_prompts_are_those_of_the_model(tiny_model, temperature):
+    engine = engine_for(tiny_model, 2 if temperature else 1)
+    prompts = [np.random.default_rng(size).integers(0, 96, size).astype(np.int32) for size in (1, 5, 128, 129, 200)]
+    compile_for(engine, 200)
+    for prompt, found in zip(prompts, score(engine, prompts, temperature, 3, max_pieces=1), strict=True):
+        expected = logits(tiny_model.config, tiny_model.params, jnp.asarray(prompt[None]))[0, :-1] / (
+            temperature or 1.0
+        )
+        expected = np.asarray(jax.nn.log_softmax(expected))
+        assert len(found.logps) == len(found.ranks) == len(found.alternatives) == len(prompt) - 1
+        of_tokens = expected[np.arange(len(prompt) - 1), prompt[1:]]
+        assert np.allclose(found.logps, of_tokens, atol=1e-5)
+        for row, own, rank, pairs in zip(expected, found.logps, found.ranks, found.alternatives, strict=True):
+            assert np.allclose([logp for _, logp in pairs], np.sort(row)[::-1][:3], atol=1e-5)
+            assert rank <= 3 or own <= pairs[-1][1]
+            assert rank > 3 or own == pairs[rank - 1][1]
 
 
 # -- weights in fewer bits, or gathered

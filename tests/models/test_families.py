@@ -13,7 +13,6 @@ from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.models.attention import attend
 from groupax.models.config import ClampedSwiglu, LongRope
 from groupax.models.decoder import causal_hidden, forward, head_weights
-from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
 from groupax.models.families import FAMILIES, read_config, text_config
 from groupax.models.layers import vocabulary_logits
@@ -21,13 +20,10 @@ from groupax.models.rope import frequencies
 from groupax.models.specs import layer_specs
 from groupax.models.weights.quantize import decoding_params
 from groupax.models.weights.tensor_files import TensorFile, own_tensors
-from groupax.objective.aggregation import Denominators
-from groupax.parallel.mesh import make_mesh, num_data_shards
-from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import pack
+from groupax.parallel.mesh import make_mesh
+from groupax.rewards.model import RewardModel
 from groupax.training.state import cast_params
-from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
-from groupax.types import Row
+from groupax.training.step import ROUTER_LOSS
 from tests.conftest import one_device_mesh
 
 BASE = {
@@ -287,37 +283,17 @@ def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
     assert float(load_balancing_loss([even], jnp.ones(4, bool))) == pytest.approx(2.0)
 
 
-@pytest.mark.drawn(1)
 @pytest.mark.heavy
-@pytest.mark.parametrize("coef", [None, 0.0, 3.0])
-def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
+def test_the_router_loss_counts_as_much_as_the_setting_says():
     hf = {**BASE, "model_type": "mixtral", "num_local_experts": 4, **MOE, "num_hidden_layers": 1}
-    rng = np.random.default_rng(1)
-    rows = []
-    for group, prompt_length in enumerate((3, 9, 5, 7)):
-        for length in (6, 11):
-            mask, tokens, zeros = np.ones(length, bool), rng.integers(0, 96, length), np.zeros(length)
-            rows.append(Row(group, rng.integers(0, 96, prompt_length), tokens, mask, zeros, zeros))
-    settings = ObjectiveSettings(router_aux_loss_coef=coef)
-    counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
-
-    def totals_on(mesh):
-        model = init_model(hf, seed=1, mesh=mesh)
-        totals = zero_grads(model.params, config=model.config, settings=settings, mesh=mesh)
-        (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
-        static = {"config": model.config, "settings": settings, "mesh": mesh, "execution": Execution("full")}
-        batch = shard_batch(part.batch, mesh)
-        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        return all_reduce(totals, config=model.config, mesh=mesh)
-
-    one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
-    balance = float(one.metrics.sums[ROUTER_LOSS]) / float(counts.num_tokens)
+    losses = {}
+    for coef in (None, 0.0, 3.0):
+        metrics = after_updates(init_model(hf, mesh=one_device_mesh()), router_aux_loss_coef=coef, beta=0.0)[1]
+        losses[coef] = metrics["loss"]
+    balance = metrics[ROUTER_LOSS]
     assert 2.0 < balance < 2.5
-    assert float(one.loss) == pytest.approx((0.02 if coef is None else coef) * balance, rel=1e-5)
-    assert float(four.loss) == pytest.approx(float(one.loss), rel=1e-5)
-    for a, b in zip(jax.tree.leaves(one.grads), jax.tree.leaves(four.grads), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-    assert (float(jnp.abs(one.grads["layers"][0]["router"]).max()) > 0) == (coef != 0.0)
+    assert losses[3.0] - losses[0.0] == pytest.approx(3.0 * balance, rel=1e-4)
+    assert losses[None] - losses[0.0] == pytest.approx(0.02 * balance, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -534,3 +510,58 @@ def routed_logits(model, tokens):
     flat = jnp.asarray(tokens[0], jnp.int32)
     hidden, _, routings = forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)
     return hidden, routings
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_the_real_model_survives_load_save_load(stories, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = np.load(stories / "greedy_reference.npz")
+    folder = save_model(load_model(stories), tmp_path / "model")
+    tokens = torch.tensor(reference["tokens"][None].astype(np.int64))
+    with torch.no_grad():
+        out, theirs = (AutoModelForCausalLM.from_pretrained(each)(tokens).logits[0] for each in (folder, stories))
+    np.testing.assert_allclose(out, reference["logits"], atol=1e-4)
+    np.testing.assert_allclose(out, theirs, atol=1e-6)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_reward_model_scores_as_in_transformers(tmp_path, model_type):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification
+
+    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
+    config = {**TINY, "model_type": model_type, "head_dim": 8, "vocab_size": 13, "pad_token_id": 0}
+    config |= {
+        "architectures": [f"{architecture}ForSequenceClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "reward"},
+    }
+    model = init_model(config, seed=4)
+    params = {**model.params, "score": 50.0 * model.params["score"]}
+    params["layers"] = [{k: 8.0 * v for k, v in layer.items()} for layer in params["layers"]]
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    folder = save_model(
+        type(model)(model.config, params, model.mesh, model.hf_config, {}), tmp_path / "model", tokenizer
+    )
+    rows = rollouts_of(["abc", "b", "cab" * 30, "hig" * 7, ""])
+    # given, because transformers reads any tokenizer in the folder of a Qwen 2 model as its own kind
+    ours = RewardModel(folder, tokenizer).rewards(rows)
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    ids = [tokenizer(row.prompt + row.text)["input_ids"] for row in rows]
+    longest = max(map(len, ids))
+    with torch.no_grad():
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+        hidden = theirs.model(input_ids=padded, attention_mask=mask).last_hidden_state
+        expected = theirs.score(hidden)[torch.arange(len(ids)), mask.sum(1) - 1, 0].numpy()
+        alone = [theirs(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    np.testing.assert_allclose(ours, alone, atol=1e-4)
+    assert np.ptp(ours) > 0.1

@@ -196,8 +196,8 @@ else:
 """
 
 
-def peers_of_three(end):
-    listener, address = listen_for_peers("127.0.0.1")
+def peers_of_three(end, listening=None):
+    listener, address = listening or listen_for_peers("127.0.0.1")
     command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
     others = [
         subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -256,19 +256,12 @@ def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes(monke
 
 def test_silent_and_foreign_connections_hold_up_no_start():
     listener, address = listen_for_peers("127.0.0.1")
-    hosts, port, secret = address
+    hosts, port, _ = address
     with ExitStack() as strangers:
         silent = [strangers.enter_context(socket.create_connection((hosts[0], port))) for _ in range(3)]
         silent[1].sendall(b"\x00\x00\x00\x20" + b"x" * 32)  # an answer without the secret
         silent[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command = [sys.executable, "-W", "ignore", "-c", PEER]
-        others = [
-            subprocess.Popen([*command, str(own), pickle.dumps(address).hex(), "leave"], stderr=subprocess.PIPE)
-            for own in (1, 2)
-        ]
-        peers = accept_peers(listener, secret, 3)
-        assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
-        peers.all_gather_object(b"")
+        peers, others = peers_of_three("leave", (listener, address))
         peers.leave()
         assert [other.communicate()[1] for other in others] == [b"", b""]
 
@@ -297,37 +290,25 @@ def one_process(place):
 
 
 @pytest.mark.long
-def test_two_processes_are_one_run(place, one_process):
-    statuses, errors = run(place / "two", 2, 2, {"save_steps": 2})
-    assert statuses == [0, 0], errors
-    assert assert_same_run(one_process, place / "two") == {0, 1}
-    # one writes, and the checkpoint goes on in one process as in two
-    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == [
-        "diagnostics.jsonl",
-        "metrics.jsonl",
-    ]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "devices", "mesh"), [(2, 2, "1,4,1,1,1"), (2, 2, "2,1,1,2,1"), (4, 1, "1,-1,1,1,1")]
+    ("number", "devices", "settings"),
+    [
+        (2, 2, {"save_steps": 2}),
+        (2, 2, {"mesh": "1,4,1,1,1"}),
+        (2, 2, {"mesh": "2,1,1,2,1"}),
+        (4, 1, {"mesh": "1,-1,1,1,1"}),
+        (2, 2, {"decoding_tp": 2}),  # within a process
+        (2, 1, {"decoding_tp": 2}),  # over two
+        (2, 1, {"decoding_tp": 2, "mesh": "1,2,1,1,1"}),
+    ],
+    ids=str,
 )
-def test_weights_split_over_processes(place, one_process, number, devices, mesh):
-    folder = place / f"{number}x{mesh}"
-    statuses, errors = run(folder, number, devices, {"mesh": mesh})
+def test_several_processes_are_one_run(tmp_path, place, one_process, number, devices, settings):
+    folder = place / tmp_path.name
+    statuses, errors = run(folder, number, devices, settings)
     assert statuses == [0] * number, errors
     assert len(assert_same_run(one_process, folder)) == number
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("devices", "mesh"), [(2, None), (1, None), (1, "1,2,1,1,1")], ids=["within", "across", "across-fsdp"]
-)
-def test_weights_shared_to_decode_with_in_a_process_and_over_two(place, one_process, devices, mesh):
-    folder = place / f"shared{devices}{mesh}"
-    statuses, errors = run(folder, 2, devices, {"decoding_tp": 2, **({"mesh": mesh} if mesh else {})})
-    assert statuses == [0, 0], errors
-    assert assert_same_run(one_process, folder) == {0, 1}
+    assert {path.name for path in (folder / "run").glob("*.jsonl")} == {"diagnostics.jsonl", "metrics.jsonl"}
 
 
 @pytest.mark.drawn(4, "episodes")
