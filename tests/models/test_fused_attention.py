@@ -193,32 +193,28 @@ def a_model(**change):
     return replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_an_update_by_a_kernel_is_the_same_update(kernel):
-    assert_same_update(a_model(), FusedAttention(kernel, emulated=True))
+GEMMA = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
+UPDATES = {
+    "splash": ({}, {}, None),
+    "cudnn": ({}, {}, None),
+    "windows-and-softcaps": ({**GEMMA, "attn_logit_softcapping": 5.0}, {}, None),
+    "split-heads": ({"num_hidden_layers": 1}, {}, (1, 2, 1, 2, 1)),
+    **{way: ({}, {"gradient_checkpointing": way, "scan_layers": True}, None) for way in ("full", "dots", "all_dots")},
+}
+LONG_UPDATES = ("split-heads", "full", "dots", "all_dots")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("checkpointing", ["full", "dots", "all_dots"])
-def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing):
-    settings = {"gradient_checkpointing": checkpointing, "scan_layers": True}
-    assert_same_update(a_model(), FusedAttention("splash", emulated=True), **settings)
-
-
-@pytest.mark.drawn(3, "fused")
-@pytest.mark.heavy
-def test_windows_and_softcaps_of_a_family():
-    change = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
-    assert_same_update(a_model(**change, attn_logit_softcapping=5.0), FusedAttention("splash", emulated=True))
-
-
-@pytest.mark.long
-def test_devices_that_split_heads_have_kernels_of_their_own_ones():
-    model = a_model(num_hidden_layers=1)
-    split = reshard(model, make_mesh((1, 2, 1, 2, 1)))
-    assert_same_update(model, FusedAttention("splash", emulated=True), split)
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=getattr(pytest.mark, "long" if each in LONG_UPDATES else "heavy")) for each in UPDATES],
+)
+def test_an_update_by_a_kernel_is_the_same_update(name):
+    change, settings, mesh = UPDATES[name]
+    model = a_model(**change)
+    split = None if mesh is None else reshard(model, make_mesh(mesh))
+    kernel = "cudnn" if name == "cudnn" else "splash"
+    assert_same_update(model, FusedAttention(kernel, emulated=True), split, **settings)
 
 
 @pytest.mark.drawn(3, "fused")

@@ -86,18 +86,6 @@ def three_calls(text, sample, turn):
     return call("look", number=10 * turn + sample) * 2 if turn < 3 else f"the end {len(text)}"
 
 
-def test_a_rollout_that_is_played_again_makes_no_recorded_call_again(tmp_path):
-    log = []
-    first = play(three_calls, Record(tmp_path, "rollout_000000"), [counting(log)])
-    assert len(log) == 2 * 3 * 3 * 2
-    second = play(three_calls, Record(tmp_path, "rollout_000000"), [counting(log)])
-    assert len(log) == 36
-    assert rows_of(first) == rows_of(second)
-    third = play(three_calls, Record(tmp_path, "rollout_000001"), [counting(log)], step=1)
-    assert len(log) == 72
-    assert rows_of(first) != rows_of(third)
-
-
 @pytest.mark.parametrize("num_turns", [1, 9, 20])
 def test_a_rollout_that_was_killed_makes_only_the_calls_that_are_missing(tmp_path, num_turns):
     log = []
@@ -163,16 +151,6 @@ class Counter:
 
 def adds(text, sample, turn):
     return "hm" if turn == 1 else call("add", number=sample + 1)
-
-
-def test_environments_of_episodes_that_had_ended_are_not_created_again(tmp_path):
-    Counter.log = []
-    first = play(adds, Record(tmp_path, "r"), environments=Counter)
-    assert {row.finish_reason for group in first for row in group} == {"done"}
-    assert Counter.log.count("reset") == Counter.log.count("close") == 6
-    Counter.log = []
-    assert rows_of(play(adds, Record(tmp_path, "r"), environments=Counter)) == rows_of(first)
-    assert not Counter.log
 
 
 def test_an_episode_that_leaves_its_record_begins_again_with_a_new_environment(tmp_path):

@@ -1,9 +1,7 @@
 """The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
 
 import json
-import re
 from dataclasses import replace
-from typing import get_args
 
 import jax
 import numpy as np
@@ -14,7 +12,6 @@ from groupax.engine.core import EngineCore
 from groupax.errors import RewardError
 from groupax.metrics.completions import is_measured, window_mean
 from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
-from groupax.settings.objective import LossType
 from groupax.types import Row
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
@@ -124,15 +121,6 @@ def test_the_same_seed_gives_the_same_run(tmp_path, settings):
     assert lines_of(tmp_path / "three") != runs[0][0]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_every_loss_trains(tmp_path, loss_type):
-    trainer = a_trainer(tmp_path, loss_type=loss_type, epsilon_high=0.3, num_iterations=2, max_steps=2)
-    start = jax.device_get(trainer.learner.state.params)
-    trainer.train()
-    assert not np.array_equal(start["embed"], trainer.learner.state.params["embed"])
-
-
 def test_columns_reach_the_reward_once_per_completion(tmp_path):
     def reward(prompts, completions, gold):
         assert len(prompts) == len(completions) == len(gold) == 4
@@ -163,17 +151,6 @@ def test_the_run_folder(tmp_path):
     saved = load_model(run / "model")
     np.testing.assert_array_equal(saved.params["embed"], trainer.learner.state.params["embed"])
     assert (run / "model" / "tokenizer.json").is_file()
-
-
-@pytest.mark.heavy
-def test_an_earlier_run_is_moved_aside(tmp_path, caplog):
-    a_trainer(tmp_path, max_steps=1).train()
-    first = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with caplog.at_level("INFO"):
-        a_trainer(tmp_path, max_steps=2).train()
-    assert re.search(r"earlier run in .* is now in .*run\.1", caplog.text)
-    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
-    assert len(lines_of(tmp_path)) == 2
 
 
 def test_a_trainer_that_cannot_be_made_moves_nothing(tmp_path):
