@@ -528,30 +528,6 @@ def test_prompts_of_every_kind(tmp_path):
         engine.generate(ids, SamplingParams(logit_bias={13: 1.0}, max_tokens=8))
 
 
-@pytest.mark.heavy
-def test_a_varied_workload_compiles_few_programs(tiny_model):
-    engine = engine_for(tiny_model, max_slots=8)
-    engine.warmup(30, SamplingParams(n=3, max_tokens=60), num_prompts=8)
-    before = engine.num_programs
-    rng = np.random.default_rng(1)
-    for seed in range(12):
-        params = SamplingParams(
-            n=int(rng.integers(1, 4)),
-            max_tokens=int(rng.integers(1, 60)),
-            temperature=float(rng.choice([0.0, 0.7, 1.0])),
-            top_k=int(rng.choice([0, 5])),
-            top_p=float(rng.choice([1.0, 0.9])),
-            min_p=float(rng.choice([0.0, 0.05])),
-            repetition_penalty=float(rng.choice([1.0, 1.2])),
-            logit_bias={3: 1.0} if seed % 2 else {},
-            logprobs=int(rng.choice([0, 5])),
-            seed=seed,
-        )
-        engine.generate([PROMPTS[i] for i in rng.integers(0, 8, 8)], params)
-    # one, two and several prompts; places of one and of two slots; three lengths of prompts
-    assert engine.num_programs - before <= 12
-
-
 # -- memory
 
 
@@ -719,20 +695,6 @@ def test_weights_that_were_released_take_no_memory(tiny_model, settings, prefix_
     assert len(engine.prefixes) == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.03), ("int8", 0.03), ("float8", 0.1)])
-def test_weights_in_fewer_bits_give_nearly_the_same_log_probs(tiny_model, dtype, bound):
-    params = SamplingParams(n=2, max_tokens=1, temperature=0.0)
-    whole = engine_for(tiny_model, 1).generate(PROMPTS, params)
-    engine = engine_for(tiny_model, 1, weights=dtype)
-    fewer = engine.generate(PROMPTS, params)
-    difference = np.array([a[0].policy_logps[0] - b[0].policy_logps[0] for a, b in zip(fewer, whole, strict=True)])
-    assert 0 < np.abs(difference).max() < bound
-    assert engine.kv_dtype == jnp.float32, "on CPU"
-    engine.params = jax.device_put(jax.tree.map(lambda x: x * 0, tiny_model.params), jax.devices()[0])
-    np.testing.assert_allclose(engine.generate(PROMPTS, params)[0][0].policy_logps, -np.log(96), rtol=1e-3)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_quantized_weights_are_the_nearest_numbers(tiny_model, dtype):
     quantized = decoding_params(tiny_model.config, tiny_model.params, dtype)
@@ -806,25 +768,3 @@ def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
             assert one.finish_reason == other.finish_reason
             assert one.versions == [0] * len(one.tokens)
     assert (session.num_running, session.num_waiting, session._reported, session._finished) == (0, 0, {}, set())
-
-
-@pytest.mark.heavy
-def test_slots_are_kept_that_were_needed_while_others_had_nothing_to_do(tiny_model):
-    engine = engine_for(tiny_model, 1)
-
-    def run(patience):
-        session, num_slots = Session(engine, patience), []
-        requests = [(8, 8), (6, 32), (2, 160)]  # numbers of completions, and of their tokens
-        params = [SamplingParams(n=n, max_tokens=length, seed=length, ignore_eos=True) for n, length in requests]
-        sequences = [sequence for each in params for sequence in engine.sequences([PROMPTS[0]], each)]
-        session.submit(sequences)
-        while session.busy:
-            list(session.step())
-            num_slots += [session._batch.shape.num_slots] if session._batch else []
-        return num_slots, [sequence.tokens for sequence in sequences]
-
-    (at_once, expected), (later, found) = run(0), run(3)
-    print(at_once, later)
-    assert at_once == [8] * 3 + [2] * 16
-    assert later == [16] * 3 + [8] * 4 + [2] * 12
-    assert found == expected

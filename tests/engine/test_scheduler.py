@@ -30,27 +30,6 @@ def finish(scheduler, *slots):
     return scheduler.free_finished()
 
 
-def test_sequences_of_a_prompt_share_prompt_slots_and_shards():
-    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
-    admission = scheduler.admit(8)
-    assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
-    assert [[first.prompt.tolist() for first in firsts] for firsts in admission.firsts] == [[[1]], [[2]]]
-    assert sorted(admission.prompt_slots) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert scheduler.admit(8) is None
-
-
-def test_a_place_is_filled_again_when_its_last_sequence_ends():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2))
-    scheduler.admit(8)
-    assert finish(scheduler, 0) == [0]
-    assert scheduler.admit(8) is None
-    finish(scheduler, 1)
-    scheduler.admit(8)
-    assert names(scheduler.slots) == [(2, 0), (2, 1), (1, 0), (1, 1)]
-
-
 def test_shrinking_keeps_every_running_sequence_on_its_shard():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))

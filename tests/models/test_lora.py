@@ -246,24 +246,6 @@ def test_low_rank_changes_in_bfloat16(tmp_path):
     assert trainer.learner.state.params["layers"][0]["q"].a.dtype == jnp.float32
 
 
-@pytest.mark.heavy
-def test_rollouts_decode_the_adapted_model_in_8_bits(tmp_path):
-    trainer = a_trainer(
-        tmp_path,
-        lora_r=4,
-        decoding_weights="int8",
-        rollout_correction="token_truncate",
-        max_steps=2,
-        learning_rate=3e-2,
-    )
-    trainer.train()
-    trainer.engine.params = trainer.learner.policy
-    q = trainer.engine.params["layers"][0]["q"]
-    assert q.base.qvalue.dtype == jnp.int8
-    np.testing.assert_array_equal(q.change.b, trainer.learner.state.params["layers"][0]["q"].b)
-    assert 0 < lines_of(tmp_path)[1]["rollout/logp_diff_max"] < 0.1
-
-
 # -- dropout
 
 

@@ -1,25 +1,19 @@
 """Loading, saving and running models."""
 
 import json
-import re
 import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-import groupax
 from groupax import init_model, load_model, save_model
 from groupax.models.attention import Prompts, attend, attend_with_prompt
 from groupax.models.config import AttentionConfig
-from groupax.models.decoder import forward, logits
+from groupax.models.decoder import logits
 from groupax.models.families import read_config
-from groupax.models.flops import find_config
 from groupax.models.logprobs import token_logprobs
 from groupax.parallel.mesh import make_mesh
 from groupax.storage.folders import resolve_folder
@@ -49,15 +43,6 @@ def test_sharded_checkpoint_loads(tmp_path, tiny_model, monkeypatch):
     assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
     loaded = load_model(tmp_path / "model")
     np.testing.assert_array_equal(tiny_model.params["embed"], loaded.params["embed"])
-
-
-def test_weights_are_placed_as_the_mesh_says(tmp_path, tiny_model):
-    save_model(tiny_model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", mesh=make_mesh((1, 2, 1, 2, 1)))
-    q = loaded.params["layers"][0]["q"]
-    assert q.sharding.spec == PartitionSpec("tp", "fsdp")
-    assert q.addressable_shards[0].data.shape == (16, 16)
-    np.testing.assert_array_equal(q, tiny_model.params["layers"][0]["q"])
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -133,20 +118,6 @@ def test_a_tied_head_of_another_shape_is_refused(tmp_path, tiny_model):
     rewritten(folder, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING][:-1].copy()})
     with pytest.raises(ValueError, match=r"lm_head.weight has shape \[95, 32\], config.json says \[96, 32\]"):
         load_model(folder)
-
-
-def test_layers_of_one_kind_are_traced_once(tiny_model):
-    config = replace(tiny_model.config, windows=(None, 8, None, 8), ropes=tiny_model.config.ropes[:1] * 4, num_layers=4)
-    params = {**tiny_model.params, "layers": tiny_model.params["layers"][:1] * 4}
-    seen = []
-
-    def attend(attn, cache, q, k, v):
-        seen.append(attn.window)
-        return q, cache + 1
-
-    out = forward(config, params, jnp.arange(5), jnp.arange(5), attend, [jnp.int32(index) for index in range(4)])
-    assert seen == [None, 8]
-    assert [int(cache) for cache in out.caches] == [1, 2, 3, 4]
 
 
 @pytest.mark.heavy
@@ -226,26 +197,6 @@ def test_a_folder_that_is_not_a_model(tmp_path):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="it cannot be downloaded from the hub"):
         load_model("nobody/nothing")
-
-
-@pytest.mark.parametrize("read", [load_model, find_config], ids=["load_model", "find_config"])
-def test_a_path_that_leads_nowhere_is_told_where_it_starts_and_what_is_near(read, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
-    (tmp_path / "notes.zip").write_text("hello")
-    (tmp_path / "models" / "tinny").write_text("no folder")
-    packaged = Path(groupax.__file__).parent / "recipes" / "arithmetic" / "model"
-    here = f"; there is no such folder in the working directory, {tmp_path}"
-    for path, end in {
-        "groupax/recipes/arithmetic/model": f"{here}; did you mean {packaged}?",
-        "./models/tyny": f"{here}; did you mean models/tiny?",
-        "no/such/place": here,
-        f"{tmp_path}/modls": f"; there is no such folder; did you mean {tmp_path}/models?",
-    }.items():
-        with pytest.raises(ValueError, match=f"^{re.escape(path)} is neither a model folder.*'{re.escape(end)}$"):
-            read(path)
-    with pytest.raises(ValueError, match=r"; it is a file$"):
-        load_model("notes.zip")
 
 
 def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch):

@@ -8,17 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import Engine, SamplingParams
-from groupax.episodes.play import play_episodes
-from groupax.errors import RunError
-from groupax.models.adapted import apply_adapter
+from groupax import Engine
 from groupax.models.lora import LoRAConfig, adapter_config_dict
 from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import add_adapter
 from groupax.models.weights.saving import host_tensors, param_leaves
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
-from groupax.serve.dialects import Groupax
 from groupax.serve.loop import EngineLoop
 from groupax.serve.remote import (
     DTYPES,
@@ -33,7 +29,6 @@ from groupax.serve.remote import (
 from tests.serve.test_server import KEY, demo_model, listening, wait_until
 
 LORA = LoRAConfig(r=4, lora_alpha=8, target_modules=("q_proj", "down_proj"))
-PARAMS = SamplingParams(n=3, max_tokens=24, seed=3, temperature=0.9, top_k=30, stop=("</think>",))
 
 
 def perturbed(params, seed):
@@ -107,69 +102,6 @@ def servers():
     yield running
     for each in running:
         each.stop()
-
-
-def groups_of(sampler, tokenizer, prompts, params=PARAMS, step=2):
-    groups = play_episodes(sampler, tokenizer, [{"prompt": ""} for _ in prompts], prompts, params, step)
-    return sorted(groups, key=lambda group: group[0].prompt_index)
-
-
-def assert_same(groups, expected):
-    for group, others in zip(groups, expected, strict=True):
-        for row, other in zip(group, others, strict=True):
-            np.testing.assert_array_equal(row.completion_ids, other.completion_ids)
-            for name in ("policy_logps", "sampler_logps"):  # which the server computes beside other rows
-                np.testing.assert_allclose(getattr(row, name), getattr(other, name), atol=1e-4, rtol=0)
-            assert (row.finish_reason, row.text) == (other.finish_reason, other.text)
-
-
-@pytest.fixture(scope="module")
-def local():
-    """An engine of this process, and prompts."""
-    model, tokenizer = demo_model()
-    engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 27)
-    return engine, engine.encode([f"{number}*(7+{number})=" for number in range(12, 17)])
-
-
-@pytest.mark.heavy
-def test_servers_sample_what_the_engine_here_would(servers, local):
-    engine, prompts = local
-    sampler = RemoteSampler([each.url for each in servers], engine.config, engine.params, engine.eos_ids, api_key=KEY)
-    for seed in (1, 2):
-        sampler.params = engine.params = perturbed(engine.params, seed)
-        assert_same(groups_of(sampler, engine.tokenizer, prompts), groups_of(engine, engine.tokenizer, prompts))
-    assert [each.engine.version for each in servers] == [sampler.version] * 2
-    keyless = RemoteSampler([servers[0].url], engine.config, engine.params, engine.eos_ids)
-    with pytest.raises(RunError, match="the API key is missing or wrong"):
-        groups_of(keyless, engine.tokenizer, prompts)
-
-
-@pytest.mark.heavy
-def test_of_an_adapter_only_the_changes_travel(local, monkeypatch):
-    engine, prompts = local
-    server, (model, _) = Running(), demo_model()
-    sent = []
-    real = Groupax.upload
-    monkeypatch.setattr(Groupax, "upload", lambda self, *args: (sent.append(sorted(args[-1])), real(self, *args))[1])
-    try:
-        adapted = add_adapter(model, LORA)
-        trained = perturbed(adapted.adapter.trained, 1)
-        sampler = RemoteSampler(
-            [server.url], model.config, apply_adapter(adapted.adapter.frozen, trained), engine.eos_ids, adapted.adapter,
-            api_key=KEY,
-        )  # fmt: skip
-        engine = Engine.of(adapted, engine.tokenizer, chunk_steps=8, kv_bytes=1 << 27)
-        engine.params = sampler.params
-        assert_same(groups_of(sampler, engine.tokenizer, prompts), groups_of(engine, engine.tokenizer, prompts))
-        one_layer = perturbed(trained["layers"][0], 2)
-        trained = {**trained, "layers": [one_layer, *trained["layers"][1:]]}
-        sampler.params = engine.params = apply_adapter(adapted.adapter.frozen, trained)
-        assert_same(groups_of(sampler, engine.tokenizer, prompts), groups_of(engine, engine.tokenizer, prompts))
-        assert len(sent[0]) == len(jax.tree.leaves(trained))
-        assert len(sent[1]) == len(jax.tree.leaves(one_layer))
-        assert all(".layers.0." in name for name in sent[1])
-    finally:
-        server.stop()
 
 
 @pytest.mark.heavy
@@ -259,32 +191,6 @@ def test_weights_change_between_two_chunks_and_answers_say_so(servers):
         assert (first, second) == (old, 70)
         assert 0 < num_first < 400
         assert num_first + num_second == 400
-
-
-@pytest.mark.long
-def test_a_server_that_dies_and_comes_back_is_not_missed(local):
-    engine, prompts = local
-    first, second = Running(), Running()
-    port = int(first.url.rpartition(":")[2])
-    try:
-        sampler = RemoteSampler(
-            [first.url, second.url], engine.config, perturbed(engine.params, 4), engine.eos_ids, api_key=KEY
-        )
-        engine.params = sampler.params
-        expected = groups_of(engine, engine.tokenizer, prompts)
-        assert_same(groups_of(sampler, engine.tokenizer, prompts), expected)
-        first.stop()
-        assert_same(groups_of(sampler, engine.tokenizer, prompts), expected)
-        first = Running(port)  # with the weights of its files
-        second.stop()
-        assert_same(groups_of(sampler, engine.tokenizer, prompts), expected)
-        first.stop()
-        sampler.patience_s = 0.3
-        with pytest.raises(RunError, match=r"no server has sampled for 0 s.*Connection refused"):
-            groups_of(sampler, engine.tokenizer, prompts)
-    finally:
-        for each in (first, second):
-            each.stop()
 
 
 @pytest.mark.heavy

@@ -27,7 +27,6 @@ from groupax.models.vision.placement import num_features, place_images
 from groupax.models.weights.checkpoint import Model, add_adapter
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
-from groupax.training.batch import pack
 from groupax.training.learner import Learner
 from groupax.types import Row
 from tests.conftest import one_device_mesh, steps_started
@@ -312,21 +311,6 @@ def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(fam
         np.testing.assert_allclose(a, b, atol=1e-6)
     for other in (without, jax.tree.leaves(trained["vision"])):
         assert max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) > 1e-5
-
-
-def test_equal_images_of_a_micro_batch_are_encoded_once():
-    config = read_config(config_of("smolvlm", {}, {}, {}))
-    [(ids, placed)] = random_prompts(config.vision, 0, (1,))
-    nothing = np.zeros(2, np.float32)
-    rows = [
-        Row(group, ids, np.array([4, 5], np.int32), np.ones(2, bool), nothing, nothing, images=placed)
-        for group in range(3)
-    ]
-    [part], _ = pack(rows, 1, 10_000, vision=config.vision)
-    assert [len(own) for own in part.images] == [1]
-    index = part.batch.ragged.images.feature_index
-    assert (index >= 0).sum() == 3 * sum(placed.num_tokens)
-    assert index.max() + 1 == sum(placed.num_tokens)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from groupax import LoRAConfig, add_adapter, load_model, save_model
 from groupax.models.layers import linear
 from groupax.models.weights.checkpoint import reshard
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, quantization_config, quantize_nf4
-from groupax.models.weights.quantize import decoding_params, dense, is_quantized, quantizer
+from groupax.models.weights.quantize import dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
-from tests.conftest import rest_heavy
 from tests.models.test_lora import a_base, all_logits, leaves, trained_randomly
 
 from .test_trainer import a_trainer, lines_of
@@ -73,19 +72,6 @@ def test_the_backward_pass_makes_the_numbers_again():
     x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
     memory = jax.jit(jax.grad(loss)).lower(x, [quantized] * 16).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6e6
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("kind", rest_heavy(KINDS))
-def test_loading_quantizes_the_layers_matrices(saved, kind):
-    plain, model = load_model(saved), load_model(saved, weights=kind)
-    layer = model.params["layers"][1]
-    assert is_quantized(layer["q"])
-    assert layer["attention_norm"].dtype == jnp.float32
-    assert not is_quantized(model.params["embed"])
-    assert 0 < np.abs(all_logits(model) - all_logits(plain)).max() < 3
-    with pytest.raises(ValueError, match="weights are quantized already"):
-        decoding_params(model.config, model.params, "bfloat16")
 
 
 @pytest.mark.heavy

@@ -1,6 +1,5 @@
 """Rollout routing replay: the engine records the experts of each token, and an update chooses the same."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -102,31 +101,6 @@ def test_an_update_follows_what_another_engine_recorded_and_agrees_with_its_own(
         np.testing.assert_array_equal(experts, record)
     assert any((experts != record).any() for experts, record in zip(routers, recorded, strict=True))
     assert max(np.abs(a - b).max() for a, b in zip(logps, without, strict=True)) > 1e-3
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize("is_replayed", [False, True])
-def test_rows_of_a_run_have_the_experts_of_its_engine(tmp_path, is_replayed):
-    model = init_model({**HF, "vocab_size": 13}, seed=1)
-    trainer = a_trainer(tmp_path, model=model, max_steps=1, routing_replay=is_replayed)
-    update, seen = trainer.learner.update, []
-
-    def watched(rows):
-        seen.extend(rows)
-        return update(rows)
-
-    trainer.learner.update = watched
-    trainer.train()
-    assert seen
-    for row in seen:
-        if is_replayed:
-            assert row.experts.shape == (len(row.completion), 4)
-            assert (row.experts >= 0).all()
-        else:
-            assert row.experts is None
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("rollout/logp_diff_max", 0.0) for line in metrics) < 1e-5
 
 
 @pytest.mark.heavy
