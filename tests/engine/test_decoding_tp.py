@@ -24,7 +24,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.serve.loop import EngineLoop
 from groupax.serve.remote import manifest_of, pieces_of
 from groupax.serve.weights import Weights
-from tests.conftest import LATENTS, TINY, one_device_mesh, rest_heavy
+from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh, rest_heavy
 from tests.data.test_config_and_data import a_tokenizer
 from tests.parallel.test_mesh import MIXTURE
 from tests.training.test_trainer import PROMPTS as RUN_PROMPTS
@@ -302,5 +302,4 @@ def test_a_run_is_the_same(mesh, tmp_path):
         for name in ("reward", "grad_norm", "eval_reward", "completions/mean_length"):
             assert (name in line) == (name in other)
             assert line.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
-    for a, b in zip(*map(jax.tree.leaves, (weights, shared)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+    assert_trees_match(weights, shared, atol=1e-5, rtol=0)

@@ -24,7 +24,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.rewards.model import RewardModel
 from groupax.training.state import cast_params
 from groupax.training.step import ROUTER_LOSS
-from tests.conftest import one_device_mesh
+from tests.conftest import assert_trees_match, one_device_mesh
 
 BASE = {
     "vocab_size": 96,
@@ -191,8 +191,7 @@ def test_fused_and_stacked_weights_are_placed_as_the_mesh_says(tmp_path):
     for family, change in (("phi3", {}), ("mixtral", {"num_local_experts": 4, **MOE})):
         model = init_model({**BASE, "model_type": family, **change}, seed=1)
         again = load_model(save_model(model, tmp_path / family), mesh=mesh)
-        for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_match(model.params, again.params)
     assert again.params["layers"][0]["expert_up"].addressable_shards[0].data.shape == (2, 64, 16)
 
 
@@ -266,8 +265,7 @@ def test_both_ways_through_the_experts_are_the_sum_over_them(has_bias, weighs_in
     (_, other), other_gradients = through(loop_over_experts)
     np.testing.assert_allclose(out, expected, atol=1e-4)
     np.testing.assert_allclose(other, expected, atol=1e-4)
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    assert_trees_match(gradients, other_gradients, rtol=1e-3, atol=1e-3)
 
 
 def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
@@ -433,8 +431,7 @@ def our_logits(model, rows, length):
 
 
 def check_logits(ours, theirs, atol=1e-4):
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=atol, rtol=0)
+    assert_trees_match(ours, theirs, atol=atol, rtol=0)
 
 
 @pytest.mark.drawn(9)

@@ -13,7 +13,7 @@ from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapte
 from groupax.models.adapted import AdaptedWeight, apply_adapter
 from groupax.models.decoder import logits
 from groupax.models.lora import adapter_specs, as_lora_config, count_params
-from tests.conftest import TINY
+from tests.conftest import TINY, assert_trees_match
 from tests.training.test_trainer import a_trainer, lines_of
 
 MODEL = {**TINY, "vocab_size": 13}
@@ -188,8 +188,7 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     assert sum(x.size for x in leaves(trainer.learner.state.params)) == num_trained
     assert sum(x.size for x in leaves(trainer.learner.state.opt_state)) < 2 * num_trained + 8
     trainer.train()
-    for a, b in zip(before, leaves(trainer.learner.frozen.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(before, leaves(trainer.learner.frozen.params))
     assert trainer.learner.reference is trainer.learner.frozen.params
     assert trainer.learner.reference["embed"] is model.params["embed"], "no copy of the base"
     lines = lines_of(tmp_path)
@@ -226,8 +225,7 @@ def test_an_adapter_goes_on_where_it_was(tmp_path):
     first = a_trainer(tmp_path, model=str(tmp_path / "base"), lora_r=4, learning_rate=3e-2)
     first.train()
     again = a_trainer(tmp_path / "again", model=str(tmp_path / "run" / "model"), max_steps=1, learning_rate=1e-3)
-    for a, b in zip(leaves(first.learner.state.params), leaves(again.learner.state.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(leaves(first.learner.state.params), leaves(again.learner.state.params))
     again.train()
     config = json.loads((tmp_path / "again" / "run" / "model" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
@@ -257,8 +255,7 @@ def test_dropout_does_not_depend_on_micro_batches(tmp_path):
         trainer.train()
         results[name] = leaves(trainer.learner.state.params)
     for other in ("small", "never"):
-        for a, b in zip(results["whole"], results[other], strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-7, err_msg=other)
+        assert_trees_match(results["whole"], results[other], atol=1e-7, err_msg=other)
     without = a_trainer(tmp_path / "without", lora_r=4, optimizer="sgd", max_steps=2)
     without.train()
     assert any((a != b).any() for a, b in zip(results["whole"], leaves(without.learner.state.params), strict=True))

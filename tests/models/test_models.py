@@ -17,7 +17,7 @@ from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.parallel.mesh import make_mesh
 from groupax.storage.folders import resolve_folder
-from tests.conftest import TINY, one_device_mesh
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
 
 
 def test_greedy_story_is_reproduced(stories):
@@ -138,10 +138,8 @@ def test_token_logprobs_are_those_of_a_dense_softmax(chunk, softcap):
     def loss(function):
         return lambda hidden, head: jnp.sum(function(hidden, head)[0] * weights + function(hidden, head)[1])
 
-    for a, b in zip(ours(hidden, head), dense(hidden, head), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    for a, b in zip(*(jax.grad(loss(each), argnums=(0, 1))(hidden, head) for each in (ours, dense)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert_trees_match(ours(hidden, head), dense(hidden, head), atol=1e-5)
+    assert_trees_match(*(jax.grad(loss(each), argnums=(0, 1))(hidden, head) for each in (ours, dense)), atol=1e-4)
 
 
 def test_the_vocabulary_is_never_there_for_all_tokens():
@@ -182,8 +180,7 @@ def test_attention_in_blocks_is_attention(monkeypatch):
     monkeypatch.setattr("groupax.models.attention.MAX_UNBLOCKED_COLUMNS", 16)
     monkeypatch.setattr("groupax.models.attention.QUERY_BLOCK", 16)
     blocks = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
-    for a, b in zip(blocks, whole, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_trees_match(blocks, whole, atol=1e-5)
 
 
 # -- refusals

@@ -9,7 +9,7 @@ from groupax.models import decoder
 from groupax.models.decoder import _norm_heads
 from groupax.models.families import read_config
 from groupax.models.layers import NORMS
-from tests.conftest import TINY
+from tests.conftest import TINY, assert_trees_match
 
 EPS = 1e-5
 # shapes of x and of a weight: tokens, heads that share a weight, heads that each have one
@@ -63,5 +63,4 @@ def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
     apart = _norm_heads(config, q, k, *weights)
     monkeypatch.setattr(decoder, "traced_platform", lambda: "gpu")
     together = _norm_heads(config, q, k, *weights)
-    for got, wanted in zip(together, apart, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    assert_trees_match(together, apart)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from groupax import init_model
@@ -13,7 +12,7 @@ from groupax.models.execution import DIRECT, LayerPattern, execution_for, find_r
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
 from groupax.models.weights.checkpoint import add_adapter
-from tests.conftest import TINY, one_device_mesh
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.parallel.test_mesh import after_updates
 
 # a first layer that is dense, and windows that alternate; a last layer that is odd
@@ -100,5 +99,4 @@ def assert_same(model, **settings):
     direct, of_direct = after_updates(model, **settings)
     scanned, of_scanned = after_updates(model, scan_layers=True, **settings)
     assert of_scanned["grad_norm"] == pytest.approx(of_direct["grad_norm"], rel=1e-5)
-    for a, b in zip(*(jax.tree.leaves(learner.state.params) for learner in (direct, scanned)), strict=True):
-        np.testing.assert_allclose(a, b, atol=5e-6, rtol=0)
+    assert_trees_match(*(learner.state.params for learner in (direct, scanned)), atol=5e-6, rtol=0)

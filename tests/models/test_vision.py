@@ -12,6 +12,7 @@ from groupax.models.families import VISION_FAMILIES, read_config
 from groupax.models.lora import adapter_specs
 from groupax.models.vision.placement import make_image, place_images
 from groupax.models.vision.tower import batch_images
+from tests.conftest import assert_trees_match
 
 from .test_lora import trained_randomly
 from .vision_models import (
@@ -229,8 +230,7 @@ def load_released(folder, hf, tensors):
 
 
 def assert_same_weights(model, other):
-    for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(model.params, other.params)
 
 
 # -- against transformers, PEFT and bitsandbytes
@@ -250,8 +250,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, text, vision, whole,
     ours = load_model(tmp_path / "theirs")
     prompts = random_prompts(ours.config.vision, counts=(1, 4, 0, 2), side=side)
     expected = torch_logits(theirs, ours.config.vision, prompts)
-    for own, other in zip(our_logits(ours, prompts), expected, strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+    assert_trees_match(our_logits(ours, prompts), expected, atol=1e-4, rtol=0)
     save_model(ours, tmp_path / "ours")
     again, report = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
@@ -285,8 +284,9 @@ def test_adapters_are_those_of_peft_both_ways(tmp_path, family, targets):
     save_adapter(model, tmp_path / "ours")
     prompts = random_prompts(model.config.vision, counts=(1, 2))
     theirs = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
-    for own, other in zip(our_logits(model, prompts), torch_logits(theirs, model.config.vision, prompts), strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+    assert_trees_match(
+        our_logits(model, prompts), torch_logits(theirs, model.config.vision, prompts), atol=1e-4, rtol=0
+    )
     if targets == "all-linear":  # which is the whole model in PEFT
         return
     fresh = torch_model(config_of(family, {}, {}, {}))
@@ -296,8 +296,9 @@ def test_adapters_are_those_of_peft_both_ways(tmp_path, family, targets):
             weight.data.normal_(std=0.2)
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_model(tmp_path / "theirs", base=tmp_path / "base")
-    for own, other in zip(our_logits(again, prompts), torch_logits(theirs, model.config.vision, prompts), strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+    assert_trees_match(
+        our_logits(again, prompts), torch_logits(theirs, model.config.vision, prompts), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.drawn(1)

@@ -26,7 +26,7 @@ from groupax.settings.objective import (
     ObjectiveSettings,
     RolloutCorrection,
 )
-from tests.conftest import rest_heavy
+from tests.conftest import assert_trees_match, rest_heavy
 
 NAN = float("nan")
 
@@ -401,8 +401,7 @@ def test_rows_that_the_policy_has_just_sampled_lie_beside_rows_of_an_earlier_rol
         jax.value_and_grad(lambda logp, given=given: loss_of({**given, "logp": logp}, settings))(batch["logp"])
         for given in (mixed, spelled_out)
     ]
-    for a, b in zip(*losses, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(*losses)
     assert np.isfinite(losses[0][0])
 
 

@@ -16,6 +16,7 @@ from groupax.objective.objective import zero_metrics
 from groupax.objective.ratios import k3
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import reference_to
+from tests.conftest import assert_trees_match
 from tests.training.test_trainer import a_trainer, lines_of
 
 from .test_objective import a_batch, advantages_of, episodes, given_for, loss_of
@@ -116,8 +117,7 @@ def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
     for name, settings in {"references": references, "functions": functions}.items():
         own_weights, own_lines = trained(tmp_path / name, **settings)
         assert own_lines == lines
-        for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(own_weights), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_match(weights, own_weights)
 
 
 @pytest.mark.heavy

@@ -21,7 +21,7 @@ from groupax.planning.run import trace_run
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
 from groupax.types import Row
-from tests.conftest import LATENTS, TINY, one_device_mesh
+from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_agreement import DELTA, LFM2
 
@@ -70,8 +70,7 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
     one, on_one = after_updates(reshard(model, one_device_mesh()), **settings)
     many, on_many = after_updates(split, **settings)
     assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
-    for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol, rtol=0)
+    assert_trees_match(one.state.params, many.state.params, atol=atol, rtol=0)
     return many
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from groupax import Engine, LoRAConfig, SamplingParams, add_adapter, init_model, load_model, program, save_model
+from tests.conftest import assert_trees_match
 from tests.episodes.test_program_runs import CONFIG, trained
 from tests.episodes.test_programs import user
 from tests.models.test_lora import a_base, leaves
@@ -47,8 +48,7 @@ def test_an_adapter_is_trained_as_in_a_run_of_its_own(tmp_path):
     alone = a_run(tmp_path / "alone", rows_of("planner", 2), adapters=(), prompts_per_step=2)
     alone.train()
     planner, solver = (both.learner.each[name].state for name in NAMES)
-    for one, other in zip(leaves(planner), leaves(alone.learner.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_trees_match(leaves(planner), leaves(alone.learner.state))
     assert any(np.any(a != b) for a, b in zip(leaves(planner.params), leaves(solver.params), strict=True))
     own = lines_of(tmp_path / "alone")[-1]
     line = lines_of(tmp_path / "both")[-1]
@@ -79,8 +79,7 @@ def test_results_are_folders_that_are_read_together(tmp_path):
             assert [each.tokens for each in one] == [each.tokens for each in other]
         expected = jax.tree.leaves(trainer.adapters[name].adapter.trained)
         loaded = load_model(folders[name]).adapter
-        for one, other in zip(leaves(loaded.trained), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_trees_match(leaves(loaded.trained), expected)
     with pytest.raises(ValueError, match=r"use adapters\['planner'\]"):
         _ = trainer.model
     [table, *_] = sorted((tmp_path / "run" / "rollouts").iterdir())
@@ -114,8 +113,7 @@ def test_a_stopped_run_continues_exactly(tmp_path, settings):
     stopped_at(a_run(tmp_path / "again", rows, **given), 3)
     again = a_run(tmp_path / "again", rows, **given)
     again.train()
-    for one, other in zip(leaves(again.learner.state), leaves(whole.learner.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_trees_match(leaves(again.learner.state), leaves(whole.learner.state))
     assert lines_of(tmp_path / "again") == lines_of(tmp_path / "whole")
 
 
@@ -170,5 +168,4 @@ def test_roles_of_a_program_train_adapters_of_their_own(tmp_path):
     assert line["rollout/logp_diff_max"] < 1e-4
     assert line["adapters/planner/loss_tokens"] < line["adapters/solver/loss_tokens"]
     again, _ = trained(tmp_path / "again", environments=program(roles), adapters=NAMES, lora_r=4, learning_rate=1e-2)
-    for one, other in zip(leaves(again.learner.state), leaves(trainer.learner.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_trees_match(leaves(again.learner.state), leaves(trainer.learner.state))

@@ -29,7 +29,7 @@ from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
 from groupax.types import Row
-from tests.conftest import one_device_mesh, steps_started
+from tests.conftest import assert_trees_match, one_device_mesh, steps_started
 from tests.models.vision_models import (
     IMAGE,
     QWENS,
@@ -307,8 +307,7 @@ def test_dropout_of_an_adapter_of_the_tower_does_not_depend_on_micro_batches(fam
         learner.update(rows)
         updated[rate, tokens] = jax.tree.leaves(learner.state.params["vision"])
     whole, small, without = updated.values()
-    for a, b in zip(whole, small, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert_trees_match(whole, small, atol=1e-6)
     for other in (without, jax.tree.leaves(trained["vision"])):
         assert max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) > 1e-5
 
@@ -374,8 +373,7 @@ def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_pat
     first = a_run(tmp_path / "first", model, 1).learner
     for number, written in enumerate((tmp_path / "whole" / "model", exported)):
         last = a_run(tmp_path / f"again{number}", written, 1).learner
-        for a, b in zip(jax.tree.leaves(first.untrained), jax.tree.leaves(last.untrained), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_match(first.untrained, last.untrained)
 
 
 @pytest.mark.heavy

@@ -20,41 +20,6 @@ def rows_of(num_groups, group_size, longest=60, rng=RNG):
     return rows
 
 
-@pytest.mark.parametrize(("shards", "budget"), [(1, 500), (2, 500), (4, 100), (2, 10_000)])
-@pytest.mark.parametrize("share_prefix", ["auto", "always", "never"])
-def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefix):
-    rows = rows_of(9, 5)
-    packed, _ = pack(rows, shards, budget, share_prefix=share_prefix)
-    assert sorted(int(index) for part in packed for index in part.rows if index >= 0) == list(range(len(rows)))
-    for part in packed:
-        ragged, evidence = part.batch.ragged, part.batch.loss_inputs
-        M, R, (P, S) = len(ragged.tokens) // shards, len(ragged.targets) // shards, ragged.prompts.shape
-        for position, index in enumerate(part.rows):
-            cells = part.batch.cells[position]
-            if index < 0:
-                assert not evidence.mask[position].any()
-                assert (cells < 0).all()
-                continue
-            row, shard = rows[index], position // (len(part.rows) // shards)
-            length = len(row.completion)
-            assert (cells[length:] < 0).all()
-            assert ragged.targets[shard * R + cells[:length]].tolist() == row.completion.tolist()
-            own = shard * M + (M - R) + cells[:length]
-            assert ragged.tokens[own].tolist() == [row.prompt[-1], *row.completion[:-1]]
-            assert ragged.positions[own].tolist() == list(range(len(row.prompt) - 1, len(row.prompt) - 1 + length))
-            assert evidence.rollout_logp[position, :length].tolist() == np.float32(row.rollout_logp).tolist()
-            of_shard = [np.split(tile, shards)[shard] for tile in ragged.tiles]
-            [b] = np.flatnonzero(of_shard[0][:, 0] == M - R + cells[0])
-            of_row = np.concatenate([tile[b] for tile in of_shard if b < len(tile)])
-            assert (of_row[:length] == M - R + cells[:length]).all()
-            assert (of_row[length:] < 0).all()
-            prompt_cells = ragged.prompts[shard * (P // shards) + np.split(ragged.prompt_of, shards)[shard][b]]
-            prompt = shard * M + prompt_cells[prompt_cells >= 0]
-            assert ragged.tokens[prompt].tolist() == row.prompt[:-1].tolist()
-            assert ragged.positions[prompt].tolist() == list(range(len(row.prompt) - 1))
-            assert (prompt_cells[S - len(prompt) :] >= 0).all()
-
-
 @pytest.mark.heavy
 def test_a_large_step_on_many_devices_is_planned():
     rng = np.random.default_rng(1)

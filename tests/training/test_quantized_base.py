@@ -13,6 +13,7 @@ from groupax.models.weights.checkpoint import reshard
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, quantization_config, quantize_nf4
 from groupax.models.weights.quantize import dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
+from tests.conftest import assert_trees_match
 from tests.models.test_lora import a_base, all_logits, leaves, trained_randomly
 
 from .test_trainer import a_trainer, lines_of
@@ -80,8 +81,7 @@ def test_4_bits_on_disk(saved, tmp_path):
     save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
     again = load_model(tmp_path / "nf4")
     assert isinstance(again.params["layers"][0]["q"], Nf4)
-    for a, b in zip(leaves(model.params), leaves(again.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(leaves(model.params), leaves(again.params))
     save_model(again, tmp_path / "numbers")
     np.testing.assert_allclose(all_logits(load_model(tmp_path / "numbers")), all_logits(model), atol=1e-5)
     with pytest.raises(ValueError, match="are in 4 bits; they cannot be quantized to int8"):
@@ -105,8 +105,7 @@ def test_an_adapter_learns_on_a_quantized_base(saved, tmp_path, kind):
     lines = lines_of(tmp_path)
     assert lines[0]["reward"] < 0.3
     assert lines[-1]["reward"] > 0.7
-    for a, b in zip(before, leaves(trainer.learner.frozen.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(before, leaves(trainer.learner.frozen.params))
     assert is_quantized(trainer.engine.params["layers"][0]["q"].base), "rollouts decode what is trained"
     assert max(line["rollout/logp_diff_max"] for line in lines) < 1e-5
 

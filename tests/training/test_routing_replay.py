@@ -16,7 +16,7 @@ from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.training.batch import pack, unpack
 from groupax.types import Row
-from tests.conftest import TINY, one_device_mesh
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.episodes.test_turns import one_turn
 
@@ -97,8 +97,7 @@ def test_an_update_follows_what_another_engine_recorded_and_agrees_with_its_own(
     recorded = [np.stack(each.experts) for group in others for each in group]
     without, routers = updated(model, rows_of(others, prompts, False))
     logps, chosen = updated(model, rows_of(others, prompts, True))
-    for experts, record in zip(chosen, recorded, strict=True):
-        np.testing.assert_array_equal(experts, record)
+    assert_trees_match(chosen, recorded)
     assert any((experts != record).any() for experts, record in zip(routers, recorded, strict=True))
     assert max(np.abs(a - b).max() for a, b in zip(logps, without, strict=True)) > 1e-3
 

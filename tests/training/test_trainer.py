@@ -13,7 +13,7 @@ from groupax.errors import RewardError
 from groupax.metrics.completions import is_measured, window_mean
 from groupax.parallel.runtime import LARGE_PROGRAMS, compilation
 from groupax.types import Row
-from tests.conftest import TINY
+from tests.conftest import TINY, assert_trees_match
 from tests.data.test_config_and_data import a_tokenizer
 
 PROMPTS = [{"prompt": text, "gold": text[0]} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
@@ -114,8 +114,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path, settings):
         trainer.train()
         runs.append((lines_of(tmp_path / name), jax.device_get(trainer.learner.state.params)))
     assert runs[0][0] == runs[1][0]
-    for a, b in zip(*(jax.tree.leaves(params) for _, params in runs), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(*(params for _, params in runs))
     other = a_trainer(tmp_path / "three", seed=1, **settings)
     other.train()
     assert lines_of(tmp_path / "three") != runs[0][0]
@@ -165,8 +164,7 @@ def test_a_models_own_weights_stay_as_they_are(tmp_path):
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     before = jax.device_get(model.params)
     a_trainer(tmp_path, model=model, max_steps=2).train()
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(model.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(before, model.params)
 
 
 # -- diagnostics
@@ -203,8 +201,7 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     ]
     start = jax.device_get(trainer.learner.state.params)
     assert not trainer.learner.update(rows).applied
-    for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(trainer.learner.state.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_match(start, trainer.learner.state.params)
 
 
 # -- refusals
