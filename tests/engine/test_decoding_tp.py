@@ -28,7 +28,7 @@ from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh, r
 from tests.data.test_config_and_data import a_tokenizer
 from tests.parallel.test_mesh import MIXTURE
 from tests.training.test_trainer import PROMPTS as RUN_PROMPTS
-from tests.training.test_trainer import a_trainer, lines_of
+from tests.training.test_trainer import lines_of, trained
 
 PROMPTS = [np.random.default_rng(length).integers(2, 96, length) for length in (2, 17, 9, 30)]
 PARAMS = SamplingParams(n=2, max_tokens=20, seed=7, temperature=0.9, logprobs=3, ignore_eos=True)
@@ -292,8 +292,7 @@ def test_a_run_is_the_same(mesh, tmp_path):
     def run(name, **options):
         model = init_model({**ONE_LAYER, "vocab_size": 16}, mesh=make_mesh())
         given = {"optimizer": "sgd", "learning_rate": 1.0, "eval_steps": 1, "max_steps": 2, **options}
-        trainer = a_trainer(tmp_path / name, model=model, eval_dataset=RUN_PROMPTS, **given)
-        trainer.train()
+        trainer = trained(tmp_path / name, model=model, eval_dataset=RUN_PROMPTS, **given)
         return trainer.learner.state.params, lines_of(tmp_path / name)
 
     (weights, lines), (shared, shared_lines) = run("plain"), run("shared", decoding_tp=2, mesh=mesh)

@@ -14,7 +14,7 @@ from groupax.models.adapted import AdaptedWeight, apply_adapter
 from groupax.models.decoder import logits
 from groupax.models.lora import adapter_specs, as_lora_config, count_params
 from tests.conftest import TINY, assert_trees_match
-from tests.training.test_trainer import a_trainer, lines_of
+from tests.training.test_trainer import a_trainer, lines_of, trained
 
 MODEL = {**TINY, "vocab_size": 13}
 
@@ -222,8 +222,7 @@ def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
 @pytest.mark.heavy
 def test_an_adapter_goes_on_where_it_was(tmp_path):
     save_model(init_model(MODEL, seed=0), tmp_path / "base")
-    first = a_trainer(tmp_path, model=str(tmp_path / "base"), lora_r=4, learning_rate=3e-2)
-    first.train()
+    first = trained(tmp_path, model=str(tmp_path / "base"), lora_r=4, learning_rate=3e-2)
     again = a_trainer(tmp_path / "again", model=str(tmp_path / "run" / "model"), max_steps=1, learning_rate=1e-3)
     assert_trees_match(leaves(first.learner.state.params), leaves(again.learner.state.params))
     again.train()
@@ -237,8 +236,7 @@ def test_an_adapter_goes_on_where_it_was(tmp_path):
 @pytest.mark.heavy
 def test_low_rank_changes_in_bfloat16(tmp_path):
     a_trainer(tmp_path, lora_r=4, dtype="bfloat16", decoding_weights="bfloat16", rollout_correction="token_truncate")
-    trainer = a_trainer(tmp_path, lora_r=4, dtype="bfloat16", max_steps=2)
-    trainer.train()
+    trainer = trained(tmp_path, lora_r=4, dtype="bfloat16", max_steps=2)
     assert trainer.learner.policy["layers"][0]["q"].change.a.dtype == jnp.bfloat16
     assert trainer.learner.frozen.params["embed"].dtype == jnp.bfloat16
     assert trainer.learner.state.params["layers"][0]["q"].a.dtype == jnp.float32
@@ -251,13 +249,11 @@ def test_low_rank_changes_in_bfloat16(tmp_path):
 def test_dropout_does_not_depend_on_micro_batches(tmp_path):
     results = {}
     for name, options in (("whole", {}), ("small", {"micro_batch_tokens": 16}), ("never", {"share_prefix": "never"})):
-        trainer = a_trainer(tmp_path / name, lora_r=4, lora_dropout=0.5, optimizer="sgd", max_steps=2, **options)
-        trainer.train()
+        trainer = trained(tmp_path / name, lora_r=4, lora_dropout=0.5, optimizer="sgd", max_steps=2, **options)
         results[name] = leaves(trainer.learner.state.params)
     for other in ("small", "never"):
         assert_trees_match(results["whole"], results[other], atol=1e-7, err_msg=other)
-    without = a_trainer(tmp_path / "without", lora_r=4, optimizer="sgd", max_steps=2)
-    without.train()
+    without = trained(tmp_path / "without", lora_r=4, optimizer="sgd", max_steps=2)
     assert any((a != b).any() for a, b in zip(results["whole"], leaves(without.learner.state.params), strict=True))
 
 

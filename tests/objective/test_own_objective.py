@@ -17,7 +17,7 @@ from groupax.objective.ratios import k3
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import reference_to
 from tests.conftest import assert_trees_match
-from tests.training.test_trainer import a_trainer, lines_of
+from tests.training.test_trainer import a_trainer, lines_of, trained
 
 from .test_objective import a_batch, advantages_of, episodes, given_for, loss_of
 
@@ -96,15 +96,14 @@ def test_gmpo_as_an_own_loss_is_its_formula(own, epsilon, make):
     assert "clip_ratio/low_min" not in metrics.minima
 
 
-def trained(tmp_path, **settings):
-    trainer = a_trainer(tmp_path, num_iterations=2, beta=0.05, max_steps=2, **settings)
-    trainer.train()
+def results(tmp_path, **settings):
+    trainer = trained(tmp_path, num_iterations=2, beta=0.05, max_steps=2, **settings)
     return jax.device_get(trainer.learner.state.params), lines_of(tmp_path)
 
 
 @pytest.mark.heavy
 def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
-    weights, lines = trained(tmp_path / "built_in", loss_type="dapo")
+    weights, lines = results(tmp_path / "built_in", loss_type="dapo")
     references = {
         "loss_type": "my_objective:SAME",
         "kl_estimator": "my_objective:same_kl",
@@ -115,7 +114,7 @@ def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
         "kl_estimator": lambda logp, ref_logp: k3(logp, ref_logp),
     }
     for name, settings in {"references": references, "functions": functions}.items():
-        own_weights, own_lines = trained(tmp_path / name, **settings)
+        own_weights, own_lines = results(tmp_path / name, **settings)
         assert own_lines == lines
         assert_trees_match(weights, own_weights)
 
@@ -127,8 +126,7 @@ def test_an_own_loss_is_logged_stored_and_resumed(tmp_path, own):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert "my_objective:GMPO(epsilon=0.2)" in json.dumps(config)
     assert all("gmpo/clipped_frac" in line for line in lines_of(tmp_path))
-    again = a_trainer(tmp_path, **settings)
-    again.train()
+    trained(tmp_path, **settings)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
     record = functools.partial(find_loss("my_objective:GMPO").token_loss, epsilon=0.2)
     assert GRPOConfig(loss_type=record).to_dict()["loss_type"] == "my_objective:gmpo_loss(epsilon=0.2)"

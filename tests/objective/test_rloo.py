@@ -14,7 +14,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
 from groupax.settings.objective import ObjectiveSettings
 from tests.compat.test_compat import folder  # noqa: F401 - a fixture
-from tests.training.test_trainer import PROMPTS, a_trainer
+from tests.training.test_trainer import PROMPTS, a_trainer, trained
 
 NAN = float("nan")
 
@@ -71,14 +71,12 @@ def test_a_run_stopped_between_updates_on_a_rollout_ends_as_if_it_was_not(tmp_pa
     settings = {"use_kl_in_reward": True, "beta": 0.5, "advantage_estimator": "rloo", "max_steps": 8}
     settings |= {"importance_sampling_level": "sequence_sum", "loss_type": "grpo", "save_steps": 1}
     settings |= {"updates_per_rollout": 2, "num_iterations": 2, "prompts_per_step": 2}
-    whole = a_trainer(tmp_path / "whole", **settings)
-    whole.train()
+    whole = trained(tmp_path / "whole", **settings)
     stopped = a_trainer(tmp_path / "parts", **settings)
     stopped.listeners = [lambda event: isinstance(event, StepEnded) and event.step == 5]
     stopped.train()
     assert stopped.cursor.step == 5
-    again = a_trainer(tmp_path / "parts", **settings)
-    again.train()
+    again = trained(tmp_path / "parts", **settings)
     jax.tree.map(np.testing.assert_array_equal, again.learner.state.params, whole.learner.state.params)
 
 

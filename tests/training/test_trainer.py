@@ -53,6 +53,19 @@ def a_trainer(
     return kind(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
+def trained(tmp_path, rewards=count_a, **settings):
+    trainer = a_trainer(tmp_path, rewards, **settings)
+    trainer.train()
+    return trainer
+
+
+def updates_of(trainer):
+    """A list that will have the rows of each update."""
+    updates, update = [], trainer.learner.update
+    trainer.learner.update = lambda rows: updates.append(rows) or update(rows)
+    return updates
+
+
 def lines_of(tmp_path, timings=False):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if timings or not is_measured(k)} for line in lines]
@@ -80,8 +93,7 @@ def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkey
     )
     settings = {"max_completion_length": longest, "max_steps": 50, "learning_rate": 1e-4, "eval_steps": 25}
     sampling = {"eval_num_generations": 8, "eval_temperature": 1.0, "prompts_per_step": 8, "num_generations": 8}
-    trainer = a_trainer(tmp_path, model=model, eval_dataset=PROMPTS, **settings, **sampling)
-    trainer.train()
+    trained(tmp_path, model=model, eval_dataset=PROMPTS, **settings, **sampling)
     lines = [line for line in lines_of(tmp_path, timings=True) if "step_time" in line]
     assert len(lines) == 50
     assert len({line["completions/max_length"] for line in lines}) > 5, "lengths differ from step to step"
@@ -110,13 +122,11 @@ def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkey
 def test_the_same_seed_gives_the_same_run(tmp_path, settings):
     runs = []
     for name in ("one", "two"):
-        trainer = a_trainer(tmp_path / name, **settings)
-        trainer.train()
+        trainer = trained(tmp_path / name, **settings)
         runs.append((lines_of(tmp_path / name), jax.device_get(trainer.learner.state.params)))
     assert runs[0][0] == runs[1][0]
     assert_trees_match(*(params for _, params in runs))
-    other = a_trainer(tmp_path / "three", seed=1, **settings)
-    other.train()
+    trained(tmp_path / "three", seed=1, **settings)
     assert lines_of(tmp_path / "three") != runs[0][0]
 
 
@@ -135,8 +145,7 @@ def test_columns_reach_the_reward_once_per_completion(tmp_path):
 def test_the_run_folder(tmp_path):
     import pyarrow.parquet
 
-    trainer = a_trainer(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
-    trainer.train()
+    trainer = trained(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
     run = tmp_path / "run"
     assert GRPOConfig.from_mapping(json.loads((run / "config.json").read_text())) == trainer.args
     lines = lines_of(tmp_path, timings=True)

@@ -1,6 +1,5 @@
 """What the options of a run do in the loop: reuse of rollouts, dynamic sampling, references, masks, bad steps."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +31,7 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
 from tests.conftest import TINY, assert_trees_match, rest_heavy, steps_started
 
-from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+from .test_trainer import PROMPTS, a_trainer, count_a, lines_of, trained, updates_of
 
 
 def leaves(trainer):
@@ -46,10 +45,8 @@ def leaves(trainer):
 @pytest.mark.parametrize("reuse", [{"num_iterations": 3}, {"updates_per_rollout": 2}], ids=str)
 def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(tmp_path, reuse):
     trainer = a_trainer(tmp_path, prompts_per_step=2, max_steps=3, learning_rate=3e-2, **reuse)
-    scored, updated = [], []
-    logprobs, update = trainer.learner.logprobs, trainer.learner.update
+    scored, logprobs, updated = [], trainer.learner.logprobs, updates_of(trainer)
     trainer.learner.logprobs = lambda params, rows: scored.append(len(rows)) or logprobs(params, rows)
-    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
     trainer.train()
     assert updated[0][0].old_logp is None
     # only minibatches whose first update is not on policy are scored: none, or the second of each rollout
@@ -63,15 +60,10 @@ def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(t
 @pytest.mark.heavy
 def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
     trainer = a_trainer(tmp_path, num_iterations=2, max_steps=2)
-    seen = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: seen.append((rows, copy.copy(trainer.learner.policy))) or update(rows)
-    policy_before = jax.tree.map(jnp.copy, trainer.learner.policy)
+    updates, policy_before = updates_of(trainer), jax.tree.map(jnp.copy, trainer.learner.policy)
     trainer.train()
-    rows = seen[1][0]
-    expected = trainer.learner.logprobs(policy_before, rows)[0]
-    for row, logp in zip(rows, expected, strict=True):
-        np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
+    expected = trainer.learner.logprobs(policy_before, updates[1])[0]
+    assert_trees_match([row.old_logp for row in updates[1]], expected, atol=1e-6)
 
 
 # -- dynamic sampling
@@ -87,11 +79,9 @@ def sometimes(prompts, completion_ids):
 @pytest.mark.heavy
 def test_groups_without_signal_are_replaced(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, filter_zero_variance=True, filter_budget=8.0, max_steps=3)
-    trained = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: trained.append(rows) or update(rows)
+    updates = updates_of(trainer)
     trainer.train()
-    for line, rows in zip(lines_of(tmp_path), trained, strict=True):
+    for line, rows in zip(lines_of(tmp_path), updates, strict=True):
         assert len(rows) == 16
         by_group = {group: [row.advantages[0] for row in rows if row.group == group] for group in range(4)}
         assert all(np.ptp(advantages) > 0 for advantages in by_group.values())
@@ -134,8 +124,7 @@ def test_the_reference_moves_towards_the_policy(tmp_path, dtype):
     for ref, new, old in zip(reference, leaves(trainer), start, strict=True):
         assert ref.dtype == np.float32  # it would not follow a policy that moves by less than a unit of bfloat16
         np.testing.assert_allclose(ref, 0.75 * new + 0.25 * old, atol=1e-6)
-    still = a_trainer(tmp_path / "still", max_steps=1, **settings)
-    still.train()
+    still = trained(tmp_path / "still", max_steps=1, **settings)
     assert_trees_match(still.learner.reference, start)
 
 
@@ -422,8 +411,7 @@ def test_ways_of_computing_the_same_update(tmp_path):
     }
     results = {}
     for name, options in ways.items():
-        trainer = a_trainer(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
-        trainer.train()
+        trainer = trained(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
         results[name] = leaves(trainer)
     start = leaves(a_trainer(tmp_path / "start"))
     for name, weights in results.items():
@@ -498,8 +486,7 @@ def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, 
     settings = {"updates_per_rollout": 3, "max_staleness": staleness, "prompts_per_step": 2}
     settings["lr_scheduler_type"] = "constant"
     settings |= {"rollout_correction": "token_truncate"} if staleness else {}
-    whole = a_trainer(tmp_path / "whole", max_steps=6, **settings)
-    whole.train()
+    whole = trained(tmp_path / "whole", max_steps=6, **settings)
     a_trainer(tmp_path / "parts", max_steps=4, **settings).train()
     longer = a_trainer(tmp_path / "parts", max_steps=6, resume=str(tmp_path / "parts/run"), **settings)
     assert steps_started(longer) == [4, 5]
@@ -511,8 +498,7 @@ def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, 
 @pytest.mark.heavy
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
-    whole = a_trainer(tmp_path / "whole", max_steps=6, **ACROSS)
-    whole.train()
+    whole = trained(tmp_path / "whole", max_steps=6, **ACROSS)
     assert whole.last_metrics["update_skipped"] == 0
     stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
     update, calls = stopped.learner.update, []
@@ -526,8 +512,7 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
     stopped.learner.update = failing
     with pytest.raises(RuntimeError, match="power is gone"):
         stopped.train()
-    resumed = a_trainer(tmp_path / "parts", max_steps=6, **ACROSS)
-    resumed.train()
+    resumed = trained(tmp_path / "parts", max_steps=6, **ACROSS)
     assert_trees_match(leaves(resumed), leaves(whole))
 
 
@@ -543,11 +528,9 @@ def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
 def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}
     trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], **settings)
-    sizes = []
-    update = trainer.learner.update
-    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
+    updates = updates_of(trainer)
     trainer.train()
-    assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
+    assert [*map(len, updates)] == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
 @pytest.mark.heavy
@@ -606,8 +589,7 @@ def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
             log_metric(name, 99.0)
         return count_a(completion_ids)
 
-    trainer = a_trainer(tmp_path, reward, max_steps=1, eval_dataset=PROMPTS[:2])
-    trainer.train()
+    trainer = trained(tmp_path, reward, max_steps=1, eval_dataset=PROMPTS[:2])
     [line] = lines_of(tmp_path)
     assert line["step"] == 1
     assert line["reward"] < 99
