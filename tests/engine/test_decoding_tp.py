@@ -14,7 +14,6 @@ from groupax.cli.main import main
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import DecodeSettings, decode_chunk
-from groupax.engine.session import Session
 from groupax.models.adapted import apply_adapter
 from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
 from groupax.models.specs import model_specs
@@ -93,44 +92,6 @@ def test_devices_that_share_weights_sample_the_same(name):
         assert parts(layer["q"]) == {(32 // tp, 32)}
         assert parts(layer["down"]) == {(32, 64 // tp)}
         assert parts(engine.params["embed"]) == {(97, 32)}, "97 words do not divide"
-
-
-@pytest.mark.long
-def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
-    """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
-    model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
-    long = replace(PARAMS, max_tokens=200, logprobs=0)
-    seen = {"shapes": set(), "slots": []}
-    decode = Batch.decode
-
-    def watched(batch, params):
-        seen["shapes"] |= {(array.shape[1], *part[1:2]) for array in (batch.cache.k[0],) for part in parts(array)}
-        seen["slots"].append(batch.scheduler.slots_per_shard)
-        return decode(batch, params)
-
-    def together(engine):
-        session = Session(engine)
-        requests = [engine.sequences([prompt], long, first_prompt=index) for index, prompt in enumerate(PROMPTS)]
-        session.submit(requests[0])
-        for request in (*requests[1:], None, None):
-            list(session.step())
-            if request is not None:
-                session.submit(request)
-        while session.busy:
-            list(session.step())
-        turns = [np.array([*PROMPTS[0], *requests[0][0].tokens, 7, 8])]
-        return [*requests, *engine.generate(turns, PARAMS)]
-
-    one = engine_on(model, 1, 1, prefix_bytes=1 << 22)
-    expected = together(one)
-    monkeypatch.setattr(Batch, "decode", watched)
-    shared = engine_on(model, 2, 2, prefix_bytes=1 << 22)
-    assert shared.bytes_per_token == one.bytes_per_token // 2
-    shared.kv_bytes = 1700 * shared.bytes_per_token
-    assert_same(together(shared), expected)
-    assert seen["shapes"] == {(2, 1)}, "each device has one of the two heads"
-    assert len(set(seen["slots"])) > 1, "slots were given up"
-    assert shared.prefixes.num_reused_tokens == one.prefixes.num_reused_tokens > 200
 
 
 EXCHANGES = ("psum", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute")

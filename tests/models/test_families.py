@@ -56,22 +56,18 @@ CONFIGS = {
         {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3}},
     ],
     "mistral": [
-        {"sliding_window": 8},
         {"sliding_window": None, "head_dim": 10, "tie_word_embeddings": True},
         {"sliding_window": 17, "num_key_value_heads": 1, "rope_parameters": YARN},
     ],
     "qwen2": [
-        {"tie_word_embeddings": True},
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
         {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": YARN | {"attention_factor": 1.5}},
     ],
     "qwen3": [
-        {"head_dim": 16, "tie_word_embeddings": True},
         {"head_dim": 10, "attention_bias": True, "num_key_value_heads": 4},
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
     ],
     "cohere": [
-        {},
         {"use_qk_norm": True, "logit_scale": 0.5, "num_key_value_heads": 1},
         {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4, "rope_parameters": LINEAR},
     ],
@@ -101,22 +97,18 @@ CONFIGS = {
         {"hidden_size": 64, "partial_rotary_factor": 0.5, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ],
     "olmo2": [
-        {},
         {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
         {"attention_bias": True, "num_key_value_heads": 4, "rope_parameters": DYNAMIC},
     ],
     "smollm3": [
-        {"no_rope_layers": [1, 0]},
         {"num_hidden_layers": 4, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "num_key_value_heads": 1},
     ],
     "granite": [
-        {"attention_multiplier": 0.2, "logits_scaling": 4.0},
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "attention_bias": True},
         {"num_key_value_heads": 1, "mlp_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.35},
     ],
     "mixtral": [
-        {"num_local_experts": 4, **MOE},
         {"num_local_experts": 3, **MOE, "sliding_window": 9, "num_key_value_heads": 1, "tie_word_embeddings": True},
         {"num_local_experts": 5, **MOE, "num_experts_per_tok": 1, "head_dim": 10, "rope_parameters": LINEAR},
     ],

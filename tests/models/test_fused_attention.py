@@ -11,23 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
 from groupax.models import attention
 from groupax.models.attention import Prompts
 from groupax.models.config import AttentionConfig
-from groupax.models.execution import FusedAttention, execution_for
+from groupax.models.execution import FusedAttention
 from groupax.models.families import read_config
 from groupax.models.kernels import fused_attention, splash
 from groupax.models.kernels.fused_attention import select_fused_attention
 from groupax.models.weights.checkpoint import reshard
-from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
-from groupax.training.batch import attention_cost_with, pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, shard_batch, zero_grads
 from groupax.types import Row
 from tests.conftest import TINY, assert_trees_match, one_device_mesh
 
@@ -182,42 +178,6 @@ def test_an_update_by_a_kernel_is_the_same_update(name):
     split = None if mesh is None else reshard(model, make_mesh(mesh))
     kernel = "cudnn" if name == "cudnn" else "splash"
     assert_same_update(model, FusedAttention(kernel, emulated=True), split, **settings)
-
-
-@pytest.mark.drawn(3, "fused")
-@pytest.mark.heavy
-def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
-    """As far as that goes without one: jax asks cuDNN for its version first, which is answered for it here, and nothing
-    compiles or runs what it then asks of XLA."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
-    change = {"model_type": "mistral", "sliding_window": 100, "head_dim": 64, "max_position_embeddings": 512}
-    config, mesh = read_config({**TINY, **change}), one_device_mesh()
-    settings = learner_settings(GRPOConfig()).objective
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def shapes(tree, dtype=None):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place), tree)
-
-    params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
-    static = {"config": config, "settings": settings, "mesh": mesh}
-    totals = jax.eval_shape(lambda params: zero_grads(params, **static), params)
-    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attention_cost_with(FusedAttention("cudnn")))[0]
-    scalar = jnp.float32(1)
-    traced = micro_step.trace(
-        params,
-        shapes(totals),
-        shard_batch(part.batch, mesh),
-        Denominators(scalar, scalar),
-        scalar,
-        **static,
-        execution=execution_for("gpu", "none", attention=FusedAttention("cudnn")),
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmhaSoftmax(" in text
-    assert "__cudnn$fmhaSoftmaxBackward(" in text
-    assert "sliding_window_length\\22: 100" in text
-    assert "mask_type\\22: \\22CAUSAL" in text
-    assert "PADDING" not in text
 
 
 # -- the rule

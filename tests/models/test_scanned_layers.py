@@ -8,7 +8,7 @@ import pytest
 
 from groupax import init_model
 from groupax.models.decoder import PassOptions, forward
-from groupax.models.execution import DIRECT, LayerPattern, execution_for, find_repeating_pattern
+from groupax.models.execution import DIRECT, execution_for
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
 from groupax.models.weights.checkpoint import add_adapter
@@ -33,24 +33,6 @@ ALTERNATING = {
     "sliding_window": 4,
     "query_pre_attn_scalar": 8,
 }
-
-
-@pytest.mark.parametrize(
-    ("kinds", "repeat"),
-    [
-        ("", LayerPattern(0, 0, 0)),
-        ("a", LayerPattern(0, 0, 0)),
-        ("abc", LayerPattern(0, 0, 0)),
-        ("aaaa", LayerPattern(0, 1, 4)),
-        ("baaaa", LayerPattern(1, 1, 4)),
-        ("ababab", LayerPattern(0, 2, 3)),
-        ("aabaabaa", LayerPattern(0, 3, 2)),
-        ("aaaaab" * 4 + "aa", LayerPattern(0, 6, 4)),
-        ("xababaay", LayerPattern(1, 2, 2)),
-    ],
-)
-def test_the_repeat_leaves_the_fewest_layers(kinds, repeat):
-    assert find_repeating_pattern(kinds) == repeat
 
 
 @pytest.mark.parametrize(("change", "compiled"), [(ALTERNATING, 4), (MIXTURE, 2)], ids=["windows", "experts"])

@@ -2,14 +2,12 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.models.families import VISION_FAMILIES, read_config
-from groupax.models.lora import adapter_specs
 from groupax.models.vision.placement import make_image, place_images
 from groupax.models.vision.tower import batch_images
 from tests.conftest import assert_trees_match
@@ -41,7 +39,6 @@ CASES = [
         None,
     ),
     ("gemma3", {"query_pre_attn_scalar": 8, "attention_bias": True}, {}, {"mm_tokens_per_image": 1}, None),
-    ("gemma3", {"num_hidden_layers": 7, "head_dim": 4, "sliding_window": 4}, {"hidden_act": "gelu"}, {}, None),
     ("qwen3_vl", {}, {}, {}, None),
     ("qwen3_vl", {"attention_bias": True}, {"deepstack_visual_indexes": []}, {"tie_word_embeddings": True}, None),
     (
@@ -52,14 +49,10 @@ CASES = [
         None,
     ),
     ("qwen3_vl", {"head_dim": 16}, {"spatial_merge_size": 1, "deepstack_visual_indexes": [0, 1, 2]}, {}, None),
-    ("qwen3_vl", {}, {"num_heads": 2, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}, {}, None),
     ("qwen3_vl_moe", {}, {}, {}, None),
     ("qwen3_vl_moe", {"mlp_only_layers": [1]}, {"deepstack_visual_indexes": []}, {"tie_word_embeddings": True}, None),
     ("qwen3_vl_moe", {"decoder_sparse_step": 2, "attention_bias": True}, {"spatial_merge_size": 1}, {}, None),
-    ("qwen3_vl_moe", {"num_experts": 7, "moe_intermediate_size": 32}, {"num_heads": 2}, {}, None),
-    ("qwen3_vl_moe", {"hidden_size": 48, "norm_topk_prob": False}, {"out_hidden_size": 48}, {}, None),
     ("qwen3_5", {}, {}, {}, None),
-    ("qwen3_5", {"attention_bias": True}, {"spatial_merge_size": 1}, {"tie_word_embeddings": True}, None),
     (
         "qwen3_5",
         {
@@ -71,7 +64,6 @@ CASES = [
         {},
         None,
     ),
-    ("qwen3_5", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}, {"depth": 1}, {}, None),
     (
         "qwen3_5",
         {"num_hidden_layers": 2, "full_attention_interval": 2, "layer_types": None},
@@ -82,8 +74,6 @@ CASES = [
     ("qwen3_5_moe", {}, {}, {}, None),
     ("qwen3_5_moe", {"num_experts": 7, "num_experts_per_tok": 3}, {}, {"tie_word_embeddings": True}, None),
     ("qwen3_5_moe", {"shared_expert_intermediate_size": 9}, {"spatial_merge_size": 1}, {}, None),
-    ("qwen3_5_moe", {"linear_key_head_dim": 4}, {"temporal_patch_size": 1}, {}, None),
-    ("qwen3_5_moe", {"attention_bias": True, "head_dim": 8}, {"hidden_act": "gelu"}, {}, None),
 ]
 FAMILIES = sorted(VISION_FAMILIES)
 
@@ -166,17 +156,6 @@ def test_images_that_do_not_fit_a_model_are_refused():
 def test_what_is_not_supported_is_refused_by_its_name(family, vision, whole, message):
     with pytest.raises(ValueError, match=message):
         read_config(config_of(family, {}, vision, whole))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_of_the_text_unless_names_say_otherwise(family):
-    config = read_config(config_of(family, {}, {}, {}))
-    assert "vision" not in adapter_specs(config, LoRAConfig())
-    pattern = r".*(fc1|linear_fc1|\.qkv|modality_projection\.proj)"
-    specs = adapter_specs(config, LoRAConfig(target_modules=pattern))
-    assert not jax.tree.leaves(specs["layers"])
-    names = {spec.name for spec in jax.tree.leaves(specs["vision"])}
-    assert all(".lora_" in name and config.prefix not in name for name in names)
 
 
 # -- released checkpoints
@@ -299,26 +278,3 @@ def test_adapters_are_those_of_peft_both_ways(tmp_path, family, targets):
     assert_trees_match(
         our_logits(again, prompts), torch_logits(theirs, model.config.vision, prompts), atol=1e-4, rtol=0
     )
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.parity
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_4_bits_are_those_of_transformers(tmp_path, family):
-    from transformers import AutoModelForImageTextToText
-
-    text = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
-    vision = {"out_hidden_size": 64} if family.startswith("qwen3") else {}
-    torch_model(config_of(family, text, vision, {})).save_pretrained(tmp_path / "plain")
-    save_model(load_model(tmp_path / "plain"), tmp_path / "ours", weights="nf4")
-    ours = load_model(tmp_path / "ours")
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]
-    prompts = random_prompts(ours.config.vision, counts=(1, 2))
-    expected = our_logits(load_model(tmp_path / "plain", weights="nf4"), prompts)
-    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", attn_implementation="eager").dequantize()
-    for own, same, other in zip(
-        our_logits(ours, prompts), expected, torch_logits(theirs.float(), ours.config.vision, prompts), strict=True
-    ):
-        np.testing.assert_array_equal(own, same)
-        np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)

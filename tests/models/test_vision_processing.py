@@ -25,20 +25,6 @@ def random_images(*sizes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_image_has_one_token_per_feature(tmp_path, family):
-    processor, tokenizer = a_processor(family, tmp_path)
-    images = random_images(*SIZES[:2])
-    tokens, placed = process_images(processor, tokenizer, f"a {PLACE[family]} b {PLACE[family]} c", images)
-    assert (tokens == processor.config.image_token_id).sum() == sum(placed.num_tokens)
-    assert placed.feature_index.max() + 1 == sum(placed.num_tokens)
-    assert len({image.digest for image in placed.images}) == 2
-    again = process_images(processor, tokenizer, PLACE[family], images[1:])[1].images[0]
-    assert again.digest == placed.images[1].digest
-    grey = process_images(processor, tokenizer, PLACE[family], [images[0].convert("L")])[1].images[0]
-    assert grey.patches.shape == placed.images[0].patches.shape
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_whose_placeholders_and_images_differ_in_number_are_refused(tmp_path, family):
     processor, tokenizer = a_processor(family, tmp_path)
     with pytest.raises(ValueError, match=r"the prompt has 0 placeholders .* for 1 images"):

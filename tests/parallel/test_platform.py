@@ -19,7 +19,7 @@ from groupax.models.specs import model_specs
 from groupax.parallel import accelerators
 from groupax.parallel.accelerators import GPU_FLAGS, set_gpu_flags
 from groupax.parallel.mesh import AXES
-from groupax.parallel.runtime import compilation, traced_platform
+from groupax.parallel.runtime import compilation
 from tests.conftest import TINY
 
 DEVICES = {
@@ -76,20 +76,6 @@ def test_accelerators_multiply_bfloat16_weights_as_they_are(platform, planner_mu
 def test_a_cpu_without_matrix_units_multiplies_float32(monkeypatch):
     monkeypatch.setattr(matmul, "cpu_multiplies_bfloat16", lambda: False)
     assert all(factor.dtype == jnp.float32 for factors in products_in(traced("cpu")) for factor in factors)
-
-
-@pytest.mark.parametrize("platform", DEVICES)
-def test_the_platform_is_that_of_the_mesh(platform):
-    seen = []
-    whole = PartitionSpec()
-
-    def local(x):
-        seen.append(traced_platform())
-        return x
-
-    jax.make_jaxpr(jax.shard_map(local, mesh=mesh_of(platform), in_specs=whole, out_specs=whole))(1.0)
-    assert seen == [platform]
-    assert traced_platform() == jax.default_backend()
 
 
 # -- the processor and its flags

@@ -20,17 +20,6 @@ def rows_of(num_groups, group_size, longest=60, rng=RNG):
     return rows
 
 
-@pytest.mark.heavy
-def test_a_large_step_on_many_devices_is_planned():
-    rng = np.random.default_rng(1)
-    rows = [row for row in rows_of(128, 16, longest=4096, rng=rng) if len(row.completion) > 1]
-    micro_batches = plan_micro_batches(rows, 8, 8192)
-    found = sorted(index for each in micro_batches for shard in each.shards for part in shard for index in part.rows)
-    assert found == list(range(len(rows)))
-    tokens = sum(len(row.completion) for row in rows)
-    assert tokens > 0.7 * sum(8 * each.shape.tokens for each in micro_batches)
-
-
 def test_a_prompt_is_computed_once_for_its_group_unless_that_is_switched_off():
     rows = rows_of(4, 8)
     distinct = sum(len(rows[8 * group].prompt) - 1 for group in range(4))

@@ -147,23 +147,6 @@ def test_what_goes_wrong_in_a_thread_ends_the_run(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_fault_of_the_engine_ends_the_run(tmp_path):
-    trainer = ahead(tmp_path)
-    sequences, asked = trainer.engine.sequences, []
-
-    def failing(*arguments, **options):
-        asked.append(True)
-        if len(asked) == 3:
-            raise OSError("the devices are gone")
-        return sequences(*arguments, **options)
-
-    trainer.engine.sequences = failing
-    with pytest.raises(OSError, match="the devices are gone"):
-        trainer.train()
-    assert not rollout_threads()
-
-
-@pytest.mark.heavy
 def test_rewards_that_need_signals_get_the_main_thread(tmp_path):
     trainer = ahead(tmp_path, needing_signals, eval_steps=2)
     trainer.train()
