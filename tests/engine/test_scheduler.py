@@ -20,28 +20,6 @@ def sequences_of(*prompt_indices):
     return made
 
 
-def names(slots):
-    return [sequence and (sequence.prompt_index, sequence.sample_index) for sequence in slots]
-
-
-def finish(scheduler, *slots):
-    for slot in slots:
-        scheduler.slots[slot].finish_reason = "stop"
-    return scheduler.free_finished()
-
-
-def test_shrinking_keeps_every_running_sequence_on_its_shard():
-    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
-    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
-    scheduler.admit(8)
-    finish(scheduler, 0, 1, 3, 5, 6)
-    assert scheduler.num_slots_needed() == 2
-    kept = scheduler.compact(2)
-    assert kept.reshape(2, 2).tolist() == [[2, 0], [0, 3]]
-    assert names(scheduler.slots) == [(0, 2), None, (1, 0), (1, 3)]
-    assert (scheduler.slots_per_shard, scheduler.share) == (2, 1)
-
-
 def test_those_that_are_not_far_make_room_and_begin_again():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2, 3, 3, 4))

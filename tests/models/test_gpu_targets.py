@@ -10,23 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from groupax.models.families import read_config
 from groupax.parallel.accelerators import GPU_FLAGS, GPU_MEMORY_FRAC, GPUS, GpuHosts, gpu_hosts
 from groupax.parallel.runtime import _use_most_of_a_gpu
 from groupax.planning.devices import prepare
 from groupax.planning.kernels import (
-    ACTIVATIONS,
-    COPIES,
-    LOGITS,
     Buffer,
     GpuProgram,
     bytes_by_kind,
-    kind_by_shape,
     parse_temporaries,
     parse_thunks,
     read_gpu_program,
 )
-from tests.conftest import TINY
 
 CUDA = Path(__file__).parents[2] / "build" / "cuda"
 needs_cuda = pytest.mark.skipif(
@@ -334,17 +328,3 @@ def test_each_byte_belongs_to_the_largest_array_that_is_there():
     assert bytes_by_kind(buffers, str) == {"(10, 20)": 400, "(3, 25)": 200}
     assert bytes_by_kind(buffers[::-1], lambda _: "all") == {"all": 600}
     assert bytes_by_kind([], str) == {}
-
-
-def test_kinds_follow_from_shapes():
-    config = read_config(
-        {**TINY, "vocab_size": 1000, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
-    )
-    kind_of = kind_by_shape(config, 4)
-
-    def kinds(*shapes):
-        return [kind_of(shape) for shape in shapes]
-
-    assert kinds((7, 1000), (7, 250), (500, 7, 1)) == [LOGITS] * 3
-    assert kinds((1000, 32), (1, 32, 1000), (80, 32), (3, 32, 80), (20, 32)) == [COPIES] * 5
-    assert kinds((7, 32), (7, 80), (), (7, 125)) == [ACTIVATIONS] * 4

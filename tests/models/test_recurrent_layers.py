@@ -10,7 +10,6 @@ import pytest
 from groupax import Engine, SamplingParams, init_model
 from groupax.models.families import read_config
 from groupax.models.recurrent import (
-    causal_convolution,
     delta_rule,
     delta_rule_step,
     unit_triangular_inverse,
@@ -70,19 +69,6 @@ def test_the_same_key_again_and_again_is_solved_without_growing():
     np.testing.assert_allclose(
         jax.jit(unit_triangular_inverse)(jnp.asarray(lower, jnp.float32)), np.linalg.inv(np.eye(64) + lower), atol=1e-6
     )
-
-
-def test_a_convolution_goes_on_from_its_last_inputs():
-    rng = np.random.default_rng(0)
-    x, weight, bias = in_float32(rng.normal(size=(2, 9, 3)), rng.normal(size=(3, 1, 4)), rng.normal(size=3))
-    padded = np.concatenate([np.zeros((2, 3, 3)), x], axis=1)
-    expected = sum(padded[:, i : i + 9] * np.asarray(weight)[:, 0, i] for i in range(4)) + np.asarray(bias)
-    out, before = [], jnp.zeros((2, 3, 3))
-    for first, end in ((0, 4), (4, 5), (5, 9)):
-        part, before = causal_convolution(weight, bias, before, x[:, first:end])
-        out.append(part)
-    np.testing.assert_allclose(jnp.concatenate(out, axis=1), expected, atol=1e-6)
-    np.testing.assert_array_equal(before, x[:, 6:])
 
 
 @pytest.mark.parity

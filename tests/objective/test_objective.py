@@ -1,7 +1,6 @@
 """Advantages, losses and aggregation against numpy and against their own laws."""
 
 import itertools
-import math
 from typing import get_args
 
 import jax
@@ -12,14 +11,12 @@ import pytest
 from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
-from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state, top_entropy_threshold
 from groupax.objective.losses import LOSSES, ppo_clip_loss
 from groupax.objective.objective import LossInputs, policy_objective
 from groupax.objective.ratios import ESTIMATORS, RATIOS
 from groupax.settings.objective import (
     CLIPPED,
     WEIGHTED_BY_LENGTH,
-    EntropySettings,
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,
@@ -403,32 +400,6 @@ def test_rows_that_the_policy_has_just_sampled_lie_beside_rows_of_an_earlier_rol
     ]
     assert_trees_match(*losses)
     assert np.isfinite(losses[0][0])
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 10, 31, 1000, 100_000])
-@pytest.mark.parametrize("quantile", [0.0, 0.1, 0.2, 0.3, 0.5, 1.0])
-def test_the_top_entropy_threshold_is_numpys_quantile(num_tokens, quantile):
-    values = np.random.default_rng(num_tokens).random(num_tokens).astype(np.float32)
-    pieces = np.array_split(values, min(num_tokens, 7))
-    threshold = top_entropy_threshold(pieces, quantile)
-    np.testing.assert_allclose(threshold, np.quantile(values.astype(np.float64), 1 - quantile), rtol=1e-12)
-    # ranks 0 to n - 1, of which those at or above (n - 1)(1 - q) are kept
-    kept = num_tokens - math.ceil(round((num_tokens - 1) * (1 - quantile), 6))
-    assert (values >= threshold).sum() == kept
-
-
-def test_the_adaptive_bonus_follows_the_entropy():
-    control = EntropySettings(
-        entropy_coef=0.01, use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_target=0.5, entropy_coef_max=0.03
-    )
-    state = EntropyState(control.entropy_coef)
-    applied = []
-    for entropy in (0.4, 0.4, 0.5, 0.9, 0.9, 0.9, 0.9, 0.4):
-        applied.append(applied_coef(state, control))
-        state = next_entropy_state(state, control, entropy)
-    # up to the limit while low, off once the last step was above the target, and down to the other limit
-    np.testing.assert_allclose(applied, [0.01, 0.02, 0.03, 0.03, 0, 0, 0, 0])
-    np.testing.assert_allclose(state.coef, 0.01)
 
 
 @pytest.mark.heavy

@@ -15,12 +15,10 @@ from groupax.compat import trl
 from groupax.events import RolloutScored, StepEnded
 from groupax.metrics.completions import completion_metrics, episode_metrics, reward_metrics
 from groupax.objective.advantages import (
-    clipped_sum,
     find_advantage_estimator,
     group_advantages,
     return_advantages,
     rloo,
-    with_penalty,
 )
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs, policy_objective
@@ -116,18 +114,6 @@ def test_the_gradient_of_the_loss_is_the_exact_policy_gradient(discount):
 
 def rows_of(*rewards):
     return [np.array(row, np.float64).reshape(len(row), -1) for row in rewards]
-
-
-def test_a_turn_is_compared_with_the_other_rows_that_have_it():
-    found = return_advantages(rows_of([1, 2], [0, 4], [5]), np.ones(1), 3, "none")
-    np.testing.assert_allclose(np.concatenate(found.turns), [3 - 4.5, 2 - 4, 4 - 4, 4 - 2, 5 - 3.5])
-    assert found.values.tolist() == [-1.5, 0, 1.5]
-    assert found.rewards.tolist() == [3, 4, 5]
-    # where no other row is alive, with what the others got in their last turns
-    found = return_advantages(rows_of([1, 2, 4], [0, 4], [6]), np.ones(1), 3, "none")
-    assert found.turns[0].tolist() == [7 - 5, 6 - 4, 4 - 5]
-    found = return_advantages(rows_of([0, 0, 1], [0, 0, 0]), np.ones(1), 2, "none", discount=0.5)
-    np.testing.assert_allclose(found.turns, [[0.25, 0.5, 1], [-0.25, -0.5, -1]])
 
 
 def test_a_group_teaches_something_if_its_turns_differ():
@@ -360,15 +346,6 @@ def test_a_completion_is_compared_with_the_others_of_its_group():
     scaled = (known - known.mean()) / (known.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(np.delete(normalized, [3, 7]), scaled, atol=1e-12)
     assert normalized[3] == normalized[7] == 0
-
-
-def test_sums_are_clipped_before_the_penalty():
-    rewards = np.array([[1.0, 5.0], [NAN, -3.0], [NAN, NAN]])
-    clipped = clipped_sum(rewards, np.array([1.0, 2.0]), -1.0, 4.0)
-    np.testing.assert_array_equal(clipped, [[4.0], [-1.0], [NAN]])
-    np.testing.assert_array_equal(
-        with_penalty(clipped, np.array([0.5, 0.25, 1.0])), [[4, -0.5], [-1, -0.25], [NAN] * 2]
-    )
 
 
 @pytest.mark.heavy

@@ -1,6 +1,5 @@
 """Several processes with devices of their own make one run."""
 
-import itertools
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupax import init_model, save_model
-from groupax.cli.main import main
 from groupax.errors import RunError
 from groupax.launch.program import free_port
 from groupax.parallel.processes import (
@@ -363,33 +361,6 @@ def test_a_signal_to_one_stops_all_and_all_go_on(place, one_process):
     statuses, errors = run(folder, 2, 2, {})
     assert statuses == [0, 0], errors
     assert_same_run(one_process, folder)
-
-
-@pytest.mark.long
-def test_an_evaluation_by_two_processes_is_told_and_written_once(place, monkeypatch, capfd):
-    (place / "rows.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("ab", "c", "dea")))
-    (place / "one_reward.py").write_text(
-        "def short(completions):\n    return [float(len(c) < 9) for c in completions]\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(place))
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-    told = []
-    for number in (1, 2, 2):
-        argv = f"launch local -n {number} -- eval --model {place}/model --dataset set={place}/rows.jsonl"
-        argv += f" --reward_funcs one_reward:short --output_dir {place}/eval --max_prompt_length 8"
-        assert main(argv.split()) == 0
-        told.append(capfd.readouterr().out)
-    for text in told[1:]:
-        assert not [line for line in text.splitlines() if line.startswith("[1] ") and "[Gloo]" not in line]
-    for text, line in itertools.product(told, ("set, greedy: 3 prompts", "positions", "result: ")):
-        assert text.count(line) == 1
-    assert [text.count("the earlier evaluation") for text in told] == [0, 1, 1]
-    assert sorted(path.name for path in place.glob("eval*")) == ["eval", "eval.1", "eval.2"]
-    for folder in place.glob("eval*"):
-        assert sorted(path.name for path in folder.iterdir()) == ["result.json", "set.greedy.jsonl"]
-    texts = {(place / name / "set.greedy.jsonl").read_text() for name in ("eval", "eval.1", "eval.2")}
-    assert len(texts) == 1
 
 
 @pytest.mark.heavy

@@ -286,14 +286,6 @@ def test_an_unwritable_output_folder(tmp_path):
         a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
 
 
-@pytest.mark.heavy
-def test_long_prompts_can_be_dropped_or_cut(tmp_path, caplog):
-    a_trainer(tmp_path, max_prompt_length=3, prompt_overflow="drop", max_steps=1).train()
-    assert "1 dropped, 0 truncated" in caplog.text
-    a_trainer(tmp_path / "cut", max_prompt_length=3, prompt_overflow="truncate_left", max_steps=1).train()
-    assert "0 dropped, 1 truncated" in caplog.text
-
-
 # -- parts
 
 
