@@ -92,12 +92,18 @@ CASES = {
     "latent-vectors": (DEEPSEEK, (1, 2, 1, 2, 1), {"gradient_checkpointing": "full"}),
     "latent-vectors-scanned": (DEEPSEEK | {"first_k_dense_replace": 0}, (1, 2, 2, 1, 1), {"scan_layers": True}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
+    **{
+        f"adapter{number}": (change, shape, {"adapts": True})
+        for number, (change, shape) in enumerate(
+            [({}, (1, 2, 1, 2, 1)), (DEEPSEEK, (1, 2, 1, 2, 1)), ({}, (1, 1, 1, 2, 2))]
+        )
+    },
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
 }
-HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors")
+HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors", "adapter0", "adapter1")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("change", "shape", "settings"),
     [
@@ -106,27 +112,16 @@ HEAVY = ("fsdp-tp", "tp-sp", "experts", "latent-vectors")
     ],
 )
 def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, settings):
-    model = init_model({**TINY, **change}, mesh=one_device_mesh())
-    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params)
-    assert_same_update(replace(model, params=params), shape, **settings)
-
-
-@pytest.mark.drawn(2, "meshes")
-@pytest.mark.parametrize(
-    ("hf_config", "shape"),
-    [
-        pytest.param(TINY, (1, 2, 1, 2, 1), marks=pytest.mark.heavy),
-        pytest.param(TINY | DEEPSEEK, (1, 2, 1, 2, 1), marks=pytest.mark.heavy),
-        pytest.param(TINY, (1, 1, 1, 2, 2), marks=pytest.mark.long),
-    ],
-    ids=["fsdp-tp", "latent-vectors", "tp-sp"],
-)
-def test_adapters_too(hf_config, shape):
-    lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
-    model = add_adapter(init_model(hf_config, mesh=one_device_mesh()), lora)
-    rng = np.random.default_rng(0)  # equal factors would cancel in gradients, up to float32's rounding
-    trained = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), model.adapter.trained)
-    assert_same_update(replace(model, adapter=replace(model.adapter, trained=trained)), shape)
+    model, settings = init_model({**TINY, **change}, mesh=one_device_mesh()), dict(settings)
+    if settings.pop("adapts", False):
+        lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
+        model, rng = add_adapter(model, lora), np.random.default_rng(0)
+        # equal factors would cancel in gradients, up to float32's rounding
+        trained = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), model.adapter.trained)
+        model = replace(model, adapter=replace(model.adapter, trained=trained))
+    else:
+        model = replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+    assert_same_update(model, shape, **settings)
 
 
 @pytest.mark.long
