@@ -68,8 +68,6 @@ def past_of(lengths, starts):
 SHORT, LONG = [1, 2, 0, 17, 33, 60, 5, 9], [200, 131, 130, 132, 0, 1, 64, 199]
 # rows, prompts, query heads, key heads, dims, columns of prompts, of rows; lengths, starts
 CASES = {
-    "one-row": ((1, 1, 2, 2, 16, 5, 7), ([3], [1]), {}),
-    "first-column": ((2, 1, 2, 1, 16, 40, 64), ([1, 64], [7]), {}),
     "ragged": ((8, 2, 4, 2, 64, 70, 64), (SHORT, [0, 69]), {}),
     "long": ((8, 4, 14, 2, 64, 300, 200), (LONG, [3, 299, 300, 128]), {}),
     "padded-dims": ((8, 8, 6, 2, 80, 144, 200), (LONG, range(130, 145, 2)), {}),
@@ -77,21 +75,14 @@ CASES = {
     "narrow-window": ((8, 1, 8, 8, 96, 130, 200), (LONG, [100]), {"window": 1}),
     "softcap": ((8, 1, 3, 1, 256, 64, 200), (LONG, [0]), {"softcap": 2.0, "window": 31}),
     "share-16": ((32, 2, 14, 2, 64, 300, 128), ([*SHORT, *[0] * 8, *range(1, 17)], [0, 190]), {}),
-    "split": ((2, 1, 2, 1, 16, 20, 2100), ([2000, 60], [0]), {}),
     "split-window": ((2, 2, 2, 1, 16, 20, 2100), ([2100, 1], [0, 20]), {"window": 1000}),
     "all-idle": ((8, 2, 2, 1, 16, 20, 32), ([0] * 8, [0, 20]), {}),
     "many-blocks": ((8, 2, 4, 2, 128, 384, 512), ([512, 400, 301, 0, 130, 1, 299, 428], [10, 250]), {}),
-    "window-of-blocks": (
-        (8, 2, 4, 2, 128, 384, 512),
-        ([512, 172, 173, 0, 130, 1, 299, 428], [384, 0]),
-        {"window": 200},
-    ),
-    "empty-prompts": ((8, 2, 4, 2, 64, 70, 64), (SHORT, [70, 70]), {}),
 }
 
 
 @pytest.mark.drawn(8)
-@pytest.mark.parametrize(("case", "form"), rest_heavy([(case, form) for case in CASES for form in FORMS], quick=8))
+@pytest.mark.parametrize(("case", "form"), rest_heavy([(case, form) for case in CASES for form in FORMS], quick=6))
 def test_each_row_attends_to_its_visible_columns(case, form):
     sizes, past, settings = CASES[case]
     attn, past = AttentionConfig(0.2, **settings), past_of(*past)

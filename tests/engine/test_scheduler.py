@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groupax.engine.programs import ADMISSION_STEPS, HOST_FRAC, MIN_CHUNK_S, Pace
-from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler, bucket, halvings, piece_size, power_of_two
+from groupax.engine.scheduler import CacheShape, Demand, Plan, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.settings.sampling import SamplingParams
 
@@ -64,21 +64,6 @@ def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     assert Plan(2000, 4, 64).smaller(CacheShape(8, 8, 128, 512)) == CacheShape(2, 2, 128, 512)
     with pytest.raises(ValueError, match="a completion of 900 tokens after a prompt of 101 tokens"):
         Plan(1500, 4, 64).first_shape(Demand((1,), 100, 900), 1)
-
-
-def test_sizes_are_few():
-    assert sorted({bucket(size, 64) for size in range(1, 1025)}) == [64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    assert [power_of_two(size) for size in (0, 1, 3, 4, 5)] == [1, 1, 4, 4, 8]
-    assert power_of_two(9, parts=4) == 4
-    assert halvings(384, 64) == [96, 192, 384]
-    for num_prompts, num_columns, num_heads in ((2, 96, 4), (8, 768, 4), (64, 2048, 4), (2, 32768, 4), (2, 32768, 32)):
-        for platform, most in (("cpu", 256), ("gpu", 1024)):
-            prompts, piece = piece_size(num_prompts, num_columns, num_heads, platform)
-            assert num_prompts % prompts == 0
-            assert num_columns % piece == 0
-            assert piece % 8 == 0
-            assert piece <= 64 or prompts * piece <= most
-            assert piece <= 64 or prompts * num_heads * piece * num_columns <= 2**28
 
 
 def test_prompts_are_computed_once_per_shard_shortest_first():

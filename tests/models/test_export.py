@@ -19,22 +19,10 @@ from groupax.cli.main import main
 from groupax.storage.replacing import MANIFEST
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
+from tests.training.test_memory import LLAMA_8B
 from tests.training.test_trainer import a_trainer
 
 from .test_lora import all_logits, leaves, trained_randomly
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture
@@ -48,7 +36,7 @@ def folders(tmp_path):
 
 
 def test_inspect_prints_the_notebooks_line(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     for model in (tmp_path, tmp_path / "config.json"):
         assert main(["inspect", str(model), "--lora_r", "8", "--lora_target_modules", *seven]) == 0

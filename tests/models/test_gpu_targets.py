@@ -68,24 +68,27 @@ def test_programs_may_have_most_of_a_gpus_memory(monkeypatch):
     assert os.environ == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "the user's choice"
 
 
-FOUND = """
+BEGIN = """
 import sys
+from functools import partial
 from pathlib import Path
 from groupax.planning.devices import find_target, prepare
-name, cuda = sys.argv[1:]
-prepare(name, cuda=Path(cuda))
-target = find_target(name)
+prepare(sys.argv[1], cuda=Path(sys.argv[2]))
 import jax
+import jax.numpy as jnp
+"""
+FOUND = """
+target = find_target(sys.argv[1])
 first, last = target.devices[0], target.devices[-1]
 print(len(target.devices), first.platform, first.device_kind, last.process_index, jax.default_backend(), sep=";")
 """
 
 
-def printed(script, *arguments, flags=None):
+def printed(script, target, *arguments, flags=None):
     """What a program prints that compiles for absent GPUs, which no setting of this process reaches."""
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment |= {} if flags is None else {"XLA_FLAGS": flags}
-    command = [sys.executable, "-c", script, *arguments]
+    command = [sys.executable, "-c", BEGIN + script, target, str(CUDA), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
@@ -96,7 +99,7 @@ def printed(script, *arguments, flags=None):
 @pytest.mark.parametrize("kind", GPUS)
 def test_absent_gpus_come_up_on_a_machine_without_any(kind):
     name = f"{kind}-16" if GPUS[kind].network_bytes_per_s else f"{kind}-8"
-    out, err = printed(FOUND, name, str(CUDA))
+    out, err = printed(FOUND, name)
     number, platform, device_kind, last_host, default = out.split(";")
     assert (int(number), platform, default) == (int(name.rpartition("-")[2]), "gpu", "cpu")
     assert device_kind.startswith(GPUS[kind].kinds)
@@ -108,13 +111,6 @@ def test_absent_gpus_come_up_on_a_machine_without_any(kind):
 
 
 ATTENTION = """
-import sys
-from functools import partial
-from pathlib import Path
-from groupax.planning.devices import find_target, prepare
-prepare(sys.argv[1], cuda=Path(sys.argv[2]))
-import jax
-import jax.numpy as jnp
 from groupax.models.kernels import triton_attention
 from groupax.models.config import AttentionConfig
 from groupax.models.attention import LayerCache, Past
@@ -149,17 +145,10 @@ for B, Q, N, K, H, T, dtype, kv_dtype, settings in (
     ],
 )
 def test_the_kernels_of_decoding_compile_and_update_the_cache_in_place(target, kv_dtype):
-    assert printed(ATTENTION, target, str(CUDA), kv_dtype)[0].split() == ["True"] * 4
+    assert printed(ATTENTION, target, kv_dtype)[0].split() == ["True"] * 4
 
 
 PRODUCTS = """
-import sys
-from functools import partial
-from pathlib import Path
-from groupax.planning.devices import find_target, prepare
-prepare(sys.argv[1], cuda=Path(sys.argv[2]))
-import jax
-import jax.numpy as jnp
 from groupax.models.layers import linear
 from groupax.models.weights.quantize import quantizer
 
@@ -187,20 +176,15 @@ for kind, rows, dtype in (
 @pytest.mark.parametrize(("target", "casts_float8_in_memory"), [("h100-1", False), ("rtx4090-1", True)])
 def test_a_product_with_few_rows_writes_no_matrix_to_memory(target, casts_float8_in_memory):
     expected = ["False"] * 3 + [str(casts_float8_in_memory), "True"]
-    assert printed(PRODUCTS, target, str(CUDA))[0].split() == expected
+    assert printed(PRODUCTS, target)[0].split() == expected
 
 
 UPDATE = """
-import sys
-from pathlib import Path
-from groupax.planning.devices import find_target, prepare
-prepare("h100-8", cuda=Path(sys.argv[1]))
-import jax, jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from groupax.models.execution import apply_layers
 from groupax.parallel.collectives import all_gather
-mesh = Mesh(np.array(find_target("h100-8").devices), ("fsdp",))
+mesh = Mesh(np.array(find_target(sys.argv[1]).devices), ("fsdp",))
 
 def loss(x, layers):
     @jax.checkpoint
@@ -227,7 +211,7 @@ print(sorted(body.count("reduce-scatter-start(") for body in loops))
 @pytest.mark.heavy
 @pytest.mark.parametrize(("flags", "in_loops"), [("", [0, 1]), (f"--{next(iter(GPU_FLAGS))}=0", [0, 2])])
 def test_a_layers_gradients_are_scattered_at_once(flags, in_loops):
-    assert printed(UPDATE, str(CUDA), flags=flags)[0] == str(in_loops)
+    assert printed(UPDATE, "h100-8", flags=flags)[0] == str(in_loops)
 
 
 # -- what XLA writes about them

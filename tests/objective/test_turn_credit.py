@@ -127,14 +127,6 @@ def test_a_group_teaches_something_if_its_turns_differ():
             assert not np.concatenate(found.turns).any()
 
 
-def leave_one_out(rewards, weights, num_generations):
-    """A user's estimator that knows of rewards that are missing."""
-    scores = (rewards * weights).sum(axis=1).reshape(-1, num_generations)
-    others = np.nansum(scores, axis=1, keepdims=True) - np.nan_to_num(scores)
-    counts = np.maximum((~np.isnan(scores)).sum(axis=1, keepdims=True) - 1, 1)
-    return np.nan_to_num(scores - others / counts).reshape(-1)
-
-
 EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards per turn of two groups of three
 
 
@@ -145,7 +137,7 @@ EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards p
         {"scale": "batch"},
         {"scale": "none"},
         {"aggregation": "normalize_then_sum"},
-        {"estimator": leave_one_out},
+        {"estimator": rloo},
         {"credit": "returns", "scale": "group"},
         {"credit": "returns", "scale": "batch"},
         {"credit": "returns", "scale": "none", "discount": 0.9},

@@ -207,13 +207,6 @@ def peers_of_three(end, listening=None):
     return peers, others
 
 
-def test_processes_exchange_objects_and_leave_together():
-    peers, others = peers_of_three("leave")
-    peers.leave()
-    assert [other.communicate()[1] for other in others] == [b"", b""]
-    assert not peers.failed
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("end", "told"),

@@ -15,7 +15,7 @@ from groupax.models.weights.mxfp4 import dequantize
 from groupax.models.weights.nf4 import Nf4, nf4_bytes, quantization_config, quantize_nf4
 from groupax.models.weights.quantize import dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
-from tests.conftest import assert_trees_match, one_device_mesh
+from tests.conftest import TINY, assert_trees_match, one_device_mesh
 from tests.models.test_lora import a_base, all_logits, leaves, trained_randomly
 
 from .test_trainer import a_trainer, lines_of
@@ -129,20 +129,8 @@ def test_an_adapter_on_4_bits_is_merged_into_their_numbers(saved, tmp_path):
 # -- checkpoints of gpt-oss
 
 
-HF = {
-    "model_type": "gpt_oss",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 256,
-    "sliding_window": 8,
-}
+HF = {**TINY, "model_type": "gpt_oss", "hidden_size": 64, "head_dim": 8, "intermediate_size": 32, "sliding_window": 8}
+HF |= {"num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 
 def quantized_folder(folder, scales=(118, 128)):
