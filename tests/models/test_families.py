@@ -11,9 +11,9 @@ import pytest
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.models.attention import attend
-from groupax.models.config import ClampedSwiglu, LongRope
+from groupax.models.config import LongRope
 from groupax.models.decoder import causal_hidden, forward, head_weights
-from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts, route
+from groupax.models.experts import Routing, load_balancing_loss, route
 from groupax.models.families import FAMILIES, read_config, text_config
 from groupax.models.layers import vocabulary_logits
 from groupax.models.rope import frequencies
@@ -217,47 +217,6 @@ def test_two_tables_that_differ_are_refused(family, change):
 
 
 # -- mixtures of experts
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.heavy
-@pytest.mark.parametrize(("has_bias", "weighs_inputs"), [(False, False), (False, True), (True, False)])
-def test_both_ways_through_the_experts_are_the_sum_over_them(has_bias, weighs_inputs):
-    rng = np.random.default_rng(0)
-    x, *matrices = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((11, 8), (5, 6, 8), (5, 6, 8), (5, 8, 6))
-    )
-    gate, up, down = matrices
-    biases = tuple(jnp.asarray(rng.normal(size=(5, 6)), jnp.float32) if has_bias else None for _ in range(2))
-    chosen = jnp.asarray(np.argsort(rng.random((11, 5)))[:, :2], jnp.int32)
-    weights = jnp.asarray(rng.random((11, 2)), jnp.float32)
-    activation = ClampedSwiglu(1.3, 2.0) if has_bias else "silu"
-
-    def expert(x, w, e):
-        x, w = (w * x, 1.0) if weighs_inputs else (x, w)
-        gated, upper = x @ gate[e].T, x @ up[e].T
-        if not has_bias:
-            return w * (jax.nn.silu(gated) * upper) @ down[e].T
-        gated, upper = jnp.minimum(gated + biases[0][e], 2.0), jnp.clip(upper + biases[1][e], -2.0, 2.0)
-        return w * ((upper + 1.0) * gated * jax.nn.sigmoid(1.3 * gated)) @ down[e].T
-
-    expected = [
-        sum(expert(row, w, e) for w, e in zip(ws, es, strict=True))
-        for row, ws, es in zip(x, weights, chosen, strict=True)
-    ]
-
-    def through(way):
-        def loss(x, weights, matrices, biases):
-            out = way(x, weights, chosen, matrices, biases, activation, weighs_inputs)
-            return jnp.sum(jnp.square(out)), out
-
-        return jax.value_and_grad(loss, range(4), has_aux=True)(x, weights, tuple(matrices), biases)
-
-    (_, out), gradients = through(ragged_experts)
-    (_, other), other_gradients = through(loop_over_experts)
-    np.testing.assert_allclose(out, expected, atol=1e-4)
-    np.testing.assert_allclose(other, expected, atol=1e-4)
-    assert_trees_match(gradients, other_gradients, rtol=1e-3, atol=1e-3)
 
 
 def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():

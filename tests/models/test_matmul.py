@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from groupax.models import decoder, experts
+from groupax.models.config import ClampedSwiglu
 from groupax.models.decoder import _norm_heads
 from groupax.models.experts import loop_over_experts, ragged_experts
 from groupax.models.families import read_config
@@ -176,26 +177,43 @@ def test_the_kernels_multiply_each_row_by_its_groups_matrix_in_both_directions(c
         np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=rounding, atol=1e-4)
 
 
-@pytest.mark.drawn(3, "fused")
+@pytest.mark.drawn(1)
 @pytest.mark.heavy
-def test_experts_of_other_devices_contribute_nothing_through_the_kernels(monkeypatch):
+@pytest.mark.parametrize(
+    ("biased", "weighs_inputs", "remote"), [(False, False, True), (False, True, False), (True, False, False)]
+)
+def test_all_ways_through_the_experts_are_the_sum_over_them(monkeypatch, biased, weighs_inputs, remote):
+    """Some choices are experts of other devices, which contribute nothing here."""
     rng = np.random.default_rng(0)
-    x, weights, *matrices = (
-        jnp.asarray(rng.normal(size=shape) / 4, jnp.float32)
-        for shape in ((40, 16), (40, 3), (4, 24, 16), (4, 24, 16), (4, 16, 24))
-    )
-    chosen = jnp.asarray(np.argsort(rng.random((40, 12)))[:, :3] - 4, jnp.int32)
+    shapes = (40, 16), (40, 3), (5, 24, 16), (5, 24, 16), (5, 16, 24)
+    x, weights, gate, up, down = (jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for shape in shapes)
+    biases = tuple(jnp.asarray(rng.normal(size=(5, 24)), jnp.float32) if biased else None for _ in range(2))
+    chosen = jnp.asarray(np.argsort(rng.random((40, 9 if remote else 5)))[:, :3] - 2 * remote, jnp.int32)
+    activation = ClampedSwiglu(1.3, 2.0) if biased else "silu"
 
-    def results(way, **options):
-        def loss(x, weights, *matrices):
-            out = way(x, weights, chosen, matrices, activation="silu", **options)
+    def expert(x, w, e):
+        x, w = (w * x, 1.0) if weighs_inputs else (x, w)
+        gated, upper = x @ gate[e].T, x @ up[e].T
+        if not biased:
+            return w * (jax.nn.silu(gated) * upper) @ down[e].T
+        gated, upper = jnp.minimum(gated + biases[0][e], 2.0), jnp.clip(upper + biases[1][e], -2.0, 2.0)
+        return w * ((upper + 1.0) * gated * jax.nn.sigmoid(1.3 * gated)) @ down[e].T
+
+    def through(way, **options):
+        def loss(x, weights, matrices, biases):
+            out = way(x, weights, chosen, matrices, biases, activation, weighs_inputs, **options)
             return jnp.sum(jnp.square(out)), out
 
-        return jax.value_and_grad(loss, argnums=range(5), has_aux=True)(x, weights, *matrices)
+        return jax.value_and_grad(loss, range(4), has_aux=True)(x, weights, (gate, up, down), biases)
 
-    expected = results(loop_over_experts)
+    looped, sorted_by_expert = through(loop_over_experts), through(ragged_experts, has_remote=remote)
+    rows = zip(x, weights, np.asarray(chosen), strict=True)
+    own = [[(row, w, e) for w, e in zip(ws, es, strict=True) if 0 <= e < 5] for row, ws, es in rows]
+    expected = [sum((expert(*each) for each in those), jnp.zeros(16)) for those in own]
+    np.testing.assert_allclose(looped[0][1], expected, atol=1e-4)
+    assert_trees_match(sorted_by_expert, looped, rtol=1e-3, atol=1e-4)
     emulate_kernels(monkeypatch)
-    assert_trees_match(results(ragged_experts, has_remote=True), expected, rtol=1e-4, atol=1e-4)
+    assert_trees_match(through(ragged_experts, has_remote=remote), looped, rtol=1e-3, atol=1e-4)
 
 
 # -- norms

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from groupax.models.specs import model_specs
 from groupax.parallel import accelerators
 from groupax.parallel.accelerators import GPU_FLAGS, set_gpu_flags
 from groupax.parallel.mesh import AXES
-from groupax.parallel.runtime import compilation
 from tests.conftest import TINY
 
 DEVICES = {
@@ -134,29 +132,3 @@ def test_the_installed_jaxlib_knows_the_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     set_gpu_flags()
     subprocess.run([sys.executable, "-c", "import jax; jax.numpy.ones(3)"], check=True, env=os.environ)
-
-
-# -- seconds of tracing and compiling
-
-
-def test_nested_functions_are_counted_once_and_compiled_ones_not_again():
-    @jax.jit
-    def inner(x):
-        time.sleep(0.1)
-        return jnp.sin(x)
-
-    @jax.jit
-    def outer(x):
-        return inner(x) + inner(2 * x) + jax.jit(lambda y: inner(y))(x)
-
-    record = compilation()
-    before_s, began_s = record.seconds, time.monotonic()
-    outer(jnp.float32(1)).block_until_ready()
-    seconds, elapsed_s = record.seconds - before_s, time.monotonic() - began_s
-    assert 0.1 <= seconds <= elapsed_s
-    before_s = record.seconds
-    num_programs = record.programs["outer"], record.num_programs
-    assert num_programs[0] == 1
-    outer(jnp.float32(2))
-    assert record.seconds == before_s
-    assert (record.programs["outer"], record.num_programs) == num_programs

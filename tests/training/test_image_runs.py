@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import bundle_step, replay_bundle, replay_step
+from groupax import bundle_step, init_model, replay_bundle, replay_step
 from groupax.cli.main import main
 from groupax.config import GRPOConfig
 from groupax.data.files import read_rows
@@ -22,9 +22,8 @@ from groupax.engine.prefill import check_images, lookup_tokens
 from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.params import init_params
 from groupax.models.vision.placement import num_features, place_images
-from groupax.models.weights.checkpoint import Model, add_adapter
+from groupax.models.weights.checkpoint import add_adapter
 from groupax.runs.build import learner_settings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
@@ -231,10 +230,8 @@ def test_a_sequence_must_have_the_images_that_its_tokens_stand_for():
 
 
 def a_model(family, scale=5.0):
-    hf = two_layers(family)
-    config, mesh = read_config(hf), one_device_mesh()
-    params = jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, init_params(config, jax.random.key(0), mesh))
-    return Model(config, params, mesh, hf, {})
+    model = init_model(two_layers(family), 0, mesh=one_device_mesh())
+    return replace(model, params=jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, model.params))
 
 
 def a_learner(model, **settings):
