@@ -19,7 +19,6 @@ from groupax.planning.kernels import (
     bytes_by_kind,
     parse_temporaries,
     parse_thunks,
-    read_gpu_program,
 )
 
 CUDA = Path(__file__).parents[2] / "build" / "cuda"
@@ -279,11 +278,6 @@ def test_what_is_in_a_graph_is_launched_at_once():
     step, others = GpuProgram(HLO, parse_thunks(in_graph, names)).work(32)
     assert (step.num_launches, step.host_visits, step.dispatches) == (7, 0, 0)
     assert (others.num_launches, others.dispatches) == (1, 1)
-
-
-def test_a_folder_without_a_program_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="has 0 programs jit_chunk for GPUs"):
-        read_gpu_program(tmp_path, "chunk")
 
 
 # -- temporary memory

@@ -3,6 +3,7 @@
 import json
 import threading
 import zlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -80,33 +81,19 @@ def test_manifests_that_are_none_are_refused(entry, message):
 # -- servers
 
 
-class Running:
-    """A server in this process that can be stopped and started again at its address."""
-
-    def __init__(self, port=0):
-        self.model, tokenizer = demo_model()
-        self.engine = Engine.of(self.model, tokenizer, chunk_steps=8, kv_bytes=1 << 27)
-        self.loop = EngineLoop({"demo": self.engine}).start()
-        app = create_app(self.loop, Limits(api_keys=(KEY,)), {"demo": self.model})
-        self._context = listening(app, port)
-        self.url = self._context.__enter__()
-
-    def stop(self):
-        self._context.__exit__(None, None, None)
-        self.loop.close()
-
-
 @pytest.fixture(scope="module")
-def servers():
-    running = [Running(), Running()]
-    yield running
-    for each in running:
-        each.stop()
+def server():
+    """A server in this process."""
+    model, tokenizer = demo_model()
+    engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 27)
+    loop = EngineLoop({"demo": engine}).start()
+    with listening(create_app(loop, Limits(api_keys=(KEY,)), {"demo": model})) as url:
+        yield SimpleNamespace(model=model, engine=engine, loop=loop, url=url)
+    loop.close()
 
 
 @pytest.mark.heavy
-def test_a_torn_or_late_upload_is_never_used(servers):
-    server = servers[0]
+def test_a_torn_or_late_upload_is_never_used(server):
     remote = RemoteServer(server.url, KEY, 60.0)
     specs = model_specs(server.model.config)
     tensors = host_tensors(specs, param_leaves(specs, perturbed(server.engine.params, 5)))
@@ -171,8 +158,7 @@ def test_a_torn_or_late_upload_is_never_used(servers):
 
 
 @pytest.mark.heavy
-def test_weights_change_between_two_chunks_and_answers_say_so(servers):
-    server = servers[1]
+def test_weights_change_between_two_chunks_and_answers_say_so(server):
     sampler = RemoteSampler(
         [server.url], server.model.config, perturbed(server.engine.params, 8), server.engine.eos_ids, api_key=KEY
     )
@@ -194,8 +180,8 @@ def test_weights_change_between_two_chunks_and_answers_say_so(servers):
 
 
 @pytest.mark.heavy
-def test_without_a_key_nobody_changes_weights(servers):
-    app = create_app(servers[0].loop, Limits(), {"demo": servers[0].model})
+def test_without_a_key_nobody_changes_weights(server):
+    app = create_app(server.loop, Limits(), {"demo": server.model})
     says = "403: weights can be changed only on a server with keys"
     with listening(app) as address, pytest.raises(RefusedError, match=says):
         RemoteServer(address, None, 60.0).request("POST", "/groupax/v1/weights", {})

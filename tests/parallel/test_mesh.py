@@ -29,15 +29,8 @@ from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_agreement import DELTA, LFM2
 
-MIXTURE = {
-    **TINY,
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.5,
-}
-
-
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+MIXTURE = {**TINY, **EXPERTS, "model_type": "mixtral", "num_local_experts": 4}
 DEEPSEEK = {**LATENTS, "model_type": "deepseek_v3", "n_routed_experts": 6, "n_group": 3, "topk_group": 2}
 COMMAND = (
     "train --model model --dataset prompts.jsonl --eval_dataset prompts.jsonl --reward_funcs letters_reward:letters "
@@ -253,23 +246,11 @@ def test_by_default_slices_lie_along_the_first_axis():
 
 
 # a first layer that is dense, and windows that alternate; a last layer that is odd
-ODD_MIXTURE = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 5,
-    "mlp_only_layers": [0],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "router_aux_loss_coef": 0.5,
-}
+ODD_MIXTURE = {**EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 5, "mlp_only_layers": [0]}
+ODD_MIXTURE |= {"num_experts": 4, "moe_intermediate_size": 16}
 SLIDING, FULL = "sliding_attention", "full_attention"
-ALTERNATING = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 6,
-    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING],
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 8,
-}
+ALTERNATING = {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 8}
+ALTERNATING |= {"layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING]}
 
 
 @pytest.mark.parametrize(("change", "compiled"), [(ALTERNATING, 4), (ODD_MIXTURE, 2)], ids=["windows", "experts"])

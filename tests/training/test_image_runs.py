@@ -78,13 +78,6 @@ def test_images_of_a_column_come_before_the_text_of_the_first_message_of_the_use
     assert without_images(read["prompt"])[1]["content"] == [{"type": "image"}, {"type": "image"}, text("Q")]
 
 
-def test_images_of_a_column_take_the_places_of_the_messages():
-    images = [an_image(0), an_image(1)]
-    prompt = user({"type": "image"}, text("a"), {"type": "image", "image": images[1]}, text("b"))
-    read = with_images({"prompt": prompt, "image": images[0]}, "row 0")
-    assert images_of(read) == images
-
-
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "MPO"])
 def test_an_image_is_upright_as_datasets_reads_it_from_whatever_names_it(tmp_path, kind, orientation):

@@ -191,16 +191,6 @@ def test_a_run_explains_what_is_off(tmp_path, caplog, settings, reward, message)
     assert message in caplog.text
 
 
-@pytest.mark.heavy
-def test_a_model_without_eos_is_told_of(tmp_path, caplog):
-    model = init_model({key: value for key, value in {**TINY, "vocab_size": 13}.items() if key != "eos_token_id"})
-    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=5, max_completion_length=8, progress_bar="none")
-    trainer = GRPOTrainer(model, count_a, args, PROMPTS, processing_class=a_tokenizer())
-    trainer.train()
-    assert "end-of-sequence token" in caplog.text
-    assert "no completion ended with a stop token" in caplog.text
-
-
 def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     trainer = a_trainer(tmp_path, model=model, learning_rate=1e-2, max_steps=1)

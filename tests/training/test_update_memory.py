@@ -24,20 +24,8 @@ from tests.conftest import TINY, one_device_mesh
 from .test_trainer import a_trainer
 
 TOKENS = 48
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "vocab_size": 128,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
+QWEN3_06B = {**TINY, "model_type": "qwen3", "vocab_size": 128, "hidden_size": 1024, "intermediate_size": 3072}
+QWEN3_06B |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
 FAMILIES = {
     "qwen3": QWEN3_06B,
     "qwen2": {**QWEN3_06B, "model_type": "qwen2"},
