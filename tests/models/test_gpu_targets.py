@@ -243,11 +243,6 @@ def chunk():
     return GpuProgram(HLO, parse_thunks(THUNKS, metadata(THUNKS, NAMES)))
 
 
-def test_an_unknown_sequence_is_refused():
-    with pytest.raises(ValueError, match="unknown line in XLA's sequence of thunks: 'thunks: 3'"):
-        parse_thunks("thunks: 3", "")
-
-
 def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
     step, others = chunk.work(loop_steps=32)
     # the comparison, three kernels in a graph, the two of the sort, and the copy in a slice
@@ -279,8 +274,6 @@ def test_what_is_in_a_graph_is_launched_at_once():
     assert (step.num_launches, step.host_visits, step.dispatches) == (7, 0, 0)
     assert (others.num_launches, others.dispatches) == (1, 1)
 
-
-# -- temporary memory
 
 DUMP = """BufferAssignment:
 allocation 0: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:

@@ -159,12 +159,10 @@ def test_advantages_of_ones_own(own):
     ("settings", "message"),
     [
         ({"loss_type": "grop"}, r"loss_type must be one of .*'module:function', got 'grop'; did you mean grpo"),
-        ({"loss_type": 3}, "loss_type must be one of .* got 3"),
         ({"loss_type": "my_objective:gmpo_los"}, "no 'gmpo_los'; it has .*did you mean gmpo_loss"),
         ({"loss_type": "my_objectives:GMPO"}, "there is no module 'my_objectives'"),
         ({"loss_type": "my_objective.py:GMPO"}, "names a file; name the module, without .py: 'my_objective:GMPO'"),
         ({"loss_type": "my_objective:GMPO(epsilom=1)"}, "has no option 'epsilom'; it takes .*did you mean epsilon"),
-        ({"loss_type": "my_objective:GMPO(epsilon=x)"}, "x must be numbers or quoted texts"),
         ({"loss_type": "my_objective:GMPO(0.2)"}, "options have names"),
         ({"loss_type": "my_objective:a_sum"}, r"must return a loss for each token, \[B, T\] = \[2, 3\], got \[2\]"),
         ({"loss_type": lambda terms: terms.logp}, r"is called with \(terms, settings\), but takes \(terms\)"),
