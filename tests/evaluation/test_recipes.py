@@ -157,21 +157,11 @@ def test_a_source_without_held_out_rows_has_none(tmp_path):
 
 
 def test_countdown_checks_numbers_and_value():
-    texts = [
-        "(1+2)*3",
-        "1 + 2 * 3 = 7",
-        "1+2*3",
-        "7",
-        "3*2",
-        "1+2+3+1",
-        "2**3-1",
-        "1/0+2+3",
-        "__import__('os')",
-        "1+2*3=8",
-    ]
+    texts = {"1 + 2 * 3 = 7": 1, "1+2*3": 1, "(1+2)*3": 0, "7": 0, "3*2": 0, "1+2+3+1": 0, "2**3-1": 0, "1/0+2+3": 0}
+    texts |= {"__import__('os')": 0, "1+2*3=8": 0}
     completions = [f"<think>.</think><answer>{text}</answer>" for text in texts] + ["1+2*3"]
     found = countdown_correct(completions, [[1, 2, 3]] * len(completions), [7] * len(completions))
-    assert found == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert found == [*texts.values(), 0]
     assert countdown_correct(["<answer>8/(3-8/3)</answer>"], [[8, 3, 8, 3]], [24]) == [1.0]
     assert evaluate_expression("(" * 150 + "1" + ")" * 150) is None
     assert evaluate_expression("True+1") is None
@@ -207,12 +197,10 @@ def base_model(tmp_path_factory):
 
 def test_defaults_are_fitted_to_the_model_and_reported(base_model):
     assert max_positions_of(base_model) == 640
-    assert fitting_length(640, 512, 512) == (
-        320,
-        [
-            "the model has 640 positions: completions have at most 320 tokens instead of the default 512, and prompts "
-            "have the rest"
-        ],
+    length, [note] = fitting_length(640, 512, 512)
+    assert length == 320
+    assert note.startswith(
+        "the model has 640 positions: completions have at most 320 tokens instead of the default 512"
     )
     assert fitting_length(640, 300, 512) == (300, [])
     assert fitting_length(640, 512, 100) == (512, [])
@@ -234,63 +222,27 @@ def test_a_4_bit_model_and_an_adapter_on_it_are_fitted(base_model, tmp_path):
 # -- commands
 
 
-TINY_RUN = "--prompts_per_step 2 --num_generations 2 --max_steps 1 --progress_bar json --learning_rate 1e-3"
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_gsm8k_recipe_on_a_model_that_cannot_do_it(base_model, tmp_path, capsys):
-    rows = [*GSM8K_ROWS, {"question": "Long? " * 100, "answer": "#### 1"}]
-    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
-    write_jsonl(tmp_path / "data" / "test.jsonl", rows * 40)
-    argv = f"train --recipe gsm8k --model {base_model} --dataset {tmp_path}/data --output_dir {tmp_path}/run {TINY_RUN}"
-    assert main([*argv.split(), "--eval_max_completion_length", "16"]) == 0
-    out = capsys.readouterr().out
-    assert "the model has 640 positions" in out
-    assert "prompts are written with chat_template 'plain'" in out
-    assert "training: 3 prompts; too long: 1 dropped, 0 cut; completions cut off at the limit" in out
-    assert "eval: 120 prompts; too long: 40 dropped" in out
-    assert "the model cannot do this task: of 120 prompts it solves 0 before and 0 after training" in out
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["train_prompts"] == {"used": 3, "dropped": 1, "truncated": 0}
-    assert result["verdicts"]["eval"].startswith("the model cannot do this task")
-    assert result["sets"]["eval"]["after"]["pass@1"]["high"] < 0.05
-
-
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
-    file = write_jsonl(tmp_path / "test.jsonl", GSM8K_ROWS)
-    common = [
-        "eval",
-        "--recipe",
-        "gsm8k",
-        "--model",
-        base_model,
-        "--max_tokens",
-        "8",
-        "--output_dir",
-        f"{tmp_path}/out",
-    ]
-    sets = [f"one={file}", str(tmp_path)]
-    argv = [*common, "--dataset", *sets, "--n", "4", "--temperature", "1.0", "--limit", "2"]
+    file, out = write_jsonl(tmp_path / "test.jsonl", GSM8K_ROWS), tmp_path / "out"
+    common = f"eval --recipe gsm8k --model {base_model} --max_tokens 8 --output_dir {out}"
+    argv = f"{common} --dataset one={file} {tmp_path} --n 4 --temperature 1.0 --limit 2".split()
     assert main([*argv, "--prompt_overflow", "truncate_left", "--max_prompt_length", "64"]) == 0
-    out = capsys.readouterr().out
-    assert "pass@4" in out
-    assert "maj@4" in out
-    assert "2 cut" in out
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    told = capsys.readouterr().out
+    assert all(text in told for text in ("pass@4", "maj@4", "2 cut"))
+    result = json.loads((out / "result.json").read_text())
     [(name, one), (_, other)] = result["sets"].items()
     assert name == "one"
     assert set(one) == set(other) == {"greedy", "sampled"}
     assert one["greedy"]["sampling"]["temperature"] == 0
     assert one["sampled"]["estimates"]["pass@4"]["method"] == "wilson"
     assert one["sampled"]["estimates"]["reward"]["method"] == "student"
-    items = read_items(tmp_path / "out" / "one.sampled.jsonl")
+    items = read_items(out / "one.sampled.jsonl")
     assert [len(item.completions) for item in items] == [4, 4]
     assert items[0].columns["answer"] == "7"
     assert main([*argv, "--prompt_overflow", "drop", "--max_prompt_length", "480", "--no_greedy"]) == 0
-    assert not (tmp_path / "out" / "one.greedy.jsonl").exists()
+    assert not (out / "one.greedy.jsonl").exists()
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
 
 
@@ -311,38 +263,26 @@ def test_a_reward_that_fails_for_all_held_out_prompts_stops_a_run(base_model, tm
 @pytest.mark.drawn(3, "recipes")
 @pytest.mark.heavy
 def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
+    def told(words):
+        assert main(words.split()) == 0
+        return capsys.readouterr().out
+
     rows = [{"prompt": text, "answer": "1"} for text in ("a", "bc", "def")]
-    file = write_jsonl(tmp_path / "test.jsonl", rows)
-    argv = [
-        "eval",
-        "--model",
-        base_model,
-        "--dataset",
-        str(file),
-        "--reward_funcs",
-        "gsm8k_accuracy",
-        "--max_tokens",
-        "8",
-    ]
-    assert main([*argv, "--output_dir", str(tmp_path / "a"), "--weights", "bfloat16", "--kv_cache_gb", "0.01"]) == 0
-    assert main([*argv, "--output_dir", str(tmp_path / "b"), "--max_concurrent_rows", "2"]) == 0
-    capsys.readouterr()
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    out = capsys.readouterr().out
-    assert "test.greedy: 3 common items" in out
-    assert "95 % intervals by Bonett and Price, p-values by McNemar's exact test: pass@1, reward," in out
-    other = write_jsonl(tmp_path / "other.jsonl", rows[:1])
-    more = ["--dataset", str(file), str(other), "--reward_funcs", "gsm8k_accuracy", "xml_count"]
-    assert main([*argv, *more, "--output_dir", str(tmp_path / "c")]) == 0
-    assert "pass@1 needs" not in capsys.readouterr().out
-    of_format = ["--reward_funcs", "think_answer_format", "--output_dir", str(tmp_path / "d")]
-    assert main([*argv, *of_format]) == 0
-    assert "completion: --correctness_reward think_answer_format" in capsys.readouterr().out
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
-    out = capsys.readouterr().out
-    assert f"evaluated only in {tmp_path / 'c'}: other.greedy" in out
-    assert f"only in {tmp_path / 'c'}: rewards/xml_count/mean" in out
-    assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
+    file, other = write_jsonl(tmp_path / "test.jsonl", rows), write_jsonl(tmp_path / "other.jsonl", rows[:1])
+    evaluate = f"eval --model {base_model} --dataset {file} --reward_funcs gsm8k_accuracy --max_tokens 8 --output_dir "
+    evaluate += f"{tmp_path}/"
+    told(f"{evaluate}a --weights bfloat16 --kv_cache_gb 0.01")
+    told(f"{evaluate}b --max_concurrent_rows 2")
+    found = told(f"compare {tmp_path}/a {tmp_path}/b")
+    assert "test.greedy: 3 common items" in found
+    assert "95 % intervals by Bonett and Price, p-values by McNemar's exact test: pass@1, reward," in found
+    told(f"{evaluate}c --dataset {file} {other} --reward_funcs gsm8k_accuracy xml_count")
+    of_format = told(f"{evaluate}d --reward_funcs think_answer_format")
+    assert "completion: --correctness_reward think_answer_format" in of_format
+    found = told(f"compare {tmp_path}/a {tmp_path}/c")
+    assert f"evaluated only in {tmp_path / 'c'}: other.greedy" in found
+    assert f"only in {tmp_path / 'c'}: rewards/xml_count/mean" in found
+    told(f"{evaluate}b --reward_weights 2")
     assert (tmp_path / "b.1" / "result.json").is_file()
     assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
 

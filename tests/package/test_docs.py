@@ -215,21 +215,3 @@ def test_the_options_of_commands_on_the_pages_exist():
                 wrong += [f"{page.name}: {command} {option}" for option in options if option not in known[command]]
     assert wrong == []
     assert num_checked > 100
-
-
-def test_the_pages_name_everything_that_there_is():
-    from groupax.rewards.resolve import BUILTIN_REWARDS
-    from groupax.settings.objective import LossType, ObjectiveSettings
-    from groupax.settings.sampling import SamplingParams
-
-    objective = {*ObjectiveSettings.__annotations__} - {"entropy_bonus", "temperature"}  # in words
-    settings = {re.sub("_(pos|neg|min|max)$", "", name) for name in objective}
-    for page, names in {
-        "docs/rewards.md": [f"`{name}" for name in BUILTIN_REWARDS],  # with their options
-        "docs/engine.md": [f"`{field.name}`" for field in fields(SamplingParams)],
-        "docs/algorithm.md": [*(f"`{name}`" for name in LossType.__args__), *(f"`{name}" for name in settings)],
-        "docs/index.md": [f"]({page.name}" for page in DOCS.glob("*.md") if page.name != "index.md"],
-        "README.md": [f"](docs/{page.name}" for page in DOCS.glob("*.md")],
-    }.items():
-        text = (ROOT / page).read_text()
-        assert [name for name in names if name not in text] == [], page

@@ -20,17 +20,6 @@ def loaded(name):
     return module
 
 
-def test_rewards_of_the_qlora_example():
-    example = loaded("gsm8k_qlora")
-    good = "<thinking>\n1+1\n</thinking>\n<answer>\n1,002\n</answer>"
-    texts = [good, good + "!", "<answer>1002</answer>", "1002", "<answer>1,5x</answer>"]
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    assert example.strict_format(completions) == [1, -1, -1, -1, -1]
-    assert example.nothing_after_the_answer(completions) == [0, -0.5, 0, -0.5, 0]
-    assert example.is_number(completions) == [1, 1, 1, -1, -1]
-    assert example.correct(completions, answer=["1002"] * 5) == [1, 1, 1, 0, 0]
-
-
 @pytest.mark.long
 def test_the_qlora_example_runs(stories, tmp_path, capsys):
     data = SHARED / "data" / "gsm8k"

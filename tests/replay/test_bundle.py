@@ -1,5 +1,6 @@
 """A bundle carries a step to another machine, and nothing that runs there."""
 
+import functools
 import hashlib
 import io
 import json
@@ -15,13 +16,12 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from groupax import GRPOConfig, bundle_step, init_model, replay_bundle
+from groupax import bundle_step, init_model, replay_bundle
 from groupax.cli.main import main
 from groupax.replay import recorded
 from groupax.replay.bundle import pack, unpack
 from groupax.replay.bundled import open_bundle
-from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.session import changed_target, replay_changed
+from groupax.replay.recorded import RecordedRun
 from tests.data.test_config_and_data import a_tokenizer
 from tests.runs.stopped_run import letters
 from tests.training.test_trainer import PROMPTS
@@ -67,18 +67,14 @@ def written(path, members):
 
 
 @pytest.mark.heavy
-def test_a_bundle_is_replayed_elsewhere_with_equal_bits(run, archive, tmp_path):
+def test_a_bundle_is_replayed_elsewhere_with_equal_bits(run, archive):
     names = names_in(archive)
-    assert {name.partition("/")[0] for name in names} == {
-        "bundle.json",
-        "sha256.json",
-        "rows.jsonl",
-        "after.safetensors",
-        "run",
-        "state",
-        "model",
-    }
+    places = {"bundle.json", "sha256.json", "rows.jsonl", "after.safetensors", "run", "state", "model"}
+    assert {name.partition("/")[0] for name in names} == places
     assert not [name for name in names if name.endswith((".py", ".pkl", ".bin"))]
+    assert Path(archive).stat().st_size < 400_000
+    with pytest.raises(ValueError, match="exists already"):
+        bundled(run, 3, archive)
     moved = run.with_name("moved")
     run.rename(moved)  # nothing of the run is needed
     try:
@@ -91,38 +87,11 @@ def test_a_bundle_is_replayed_elsewhere_with_equal_bits(run, archive, tmp_path):
 
 
 @pytest.mark.heavy
-def test_what_is_not_included_is_asked_for(run, tmp_path):
-    path = tmp_path / "small.tar.zst"
-    made = bundled(run, 3, path, include=["model"])
-    assert made.manifest.includes == ["model"]
-    assert "state" not in {name.partition("/")[0] for name in names_in(path)}
-    assert replay_bundle(path).is_equal  # from the run's start, on the rollouts of its first steps
-
-
-@pytest.mark.heavy
 @pytest.mark.long
 def test_policies_of_earlier_steps_are_included(tmp_path):
     run = a_run(tmp_path, max_steps=6, **STALE)
     assert bundled(run, 5, tmp_path / "bug.tar.zst").outcome.is_equal
     assert replay_bundle(tmp_path / "bug.tar.zst").is_equal
-
-
-@pytest.mark.heavy
-def test_differences_have_sizes(archive, tmp_path):
-    unpack(archive, tmp_path / "bundle", 10**9)
-    from safetensors.numpy import load_file, save_file
-
-    weights = load_file(tmp_path / "bundle" / "state" / "params.safetensors")
-    name = sorted(weights)[0]
-    weights[name] = weights[name] + np.float32(1e-3)
-    save_file(weights, tmp_path / "bundle" / "state" / "params.safetensors")
-    pack(tmp_path / "bundle", tmp_path / "other.tar.zst")
-    outcome = replay_bundle(tmp_path / "other.tar.zst")
-    by_name = {stage.stage: stage for stage in outcome.stages}
-    assert by_name["data"].is_equal
-    assert "the sampler's log-probs of row" in by_name["rollout"].text or "token of row" in by_name["rollout"].text
-    assert "by 0.00" in by_name["update"].text or "weights differ, by 0.0" in by_name["update"].text
-    assert "of their norm" in by_name["update"].text
 
 
 @pytest.mark.heavy
@@ -143,68 +112,51 @@ def test_files_that_a_bundle_has_not_are_refused(tmp_path):
     manifest = ("bundle.json", b"{}")
     link = tarfile.TarInfo("run/config.json")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    for number, member in enumerate(
-        [
-            ("../evil.json", b""),
-            ("/tmp/evil", b""),
-            ("model/run.py", b""),
-            ("model/pytorch_model.bin", b""),
-            ("run/tokenizer/.hidden.json", b""),
-            ("model/a/b.json", b""),
-            (link, b""),
-            manifest,
-        ]
-    ):
-        path = written(tmp_path / f"{number}.tar.zst", [manifest, member])
+    names = ("../evil.json", "/tmp/evil", "model/run.py", "model/pytorch_model.bin", "model/a/b.json", "bundle.json")
+    for number, name in enumerate([*names, "run/tokenizer/.hidden.json", link]):
+        path = written(tmp_path / f"{number}.tar.zst", [manifest, (name, b"")])
         with pytest.raises(ValueError, match="is no bundle of groupax: it has"):
             unpack(path, tmp_path / f"out{number}", 10**6)
     assert not [name for name in os.listdir(tmp_path) if "evil" in name]
 
 
 def test_damaged_and_huge_files_are_refused(tmp_path):
+    rows = np.random.default_rng(0).bytes(10**5)
+    noise = written(tmp_path / "noise.tar.zst", [("bundle.json", b"{}"), ("rows.jsonl", rows)])
+    content = bytearray(noise.read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / "flipped.tar.zst").write_bytes(content)
     big = written(tmp_path / "big.tar.zst", [("bundle.json", b"{}"), ("rows.jsonl", bytes(10**6))])
     assert big.stat().st_size < 2000
-    with pytest.raises(ValueError, match=r"unpacks to more than 0\.0005 GB"):
-        unpack(big, tmp_path / "big", 5 * 10**5)
     whole = big.read_bytes()
     (tmp_path / "cut.tar.zst").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.tar.zst").write_bytes(b"hello")
-    for name in ("cut", "text"):
-        with pytest.raises(ValueError, match="is no bundle of groupax"):
-            unpack(tmp_path / f"{name}.tar.zst", tmp_path / name, 10**9)
-    with pytest.raises(ValueError, match=r"it has no bundle\.json"):
-        unpack(written(tmp_path / "no.tar.zst", [("rows.jsonl", b"")]), tmp_path / "no", 10**9)
-    for size in (float("nan"), float("inf"), 0.0):
-        with pytest.raises(ValueError, match="max_gb must be a finite number above 0"):
-            open_bundle(big, tmp_path / "none", max_gb=size)
-    manifest = {"format": 2, "groupax": "0.1.0"}
-    with pytest.raises(ValueError, match=r"bundle\.json is damaged: step is None"):
-        open_bundle(written(tmp_path / "m.tar.zst", [("bundle.json", json.dumps(manifest).encode())]), tmp_path / "m")
-    later = written(tmp_path / "v.tar.zst", [("bundle.json", json.dumps({"format": 3, "groupax": "9"}).encode())])
-    with pytest.raises(ValueError, match="written by groupax '9', and this groupax reads format 2"):
-        open_bundle(later, tmp_path / "v")
+    written(tmp_path / "no.tar.zst", [("rows.jsonl", b"")])
+    for name, message in (
+        ("flipped", r"is damaged: 'rows\.jsonl' is not what was packed"),
+        ("big", r"unpacks to more than 0\.0005 GB"),
+        ("cut", "is no bundle of groupax"),
+        ("text", "is no bundle of groupax"),
+        ("no", r"it has no bundle\.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            unpack(tmp_path / f"{name}.tar.zst", tmp_path / name, 5 * 10**5)
+    with pytest.raises(ValueError, match="max_gb must be a finite number above 0"):
+        open_bundle(big, tmp_path / "none", max_gb=float("nan"))
+    for number, manifest, message in (
+        (0, {"format": 2, "groupax": "0.1.0"}, r"bundle\.json is damaged: step is None"),
+        (1, {"format": 3, "groupax": "9"}, "written by groupax '9', and this groupax reads format 2"),
+    ):
+        made = written(tmp_path / f"m{number}.tar.zst", [("bundle.json", json.dumps(manifest).encode())])
+        with pytest.raises(ValueError, match=message):
+            open_bundle(made, tmp_path / f"m{number}")
 
 
-def test_a_bundle_that_was_damaged_on_its_way_is_refused(tmp_path):
-    rows = np.random.default_rng(0).bytes(10**5)
-    whole = written(tmp_path / "whole.tar.zst", [("bundle.json", b"{}"), ("rows.jsonl", rows)])
-    unpack(whole, tmp_path / "whole", 10**6)
-    content = bytearray(whole.read_bytes())
-    content[len(content) // 2] ^= 4
-    (tmp_path / "flipped.tar.zst").write_bytes(content)
-    with pytest.raises(ValueError, match=r"is damaged: 'rows\.jsonl' is not what was packed"):
-        unpack(tmp_path / "flipped.tar.zst", tmp_path / "flipped", 10**6)
-
-
-@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
         ("config.json", [1], r"config\.json is damaged: it has \[1\]"),
-        ("run.json", {"processes": "x"}, "'x' are no processes of a run"),
-        ("run.json", {"processes": [1]}, "are no processes of a run"),
         ("run.json", {"processes": [{"step": "7"}]}, "are no processes of a run"),
-        ("run.json", {"processes": [{"settings": [1]}]}, "are no processes of a run"),
         ("command.json", "x", r"command\.json is damaged"),
     ],
 )
@@ -214,17 +166,6 @@ def test_a_run_with_damaged_files_is_refused_in_one_line(run, tmp_path, name, co
     damaged = RecordedRun(tmp_path / "run")
     with pytest.raises(ValueError, match=fault):
         _ = damaged.config, damaged.changes, damaged.command(1), damaged.settings(1)
-
-
-@pytest.mark.long
-def test_files_above_8_gib_are_packed(tmp_path):
-    (tmp_path / "state").mkdir()
-    with (tmp_path / "state/params.safetensors").open("wb") as file:
-        file.truncate(2**33 + 1)
-    pack(tmp_path, tmp_path / "big.tar.zst")
-    with pyarrow.input_stream(str(tmp_path / "big.tar.zst"), compression="zstd") as stream:
-        member = tarfile.TarInfo.frombuf(stream.read(tarfile.BLOCKSIZE), "ascii", "strict")
-    assert (member.name, member.size) == ("state/params.safetensors", 2**33 + 1)
 
 
 def test_headers_of_files_above_8_gib_are_read(tmp_path):
@@ -239,17 +180,14 @@ def test_headers_of_files_above_8_gib_are_read(tmp_path):
 
 
 def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
+    return functools.reduce(lambda value, _: [value], range(depth), 1)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("name", "change", "fault"),
     [
         ("bundle.json", {"tools": [{"is_async": False}]}, r"bundle\.json is damaged: tools is \[\{'is_async"),
-        ("bundle.json", {"tools": [1]}, r"bundle\.json is damaged: tools is \[1\]"),
         ("bundle.json", {"rewards": [1]}, r"bundle\.json is damaged: rewards is"),
         ("bundle.json", {"visits": {"-1": 0}}, r"bundle\.json is damaged: visits is"),
         ("bundle.json", {"visits": {"1": 99}}, r"has \d rows, and the step visited its row 99"),
@@ -257,29 +195,17 @@ def nested(depth):
         (
             "bundle.json",
             {"start": 0, "identity": {"adapter": {"rank": 8}}},
-            "the adapter that bundle.json describes is none",
+            "the adapter that bundle.json describes is",
         ),
-        ("bundle.json", {"model": nested(900)}, r"bundle\.json of the bundle is nested more than 64 levels deep"),
-        ("rows.jsonl", {"more": nested(900)}, r"rows\.jsonl of the bundle is nested more than 64 levels deep"),
         ("rows.jsonl", {"more": nested(99_000)}, r"rows\.jsonl of the bundle is nested more than 64 levels deep"),
-        ("run/record.jsonl", {"num_prompts": "x"}, r"has no step in record\.jsonl"),
         ("run/record.jsonl", {"data": nested(99_000)}, r"has no step in record\.jsonl"),
         ("state/state.json", {"cursor": nested(99_000)}, r"state\.json of the bundle is nested more than 64 levels"),
-        (
-            "state/state.json",
-            {"identity": {"settings": 1}},
-            r"state\.json of the bundle is damaged: it is not of the run",
-        ),
+        ("state/state.json", {"identity": {"settings": 1}}, r"state\.json of the bundle is damaged: it is not of the"),
         ("state/state.json", {"format": 1}, r"state\.json of the bundle has format 1, and this groupax reads \d"),
-        ("state/state.json", {"model": 3}, r"state\.json of the bundle is damaged: model is 3"),
         ("state/state.json", {"step": 99}, r"state\.json of the bundle is damaged: it is of steps \(99, \d\)"),
         ("state/state.json", {"cursor": {"step": 1}}, r"state\.json of the bundle is damaged: cursor is \{'step': 1"),
-        ("state/state.json", {"learner": {"shapes": 3}}, r"state\.json of the bundle is damaged: learner is"),
         ("state/state.json", {"learner": {"adapters": {"a": 1}}}, r"state\.json of the bundle is damaged: learner is"),
-        ("state/state.json", {"rollout": {}}, r"state\.json of the bundle is damaged: rollout is \{\}"),
         ("state/state.json", {"policies": [[1]]}, r"state\.json of the bundle is damaged: policies is \[\[1\]\]"),
-        ("state/state.json", {"versions": "x"}, r"state\.json of the bundle is damaged: versions is 'x'"),
-        ("state/state.json", {"log": {"history": [1]}}, r"state\.json of the bundle is damaged: log is"),
     ],
 )
 def test_content_that_is_no_run_s_is_refused_in_one_line(archive, tmp_path, name, change, fault):
@@ -352,35 +278,31 @@ def test_completions_that_are_none_are_refused_in_one_line(archive, tmp_path, ch
 
 @pytest.mark.heavy
 def test_functions_and_models_are_not_loaded_unless_the_user_says_so(archive, tmp_path, monkeypatch):
-    unpack(archive, tmp_path / "bundle", 10**9)
-    config = json.loads((tmp_path / "bundle/run/config.json").read_text())
-    about = json.loads((tmp_path / "bundle/run/run.json").read_text())
+    folder, packed = tmp_path / "bundle", tmp_path / "code.tar.zst"
+    unpack(archive, folder, 10**9)
     (tmp_path / "evil-mod.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
+    config, about = (json.loads((folder / "run" / name).read_text()) for name in ("config.json", "run.json"))
     for name, value in [
         ("loss_type", "os:system"),
-        ("loss_type", "evil-mod:f"),
         ("kl_estimator", f"{tmp_path}/evil-mod.py:f"),
         ("advantage_estimator", " evil-mod : f"),
     ]:
-        (tmp_path / "bundle/run/config.json").write_text(json.dumps({**config, name: value}))
-        pack(tmp_path / "bundle", tmp_path / "code.tar.zst")
-        with pytest.raises(ValueError, match=f"computes with functions of its own: {name} "):
-            replay_bundle(tmp_path / "code.tar.zst")
-        (tmp_path / "bundle/run/config.json").write_text(json.dumps(config))
         processes = [{**each, "settings": {**each["settings"], name: value}} for each in about["processes"]]
-        (tmp_path / "bundle/run/run.json").write_text(json.dumps({**about, "processes": processes}))
-        pack(tmp_path / "bundle", tmp_path / "code.tar.zst")
-        with pytest.raises(ValueError, match=f"computes with functions of its own: {name} "):
-            replay_bundle(tmp_path / "code.tar.zst")
-        (tmp_path / "bundle/run/run.json").write_text(json.dumps(about))
-    shutil.rmtree(tmp_path / "bundle/model")
-    shutil.rmtree(tmp_path / "bundle/state")
-    pack(tmp_path / "bundle", tmp_path / "bare.tar.zst")
+        for changed in ({"config.json": {**config, name: value}}, {"run.json": {**about, "processes": processes}}):
+            for file, content in ({"config.json": config, "run.json": about} | changed).items():
+                (folder / "run" / file).write_text(json.dumps(content))
+            pack(folder, packed)
+            with pytest.raises(ValueError, match=f"computes with functions of its own: {name} "):
+                replay_bundle(packed)
+    (folder / "run" / "run.json").write_text(json.dumps(about))
+    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "state")
+    pack(folder, packed)
     with pytest.raises(ValueError, match="the model that the run started from is not in the bundle"):
-        replay_bundle(tmp_path / "bare.tar.zst")
+        replay_bundle(packed)
     with pytest.raises(ValueError, match="the weights before step 3 are not in the bundle"):
-        replay_bundle(tmp_path / "bare.tar.zst", base="elsewhere")
+        replay_bundle(packed, base="elsewhere")
 
 
 @pytest.mark.drawn(3, "replays")
@@ -397,26 +319,11 @@ def test_a_step_after_a_continuation_with_other_settings(tmp_path, caplog):
 
 
 @pytest.mark.heavy
-def test_a_bundle_can_be_changed(archive, tmp_path):
-    bundle = open_bundle(archive, tmp_path / "bundle")
-    changes = {"learning_rate": 0.1}
-    target = changed_target(bundle.run, 3, None, changes)
-    outcome = replay_changed(target, bundle.make, bundle.make, bundle.settings, changes, other_weights=False)
-    assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["update"]
-    assert "learning_rate 0.01 in the run, 0.1 now" in outcome.stages[-1].text
-
-
-def with_other_weights(folder):
-    """Changes the weights before the step, as another machine's rounding would, only more."""
-    path, rng = folder / "state/params.safetensors", np.random.default_rng(0)
-    moved = {name: leaf + rng.normal(0, 1e-2, leaf.shape) for name, leaf in load_file(path).items()}
-    save_file({name: leaf.astype(np.float32) for name, leaf in moved.items()}, path)
-
-
-@pytest.mark.heavy
 def test_where_other_tokens_come_out_later_stages_have_the_run_s(archive, tmp_path):
     unpack(archive, tmp_path / "bundle", 10**9)
-    with_other_weights(tmp_path / "bundle")
+    path, rng = tmp_path / "bundle/state/params.safetensors", np.random.default_rng(0)
+    moved = {name: leaf + rng.normal(0, 1e-2, leaf.shape) for name, leaf in load_file(path).items()}
+    save_file({name: leaf.astype(np.float32) for name, leaf in moved.items()}, path)  # as another machine, only more
     pack(tmp_path / "bundle", tmp_path / "other.tar.zst")
     outcome = replay_bundle(tmp_path / "other.tar.zst")
     assert [stage.stage for stage in outcome.stages if not stage.is_equal] == ["rollout", "loss", "update"]
@@ -424,6 +331,7 @@ def test_where_other_tokens_come_out_later_stages_have_the_run_s(archive, tmp_pa
         r"rollout +DIFFERS: .*\n  from here on with the completions of the run:\n  reward +equal", str(outcome)
     )
     assert "9728 of 9728 weights differ" in str(outcome)
+    assert "of their norm" in outcome.stages[-1].text
 
 
 @pytest.mark.drawn(3, "replays")
@@ -438,14 +346,6 @@ def test_completions_that_were_not_kept_are_computed_for_the_bundle(tmp_path):
     (run / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=r"completions of step 3 were not kept in .*, and others come out here"):
         bundled(run, 3, tmp_path / "other.tar.zst")
-
-
-@pytest.mark.heavy
-def test_a_file_that_exists_is_not_replaced(run, archive):
-    with pytest.raises(ValueError, match="exists already"):
-        bundled(run, 3, archive)
-    assert GRPOConfig.from_mapping(recorded_run(run).config).loss_type == "dapo"
-    assert Path(archive).stat().st_size < 400_000
 
 
 @pytest.mark.heavy

@@ -21,10 +21,9 @@ from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
 from groupax.runs.checkpoints import saver, writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
-from groupax.runs.checkpoints.fingerprint import tokenizer_fingerprint
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
 from groupax.storage.buckets import RemoteFolder
-from tests.conftest import TINY, rest_heavy
+from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
@@ -71,7 +70,6 @@ def stopped(earlier, tmp_path):
         ({"save_steps": 2, "save_total_limit": 0, "do_last_save": False}, [2, 4]),
         ({"save_interval_minutes": 1e-9, "save_total_limit": 3}, [3, 4, 5]),
         ({"save_steps": 1, "metric_for_best_model": "number", "save_total_limit": 1}, [2, 5]),
-        ({"save_steps": 1, "metric_for_best_model": "number", "greater_is_better": False}, [3, 4, 5]),
     ],
     ids=str,
 )
@@ -86,10 +84,9 @@ def test_what_is_saved_and_kept(tmp_path, settings, expected):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("save_steps", rest_heavy([1, 100]))
-def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_path, caplog, save_steps):
+def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_path, caplog):
     settings = {"eval_steps": 2, "save_total_limit": 1, "metric_for_best_model": "eval_reward", "max_steps": 5}
-    trainer = a_trainer(tmp_path, eval_dataset=PROMPTS, save_steps=save_steps, **settings)
+    trainer = a_trainer(tmp_path, eval_dataset=PROMPTS, save_steps=1, **settings)
     rewards = iter([0.9, 0.5])
     whole = trainer.evaluate().sets[ONLY_SET]
     trainer.evaluate = lambda: Evaluation({ONLY_SET: replace(whole, metrics={"reward": next(rewards)})})
@@ -154,17 +151,6 @@ def lose_a_file(folder):
     (folder / "optimizer" / "manifest.ocdbt").unlink()
 
 
-def copy_half(folder):
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files[len(files) // 2 :]:
-        path.unlink()
-
-
-def cut_off(folder):
-    data = folder / "state.json"
-    data.write_bytes(data.read_bytes()[:100])
-
-
 def cut_off_the_checksums(folder):
     sums = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
     (folder / "SHA256SUMS").write_text("".join(line for line in sums if "params" not in line))
@@ -178,28 +164,14 @@ def change_state(folder, remove=(), **entries):
     seal(folder)
 
 
-def empty_state(folder):
-    (folder / "state.json").write_text("{}")
-    seal(folder)
-
-
-def no_text(folder):
-    (folder / "state.json").write_bytes(b"\xff\xfe")
-    seal(folder)
-
-
 # How a checkpoint is damaged, or another version's, and what is said of it.
 FAULTS = [
     (flip_a_byte, r"damaged: params/.* \(\d+ bytes\) is not what was written: its checksum differs"),
     (lose_a_file, "damaged: optimizer/manifest.ocdbt is missing"),
-    (copy_half, "is missing"),
-    (cut_off, r"damaged: state.json \(100 bytes\) is not what was written"),
     (cut_off_the_checksums, "SHA256SUMS does not list params/.*: it is damaged"),
     (lambda folder: change_state(folder, format=99), "has format 99, written by groupax"),
-    (empty_state, "its state.json has no format"),
-    (no_text, "its state.json has no format"),
+    (lambda folder: change_state(folder, remove=("format",)), "its state.json has no format"),
     (lambda folder: change_state(folder, remove=("cursor", "log")), "its state.json has no cursor, log"),
-    (lambda folder: change_state(folder, format=99, versions=3), "has format 99, written by groupax None"),
 ]
 
 
@@ -215,11 +187,11 @@ def test_a_checkpoint_that_cannot_be_continued_is_named_and_the_one_before_is_us
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("by", ["auto", "path"])
-def test_the_newest_checkpoint_that_can_be_read_is_continued(stopped, tmp_path, caplog, by):
+def test_the_newest_checkpoint_that_can_be_read_is_continued(stopped, tmp_path, caplog):
     trainer, folder = stopped
     flip_a_byte(checkpoint(tmp_path, 3))
-    resumed = a_trainer(tmp_path, max_steps=4, resume="auto" if by == "auto" else str(tmp_path / "run"))
+    leave_what_a_killed_process_leaves(tmp_path)
+    resumed = a_trainer(tmp_path, max_steps=4)
     with caplog.at_level("INFO"):
         resumed.train()
     assert re.search("step_000003 is damaged: .*; it is not used", caplog.text)
@@ -227,7 +199,16 @@ def test_the_newest_checkpoint_that_can_be_read_is_continued(stopped, tmp_path, 
     assert "continuing after step 2, from" in caplog.text
     assert_same_end(resumed, trainer)
     assert lines_of(tmp_path) == lines_of(folder)
+    assert not list((tmp_path / "run").glob(".*"))
     assert not (tmp_path / "run.1").exists()
+
+
+def leave_what_a_killed_process_leaves(tmp_path):
+    shutil.copytree(checkpoint(tmp_path, 2), tmp_path / "run" / "checkpoints" / ".step_000009.partial")
+    (tmp_path / "run" / ".model.abc").mkdir()
+    (tmp_path / "run" / "rollouts" / ".step_000009.parquet").write_text("")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4.0, "los')
 
 
 @pytest.mark.heavy
@@ -237,33 +218,12 @@ def test_if_no_checkpoint_can_be_read_the_run_is_refused_and_nothing_is_touched(
     change_state(checkpoint(tmp_path, 3), format=99)
     before = content_of(tmp_path)
     for resume in ("auto", str(tmp_path / "run")):
-        with pytest.raises(
-            ValueError, match=r"none of them can be continued|no checkpoint of .* can be continued"
-        ) as e:
+        with pytest.raises(ValueError, match="can be continued") as refused:
             a_trainer(tmp_path, max_steps=4, resume=resume).train()
-        assert str(e.value).count("its checksum differs") == 2
-        assert "step_000003 has format 99, written by groupax" in str(e.value)
+        assert str(refused.value).count("its checksum differs") == 2
     assert content_of(tmp_path) == before
-    assert os.listdir(tmp_path) == ["run"]
-    trainer = a_trainer(tmp_path, max_steps=4, resume="never")
-    trainer.train()
-    assert_same_end(trainer, stopped[0])
+    a_trainer(tmp_path, max_steps=1, resume="never").train()
     assert (tmp_path / "run.1" / "checkpoints" / "step_000003").is_dir()
-
-
-@pytest.mark.heavy
-def test_leftovers_of_a_killed_process_do_not_count(stopped, tmp_path):
-    shutil.copytree(checkpoint(tmp_path, 2), tmp_path / "run" / "checkpoints" / ".step_000009.partial")
-    (tmp_path / "run" / ".model.abc").mkdir()
-    (tmp_path / "run" / "rollouts" / ".step_000009.parquet").write_text("")
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4.0, "los')
-    resumed = a_trainer(tmp_path, max_steps=4)
-    resumed.train()
-    assert_same_end(resumed, stopped[0])
-    assert lines_of(tmp_path) == lines_of(stopped[1])
-    assert steps_in(tmp_path) == ["step_000003", "step_000004"]
-    assert not list((tmp_path / "run").glob(".*"))
 
 
 # -- which run
@@ -294,28 +254,23 @@ def test_the_folder_of_a_run_may_begin_with_the_home(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"seed": 1}, "seed: 0 in the checkpoint, 1 now"),
-        ({"optimizer": "lion"}, "optimizer: 'adamw' in the checkpoint, 'lion' now"),
         ({"beta": 0.1}, "beta: 0.0 in the checkpoint, 0.1 now"),
         ({"dataset": PROMPTS[:6]}, "train_dataset.prompts: 8 in the checkpoint, 6 now"),
         ({"model": init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=1)}, "weights: '"),
         ({"model": init_model({**TINY, "vocab_size": 16}, seed=0)}, "model.vocab_size: 13 in the checkpoint, 16 now"),
+        ({"template": "{{ messages }}"}, "tokenizer: '"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_go_on_is_refused_with_a_diff(stopped, tmp_path, settings, named):
+    template = settings.pop("template", None)
+    trainer = a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"), **settings)
+    trainer.tokenizer.chat_template = template
     with pytest.raises(ValueError, match="cannot be continued by this run") as refused:
-        a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"), **settings).train()
+        trainer.train()
     assert named in str(refused.value)
     assert steps_in(tmp_path) == ["step_000001", "step_000002", "step_000003"]  # untouched
     assert len(lines_of(tmp_path)) == 4
-
-
-def test_another_tokenizer_is_refused(stopped, tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"))
-    trainer.tokenizer.chat_template = "{{ messages }}"
-    with pytest.raises(ValueError, match="tokenizer: '"):
-        trainer.train()
 
 
 @pytest.mark.heavy
@@ -367,24 +322,16 @@ def test_a_checkpoint_that_is_not_there(stopped, tmp_path, path, message):
 
 
 @pytest.mark.heavy
-def test_fingerprints_tell_apart_and_do_not_depend_on_the_mesh():
-    from jax.sharding import Mesh
-
+def test_the_digest_of_weights_tells_apart_and_does_not_depend_on_the_mesh():
     devices = np.array(jax.devices())
-    one = Mesh(devices[:1].reshape(1, 1, 1, 1, 1), AXES)
-    split = Mesh(devices.reshape(1, 2, 1, 2, 1), AXES)
+    one, split = (jax.sharding.Mesh(devices[: np.prod(s)].reshape(s), AXES) for s in ((1,) * 5, (1, 2, 1, 2, 1)))
     hf = {**TINY, "vocab_size": 14}
     a, b = init_model(hf, mesh=one), init_model(hf, mesh=split)
-    assert weights_digest(a.params) == weights_digest(b.params)
-    changed = jax.tree.map(lambda x: x, a.params)
-    changed["embed"] = changed["embed"].at[3, 4].add(1e-7)
+    changed = {**a.params, "embed": a.params["embed"].at[3, 4].add(1e-7)}
     swapped = {**a.params, "embed": a.params["embed"][::-1]}
-    prints = [weights_digest(params) for params in (a.params, changed, swapped)]
-    assert len(set(prints)) == 3
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    before = tokenizer_fingerprint(tokenizer)
-    assert before == tokenizer_fingerprint(a_tokenizer(eos_token="<eos>"))
-    assert before != tokenizer_fingerprint(a_tokenizer(eos_token="<pad>"))
+    first, second, *others = [weights_digest(params) for params in (a.params, b.params, changed, swapped)]
+    assert first == second
+    assert len({first, *others}) == 3
 
 
 # -- where nothing can be written
@@ -458,20 +405,6 @@ def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
     assert "Make room" in caplog.text
     assert damage(checkpoint(small_disk, 2)) is None
     assert load_model(small_disk / "run" / "model").config.vocab_size == 13
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.heavy
-def test_the_end_of_a_run_does_not_wait_for_ever(small_disk, monkeypatch):
-    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
-
-    def filling(completion_ids, trainer_state):
-        if trainer_state.step == 1:
-            fill(small_disk)
-        return count_a(completion_ids)
-
-    with pytest.raises(RunError, match="the end of the run could not be saved in"):
-        a_trainer(small_disk, filling, max_steps=2).train()
 
 
 # -- faults of other parts
@@ -571,7 +504,7 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """A real S3 API on loopback."""
+    """A real S3 API on loopback; at their end, runs do not wait for one that is gone."""
     monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
     server_of = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
@@ -662,44 +595,38 @@ def test_a_bucket_that_cannot_be_reached(tmp_path, url, message):
 
 @pytest.mark.heavy
 def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys, caplog):
-    save_model(
-        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}),
-        tmp_path / "model",
-        a_tokenizer(eos_token="<eos>"),
-    )
+    def told(status, *words):
+        assert main([*words]) == status
+        shown = capsys.readouterr()
+        return shown.out + shown.err
+
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1})
+    save_model(model, tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    data, run = str(tmp_path / "data.jsonl"), str(tmp_path / "run")
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
-    run = tmp_path / "run"
-    flags = f"--model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {run} --progress_bar none"
+    flags = f"--model {tmp_path}/model --dataset {data} --output_dir {run} --progress_bar none"
     flags += " --prompts_per_step 2 --num_generations 2 --max_completion_length 8 --max_steps 2 --save_steps 1"
-    assert main(["train", *flags.split(), "--reward_funcs", "think_answer_format"]) == 0
-    assert main(["checkpoints", str(run)]) == 0
-    assert "step      1  20" in capsys.readouterr().out
+    told(0, "train", *flags.split(), "--reward_funcs", "think_answer_format")
+    assert "step      1  20" in told(0, "checkpoints", run)
     (tmp_path / "longer.yaml").write_text("max_steps: 3\n")
-    assert main(["resume", str(run), "--config", str(tmp_path / "longer.yaml")]) == 0
+    told(0, "resume", run, "--config", str(tmp_path / "longer.yaml"))
     assert "The learning rate falls over all 3 steps (lr_scheduler_type 'linear')" in caplog.text
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
-    capsys.readouterr()
-    assert (
-        main(["eval", "--model", f"{run}/model", "--dataset", f"{tmp_path}/data.jsonl", "--output_dir", str(run)]) == 2
-    )
-    assert "is the folder of a training run" in capsys.readouterr().err
-    assert main(["checkpoints", str(run), "export", "--to", str(run)]) == 2
-    assert "and never overwrites; choose another folder" in capsys.readouterr().err
-    assert main(["checkpoints", str(run), "export", "3", "--to", str(tmp_path / "three")]) == 0
-    saved, exported = load_model(run / "model"), load_model(tmp_path / "three")
+    evaluating = ("eval", "--model", f"{run}/model", "--dataset", data, "--output_dir", run)
+    assert "is the folder of a training run" in told(2, *evaluating)
+    assert "and never overwrites; choose another folder" in told(2, "checkpoints", run, "export", "--to", run)
+    told(0, "checkpoints", run, "export", "3", "--to", str(tmp_path / "three"))
+    saved, exported = load_model(f"{run}/model"), load_model(tmp_path / "three")
     for a, b in zip(jax.tree.leaves(saved.params), jax.tree.leaves(exported.params), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert (tmp_path / "three" / "config.json").read_text() == (run / "model" / "config.json").read_text()
-    assert main(["checkpoints", str(run), "verify"]) == 0
-    flip_a_byte(run / "checkpoints" / "step_000003")
-    capsys.readouterr()
-    assert main(["checkpoints", str(run), "verify"]) == 2
-    shown = capsys.readouterr()
-    assert "step      2  whole\nstep      3  DAMAGED: params/" in shown.out
-    assert "1 of 2 checkpoints" in shown.err
-    assert main(["checkpoints", f"{run}/checkpoints/step_000003", "export", "--to", str(tmp_path / "no")]) == 2
-    assert "step_000003 is damaged" in capsys.readouterr().err
-    assert main(["checkpoints", str(run), "delete", "3"]) == 0
+    told(0, "checkpoints", run, "verify")
+    flip_a_byte(checkpoint(tmp_path, 3))
+    shown = told(2, "checkpoints", run, "verify")
+    assert "step      2  whole\nstep      3  DAMAGED: params/" in shown
+    assert "1 of 2 checkpoints" in shown
+    damaged = f"{run}/checkpoints/step_000003"
+    assert "step_000003 is damaged" in told(2, "checkpoints", damaged, "export", "--to", str(tmp_path / "no"))
+    told(0, "checkpoints", run, "delete", "3")
     assert steps_in(tmp_path) == ["step_000002"]
 
 
@@ -718,6 +645,3 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys, caplog):
 def test_mistakes_with_checkpoints_are_told(earlier, argv, message, capsys):
     assert main([word.replace("RUN", str(earlier[1] / "run")) for word in argv]) == 2
     assert message in capsys.readouterr().err
-
-
-# -- files

@@ -111,15 +111,11 @@ def test_a_gradient_of_zero_is_found_with_its_cause():
     assert set(found) == {"no_gradient", "rewards_equal"}
     assert re.search("the mean reward fell from 0.5 to 0.*lower learning_rate", found["no_gradient"])
     assert "no_gradient" not in step_diagnostics([alive, *[dead] * (PATIENCE_STEPS - 1)])
-    solved = {**dead, "reward": 1.0}
-    assert set(step_diagnostics([alive, *[solved] * PATIENCE_STEPS])) == {"rewards_equal"}
+    assert set(step_diagnostics([alive, *[{**dead, "reward": 1.0}] * PATIENCE_STEPS])) == {"rewards_equal"}, "solved"
     assert set(step_diagnostics([dead] * 30)) == {"rewards_equal"}  # never differed
     masked = {**HEALTHY, "grad_norm": 0.0}
     found = step_diagnostics([masked] * PATIENCE_STEPS)
     assert re.search("although rewards differ.*mask_truncated_completions", found["no_gradient"])
-    resting = {**masked, "learning_rate": 0.0}
-    assert set(step_diagnostics([resting] * PATIENCE_STEPS)) == {"learning_rate_zero"}
-    assert step_diagnostics([{**masked, "grad_norm": 1e-4}] * 30) == {}
 
 
 def test_an_early_collapse_of_the_entropy_is_found_unless_the_reward_has_risen():
@@ -164,33 +160,41 @@ def test_metrics_that_a_run_has_not_make_no_diagnostic():
     assert step_diagnostics([{**HEALTHY, "reward": float("nan"), "rewards/right/mean": float("nan")}] * 30) == {}
 
 
-def test_what_is_off_before_the_first_step():
-    assert setup_diagnostics(GRPOConfig(), [1], 8) == {}
-    few = setup_diagnostics(GRPOConfig(prompts_per_step=4000), [1], 800)
-    assert "takes 4,000 prompts" in few["few_prompts"]
-    assert "has 800, so each is sampled 5 times" in few["few_prompts"]
-    assert set(setup_diagnostics(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
-    assert set(setup_diagnostics(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
-    assert set(setup_diagnostics(GRPOConfig(loss_type="luspo"), [1])) == {"luspo_level"}
-    args = GRPOConfig(loss_type="vespo", importance_sampling_level="sequence")
-    assert "'vespo' forms its own weight" in setup_diagnostics(args, [1])["vespo_level"]
-    for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        args = GRPOConfig(loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=2.0)
-        assert "weights each sequence by its completion length" in setup_diagnostics(args, [1])["sequence_weights"]
-    assert setup_diagnostics(GRPOConfig(loss_type="grpo", importance_sampling_level="sequence"), [1]) == {}
-    assert setup_diagnostics(GRPOConfig(delta=4.0), [1]) == {}
+@pytest.mark.parametrize(
+    ("settings", "name", "text"),
+    [
+        ({"prompts_per_step": 4000}, "few_prompts", "takes 4,000 prompts.*has 800, so each is sampled 5 times"),
+        ({"learning_rate": 0.0}, "learning_rate_zero", ""),
+        ({"loss_type": "sapo", "delta": 0.5}, "delta_unused", ""),
+        ({"loss_type": "luspo"}, "luspo_level", ""),
+        (
+            {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+            "vespo_level",
+            "'vespo' forms its own weight",
+        ),
+        (
+            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+            "sequence_weights",
+            "by its completion length",
+        ),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, None, ""),
+        ({"delta": 4.0}, None, ""),
+    ],
+)
+def test_what_is_off_before_the_first_step(settings, name, text):
+    found = setup_diagnostics(GRPOConfig(**settings), [1], 800)
+    assert set(found) == ({name} if name else set())
+    assert re.search(text, found.get(name, ""))
+    assert set(setup_diagnostics(GRPOConfig(), [])) == {"no_eos"}
 
 
 def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
-    unscored = {"frac_reward_zero_std": 1.0, "reward": float("nan"), "rewards/unscorable_frac": 1.0}
-    history = [*a_history(1), {**HEALTHY, **unscored}]
+    unscored = {**HEALTHY, "frac_reward_zero_std": 1.0, "reward": float("nan"), "rewards/unscorable_frac": 1.0}
+    history = [*a_history(1), unscored]
     assert num_unscored_steps(history) == 1
-    assert set(step_diagnostics(history)) == {"no_rewards"}
     assert "'right' and 'form' returned None for every one" in step_diagnostics(history)["no_rewards"]
     assert set(step_diagnostics(history * PATIENCE_STEPS)) == {"no_rewards"}
-    assert set(step_diagnostics([{**HEALTHY, **unscored}] * PATIENCE_STEPS)) == {"no_rewards"}
-    equal = {**unscored, "reward": 0.25, "rewards/unscorable_frac": 0.0}
-    mixed = [{**HEALTHY, **equal}] * (PATIENCE_STEPS - 1) + [{**HEALTHY, **unscored}]
+    mixed = [{**unscored, "reward": 0.25, "rewards/unscorable_frac": 0.0}] * (PATIENCE_STEPS - 1) + [unscored]
     assert "(mean 0.25)" in step_diagnostics(mixed)["rewards_equal"]
     assert num_unscored_steps(a_history()) == num_unscored_steps([]) == 0
 
@@ -199,17 +203,12 @@ def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("num_steps", [2, 1, 5])
-def test_a_run_without_any_reward_ends_and_says_why(tmp_path, num_steps, caplog):
+def test_a_run_without_any_reward_ends_and_says_why(tmp_path, caplog):
     def nothing(completions):
         return [None] * len(completions)
 
-    def nothing_either(completions):
-        return [None] * len(completions)
-
-    last = min(num_steps, UNSCORED_ROLLOUTS)
-    with pytest.raises(RewardError, match=rf"steps 1 to {last} .*\('nothing', 'nothing_either'\) returned None"):
-        a_trainer(tmp_path, [nothing, nothing_either], max_steps=num_steps).train()
+    with pytest.raises(RewardError, match=rf"steps 1 to {UNSCORED_ROLLOUTS} .*\('nothing',?\) returned None"):
+        a_trainer(tmp_path, nothing, max_steps=5).train()
     assert "same reward" not in caplog.text
     assert [each["step"] for each in found(tmp_path) if each["name"] == "no_rewards"] == [1]
 
@@ -243,10 +242,3 @@ def test_diagnostics_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path
     assert [line["health/num_diagnostics"] for line in lines] == [
         float(len(found(tmp_path)) * (i > 3)) for i in range(7)
     ]
-
-
-@pytest.mark.heavy
-def test_a_run_at_far_too_high_a_rate_leaves_its_reference(tmp_path):
-    a_trainer(tmp_path, learning_rate=0.3, beta=1e-4, max_steps=30, max_grad_norm=0.0).train()
-    names = {each["name"] for each in found(tmp_path)}
-    assert "kl_runaway" in names

@@ -5,22 +5,15 @@ import json
 import pytest
 
 from groupax.cli.main import main
-from groupax.events import RunDescribed, RunStarted
+from groupax.events import RunDescribed
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.parallel.accelerators import CHIPS
-from groupax.runs.header import data_name, seconds_at_peak
+from groupax.runs.header import seconds_at_peak
 from groupax.view.overview import overview
 from groupax.view.runs import Run
 from tests.conftest import TINY
 from tests.training.test_trainer import PROMPTS, a_trainer, count_a
-
-
-def test_data_is_named_by_its_source(tmp_path):
-    assert data_name("openai/gsm8k", 7) == "openai/gsm8k"
-    assert data_name(tmp_path / "prompts.jsonl", 7) == str(tmp_path / "prompts.jsonl")
-    assert data_name([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], 7) == "a.jsonl, b.jsonl"
-    assert data_name([{"prompt": "a"}] * 7000, 7000) == "a dataset, 7,000 rows from Python"
 
 
 def test_a_run_records_its_data_and_number_of_steps(tmp_path):
@@ -58,20 +51,6 @@ def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_f
     complete, _, facts = described(max_steps=1, learning_rate=0.5)  # another run, which moves that one aside
     assert complete == []
     assert "planned memory" in facts
-
-
-def test_a_run_whose_last_checkpoint_is_damaged_is_not_said_to_be_complete(tmp_path):
-    a_trainer(tmp_path, count_a, max_steps=2, save_steps=1).train()
-    newest = tmp_path / "run" / "checkpoints" / "step_000002"
-    damaged = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    damaged.write_bytes(damaged.read_bytes() + b"x")
-    trainer, told = a_trainer(tmp_path, count_a, max_steps=2, save_steps=1), []
-    trainer.run.events.sinks.append(told.append)
-    trainer.train()
-    assert not [each for each in told if "is complete, with" in getattr(each, "text", "")]
-    [facts] = [each.facts for each in told if isinstance(each, RunDescribed)]
-    assert "planned memory" in facts
-    assert [each.step for each in told if isinstance(each, RunStarted)] == [1]
 
 
 def test_the_time_of_a_step_at_the_peaks_of_devices():

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from groupax.data.images import image_name
-from groupax.evaluation.items import Completion, Item
 from groupax.runs.folder import RunFolder
 from groupax.runs.report.page import write_run_report
 from groupax.runs.report.record import MAX_IMAGE_SIDE as MAX_SIDE
@@ -45,15 +44,6 @@ def test_images_are_in_the_report_and_large_ones_are_made_smaller(run, tmp_path)
     np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(images[0]))
     assert found[1].convert("RGB").getpixel((0, 0)) == (0, 0, 255)
     assert "img-src data:;" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_held_out_prompts_whose_images_are_not_kept_give_way_to_those_of_rollouts(run, tmp_path):
-    run, _ = run
-    other = [{"role": "user", "content": [{"type": "image", "image": f"images/{'0' * 64}.png"}]}]
-    item = Item("k", 0, other, {}, [Completion("held out", 1, "stop", {}, 1.0)])
-    for name in ("before.eval", "after.eval"):
-        run.write_items(name, [item])
-    assert len(shown(run, tmp_path)) == 2
 
 
 def test_only_images_of_the_run_are_read(run):

@@ -1,6 +1,5 @@
 """Trackers are told what the run folder is told, and nothing that they do reaches training."""
 
-import gc
 import json
 import math
 import re
@@ -198,22 +197,6 @@ def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
     assert "not ended in time" in tracker.faults["late"]
 
 
-def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
-    seen = []
-
-    def opens(name, run):
-        time.sleep(0.3)
-        return open_tracker(name, run)
-
-    tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), opens)
-    for step in range(MAX_WAITING):
-        tracker.submit(lambda tracker, step=step: seen.append(step))
-    tracker.finish()
-    tracker.wait(time.monotonic() + 60)
-    assert not tracker.faults
-    assert seen == list(range(MAX_WAITING))
-
-
 @pytest.mark.heavy
 def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
     def two_steps(event):
@@ -238,10 +221,8 @@ def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
 
 def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path):
     place = f"memory://tracked/{tmp_path.name}"
-    paths = []
     for process in range(2):
         folder = RunFolder(place)
-        paths.append(folder.path)
         if process:
             folder.resume({}, b"", step=2)
         else:
@@ -253,48 +234,10 @@ def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path
         log.close_sinks()
         folder.sync()
         log.close()
-        del folder, log
     lines = [json.loads(line) for line in RemoteFolder(place).read("tracked.jsonl").decode().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [
-        ("run", 0),
-        ("diagnostic", 1),
-        ("run", 2),
-        ("diagnostic", 3),
-    ]
+    expected = [("run", 0), ("diagnostic", 1), ("run", 2), ("diagnostic", 3)]
+    assert [(line["kind"], line["step"]) for line in lines] == expected
     assert lines[0]["id"] == lines[2]["id"]
-    gc.collect()
-    assert not any(path.exists() for path in paths)
-
-
-def test_lines_of_steps_that_are_made_again_go(tmp_path):
-    tracker = open_tracker("jsonl", a_tracked(tmp_path))
-    for step in (1, 2, 3):
-        tracker.metrics(step, {"loss": float(step)})
-    with (tmp_path / "tracked.jsonl").open("a") as file:
-        file.write('{"kind": "met')
-    open_tracker("jsonl", a_tracked(tmp_path, first_step=2))
-    lines = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("metrics", 1), ("metrics", 2), ("run", 2)]
-
-
-def test_a_tracker_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "broken_tracker.py").write_text("import no_such_module_of_it")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(PACKAGES, "trackio", "broken_tracker")
-    with pytest.raises(
-        ValueError,
-        match=r"broken_tracker cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]",
-    ):
-        a_trainer(tmp_path, report_to=("trackio",))
-
-
-def test_the_check_of_a_tracker_of_ones_own_runs_before_the_start(tmp_path, monkeypatch):
-    source = "from groupax.runs.trackers.tracker import Tracker\nclass Mine(Tracker):\n    @classmethod\n"
-    source += "    def check(cls):\n        raise ValueError('the server does not answer')\n"
-    (tmp_path / "checked_tracker.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="the server does not answer"):
-        a_trainer(tmp_path, report_to=("checked_tracker:Mine",))
 
 
 @pytest.mark.heavy
@@ -335,11 +278,22 @@ def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
     [
         (("wandbb",), "or trackers of your own as 'module:class', got 'wandbb'; did you mean wandb"),
         (("jsonl", "jsonl"), "names a tracker twice"),
+        (
+            ("trackio",),
+            r"cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]",
+        ),
+        (("checked_tracker:Mine",), "the server does not answer"),
     ],
 )
-def test_bad_report_to(report_to, message):
+def test_trackers_that_cannot_be_are_refused_before_the_start(report_to, message, tmp_path, monkeypatch):
+    (tmp_path / "broken_tracker.py").write_text("import no_such_module_of_it")
+    source = "from groupax.runs.trackers.tracker import Tracker\nclass Mine(Tracker):\n    @classmethod\n"
+    source += "    def check(cls):\n        raise ValueError('the server does not answer')\n"
+    (tmp_path / "checked_tracker.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGES, "trackio", "broken_tracker")
     with pytest.raises(ValueError, match=message):
-        GRPOConfig(report_to=report_to)
+        a_trainer(tmp_path, report_to=report_to)
 
 
 # -- services with programs of their own

@@ -69,21 +69,12 @@ def test_only_png_files_of_the_folder_of_images_are_served(page):
 
     known = image_name(images[0])
     (folder / "images" / "secret.png").write_bytes((folder / known).read_bytes())
-    for name in (
-        "",
-        "config.json",
-        "images/secret.png",
-        "images/../config.json",
-        f"/{known}",
-        f"images/{'0' * 64}.png",
-    ):
-        assert status(name) == 404
-    (folder / known).write_bytes(b"<svg onload=alert(1)>")
-    assert status(known) == 400
+    others = ("", "config.json", "images/secret.png", "images/../config.json", f"/{known}", f"images/{'0' * 64}.png")
+    assert [status(name) for name in others] == [404] * len(others)
+    huge = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2
+    for content in (b"<svg onload=alert(1)>", huge):
+        (folder / known).write_bytes(content)
+        assert status(known) == 400
     (folder / known).unlink()
     (folder / known).symlink_to(folder / "config.json")
-    assert status(known) == 400
-    (folder / known).unlink()
-    header = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2
-    (folder / known).write_bytes(header)
     assert status(known) == 400
