@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 
 import groupax.compat.easydel as ed
-from groupax import init_model, save_model
 from groupax.compat.easydel.infra.elarge import eLargeModel
 from groupax.compat.easydel.trainers import GRPOConfig
-from groupax.compat.fields import CompatWarning
-from tests.conftest import TINY, one_device_mesh
-from tests.data.test_config_and_data import a_tokenizer
 
 ROWS = [{"prompt": "abc", "answer": "d"}] * 2
 TRAINER = {
@@ -27,13 +23,6 @@ TRAINER = {
     "generation_temperature": 0.6,
     "progress_bar_type": "none",
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
-    return save_model(model, tmp_path_factory.mktemp("easydel") / "model", tokenizer)
 
 
 def reward(prompts, completions, **kwargs):
@@ -85,22 +74,12 @@ def test_a_described_model_is_trained_in_place(folder, tmp_path):
         ({"modle": {}}, "no 'modle'; it has .*did you mean model"),
         ({"sharding": {"axis_dim": 1}}, "section sharding of eLargeModel has no 'axis_dim'; .*did you mean axis_dims"),
         ({"model": {}}, "needs name_or_path"),
-        ({"quantization": {"model": {"dtype": "nf4"}}}, "section quantization of eLargeModel has no 'model'"),
+        ({"trainer": {"trainer_type": "dpo"}}, "trainer_type 'dpo' is not a trainer"),
     ],
 )
 def test_a_description_with_faults_is_refused(folder, tmp_path, sections, message):
     with pytest.raises(ValueError, match=message):
-        eLargeModel(_described(folder, tmp_path, **sections))
-
-
-def test_trainers_and_mixtures_that_groupax_does_not_have_are_refused(folder, tmp_path):
-    elm = eLargeModel(_described(folder, tmp_path))
-    with pytest.raises(ValueError, match="mixture has 0 datasets; pass a train_dataset"):
-        elm.build_trainer(reward_funcs=reward)
-    with pytest.raises(ValueError, match="trainer_type 'dpo' is not a trainer"):
-        elm.set_trainer("dpo", beta=0.1).train(ROWS)
-    with pytest.warns(CompatWarning, match="section esurge changes nothing"):
-        eLargeModel(_described(folder, tmp_path, esurge={"max_num_seqs": 16}))
+        eLargeModel(_described(folder, tmp_path, **sections)).build_trainer(ROWS, reward_funcs=reward)
 
 
 def test_lengths_and_optimizers_of_easydel_become_native_ones():

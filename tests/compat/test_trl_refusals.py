@@ -11,8 +11,6 @@ import pytest
 from groupax.compat import trl
 from tests.training.test_trainer import PROMPTS
 
-from .test_compat import folder  # noqa: F401 - a fixture
-
 COMPAT = Path(trl.__file__).parents[1]
 
 
@@ -33,7 +31,7 @@ REFUSED_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_ARGUMENTS, ids=str)
-def test_an_argument_that_cannot_be_honoured_is_refused_with_the_remedy(folder, tmp_path, arguments, message):  # noqa: F811
+def test_an_argument_that_cannot_be_honoured_is_refused_with_the_remedy(folder, tmp_path, arguments, message):
     config = trl.GRPOConfig(str(tmp_path), **arguments.pop("args", {}))
     given = {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}
     with pytest.raises(ValueError, match=message):
