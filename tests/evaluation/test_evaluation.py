@@ -303,17 +303,17 @@ def test_sets_have_names():
         (
             (0, 0),
             (0.2, 0.8),
-            "the model cannot do this task: of 40 prompts it solves 0 before and 0 after training",
+            "the model cannot do this task: of 80 prompts it solves 0 before and 0 after training",
             "",
         ),
     ],
 )
 def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards, start, end, capsys):
     metrics = dict.fromkeys(("prompts", "prompts_dropped", "prompts_truncated", "prompts_unscorable"), 1.0)
-    metrics["completions/clipped_ratio"] = 0.0
+    metrics["completions/clipped_ratio"], num_items = 0.0, 40 if any(solved) else 80
     before, after = (
         Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, SamplingParams(temperature=0.0), "r", {})})
-        for items in ([an_item(str(index), [index < num]) for index in range(40)] for num in solved)
+        for items in ([an_item(str(index), [index < num]) for index in range(num_items)] for num in solved)
     )
     report = BeforeAfter(before, after, TrainResult(2, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0})
     lines = [{"step": float(step), "reward": reward} for step, reward in enumerate([rewards[0], None, rewards[1]])]

@@ -98,28 +98,18 @@ def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_
 @pytest.mark.heavy
 def test_whatever_a_reward_logs_can_be_saved(tmp_path, caplog):
     def logging(completion_ids, log_extra):
-        for name, value in {"half": "\ud800", "empty": {}, "large": 2**70, "none": None}.items():
+        for name, value in {"half": "\ud800", "large": 2**70, "mixed": [1, "a", None, [2]]}.items():
             log_extra(name, [value] * len(completion_ids))
-        log_extra("mixed", [1, "a", None, [2]])
         return count_a(completion_ids)
 
-    a_trainer(tmp_path, logging, updates_per_rollout=2, save_steps=1, max_steps=2, save_total_limit=0).train()
+    settings = {"updates_per_rollout": 2, "save_steps": 1, "max_steps": 2, "save_total_limit": 0}
+    settings["metric_for_best_model"] = "rewrd"
+    a_trainer(tmp_path, logging, **settings).train()
     assert "could not be written" not in caplog.text
-    assert damage(checkpoint(tmp_path, 1)) is None
-    shutil.rmtree(checkpoint(tmp_path, 2))
-    assert a_trainer(tmp_path, logging, updates_per_rollout=2, max_steps=2).train().num_steps == 2
-
-
-@pytest.mark.heavy
-def test_an_unknown_best_metric_is_told(tmp_path, caplog):
-    a_trainer(tmp_path, metric_for_best_model="rewrd", max_steps=2, save_steps=1).train()
     told = "'rewrd', which is not among the metrics so far; no checkpoint is the best one; did you mean reward"
     assert caplog.text.count(told) == 1
-
-
-def test_checksums_are_those_of_sha256sum(earlier):
-    checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=checkpoint(earlier[1], 4))
-    assert checked.returncode == 0
+    shutil.rmtree(checkpoint(tmp_path, 2))
+    assert a_trainer(tmp_path, logging, **settings).train().num_steps == 2
 
 
 @pytest.mark.heavy
@@ -237,18 +227,6 @@ def test_another_run_is_moved_aside_with_what_differs(stopped, tmp_path, caplog)
     assert "num_generations: 4 in the checkpoint, 2 now" in caplog.text
     assert "set resume to its folder" in caplog.text
     assert (tmp_path / "run.1" / "checkpoints").is_dir()
-
-
-@pytest.mark.heavy
-def test_the_folder_of_a_run_may_begin_with_the_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    a_trainer(tmp_path, max_steps=1, output_dir="~/run").train()
-    assert not (tmp_path / "~").exists()
-    again = a_trainer(tmp_path, max_steps=2, output_dir="~/other", resume="~/run")
-    assert again.train().num_steps == 2
-    with pytest.raises(ValueError, match=r"output_dir '\.' has no name, under which"):
-        a_trainer(tmp_path, output_dir=".")
 
 
 @pytest.mark.parametrize(
@@ -389,24 +367,6 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     assert (small_disk / "run" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.heavy
-def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
-    monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
-    monkeypatch.setattr(saver.time, "sleep", lambda _: (small_disk / "filler").unlink())
-
-    def filling(completion_ids, trainer_state):
-        if trainer_state.step == 1:
-            fill(small_disk)
-        return count_a(completion_ids)
-
-    a_trainer(small_disk, filling, max_steps=2).train()
-    assert "the end of the run cannot be saved in" in caplog.text
-    assert "Make room" in caplog.text
-    assert damage(checkpoint(small_disk, 2)) is None
-    assert load_model(small_disk / "run" / "model").config.vocab_size == 13
-
-
 # -- faults of other parts
 
 
@@ -423,7 +383,6 @@ def test_a_reward_service_that_goes_down_stops_the_run_and_costs_nothing(earlier
     with pytest.raises(RewardError, match=r"'count_a' failed for every completion of the rollout of step 3:") as down:
         a_trainer(tmp_path, asks_a_service, max_steps=4).train()
     assert "ConnectionError: service down" in str(down.value)
-    assert "a resumed run samples it again" in str(down.value)
     assert "the run's state is in" in caplog.text
     up.append(True)
     resumed = a_trainer(tmp_path, asks_a_service, max_steps=4)
@@ -633,13 +592,11 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["resume"], "which run?"),
         (["resume", "nowhere"], "nowhere is no run folder"),
+        (["resume", "RUN"], "was started from Python"),
         (["checkpoints", "nowhere"], "nowhere has no checkpoints"),
-        (["checkpoints", "RUN", "delete"], "which one?"),
         (["checkpoints", "RUN", "export"], "where to? give --to FOLDER"),
         (["checkpoints", "RUN", "delete", "9"], "no checkpoint of step 9; it has 1, 2, 3, 4"),
-        (["resume", "RUN"], "was started from Python"),
     ],
 )
 def test_mistakes_with_checkpoints_are_told(earlier, argv, message, capsys):

@@ -3,13 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from groupax.runs import process as commits
-from groupax.runs.process import commit_of, program_folder
+from groupax.runs.process import commit_of
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 
@@ -64,17 +61,3 @@ def test_hooks_and_monitors_of_a_repository_are_not_run(repository):
     (repository / "train.py").write_text("print(4)")
     assert str(commit_of(repository)).endswith("-dirty")
     assert not ran.exists()
-
-
-def test_the_program_is_the_script_or_what_is_in_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main = sys.modules["__main__"]
-    for script, folder in (
-        (tmp_path / "mine" / "train.py", tmp_path / "mine"),
-        (Path(sys.prefix) / "bin" / "groupax", tmp_path),
-        (Path(commits.__file__).parents[1] / "__main__.py", tmp_path),
-    ):
-        monkeypatch.setattr(main, "__file__", str(script), raising=False)
-        assert program_folder() == folder
-    monkeypatch.delattr(main, "__file__")
-    assert program_folder() == tmp_path

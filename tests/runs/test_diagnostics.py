@@ -18,7 +18,7 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from tests.training.test_trainer import a_trainer, count_a
+from tests.training.test_trainer import a_trainer
 
 HEALTHY = {
     "reward": 0.5,
@@ -153,13 +153,6 @@ def test_what_is_remembered_is_enough_for_every_diagnostic():
     assert set(step_diagnostics(kept)) == {"entropy_collapse", "reward_hacking", "kl_runaway"}
 
 
-def test_metrics_that_a_run_has_not_make_no_diagnostic():
-    optional = ("kl", "padding_frac", "rollout/logp_diff_mean", "time/reward_s", "rewards/form/mean", "entropy")
-    history = [{name: value for name, value in HEALTHY.items() if name not in optional}] * 30
-    assert step_diagnostics(history) == {}
-    assert step_diagnostics([{**HEALTHY, "reward": float("nan"), "rewards/right/mean": float("nan")}] * 30) == {}
-
-
 @pytest.mark.parametrize(
     ("settings", "name", "text"),
     [
@@ -211,17 +204,6 @@ def test_a_run_without_any_reward_ends_and_says_why(tmp_path, caplog):
         a_trainer(tmp_path, nothing, max_steps=5).train()
     assert "same reward" not in caplog.text
     assert [each["step"] for each in found(tmp_path) if each["name"] == "no_rewards"] == [1]
-
-
-@pytest.mark.heavy
-def test_a_rollout_without_any_reward_does_not_end_a_run(tmp_path):
-    def sometimes(completion_ids, trainer_state):
-        values = count_a(completion_ids)
-        return values if trainer_state.step % UNSCORED_ROLLOUTS == 2 else [None] * len(values)
-
-    trainer = a_trainer(tmp_path, sometimes, max_steps=7)
-    trainer.train()
-    assert trainer.cursor.step == 7
 
 
 def found(folder):

@@ -5,15 +5,9 @@ import json
 import pytest
 
 from groupax.cli.main import main
-from groupax.events import RunDescribed
-from groupax.models.families import read_config
-from groupax.models.flops import forward_flops
-from groupax.parallel.accelerators import CHIPS
-from groupax.runs.header import seconds_at_peak
 from groupax.view.overview import overview
 from groupax.view.runs import Run
-from tests.conftest import TINY
-from tests.training.test_trainer import PROMPTS, a_trainer, count_a
+from tests.training.test_trainer import a_trainer, count_a
 
 
 def test_a_run_records_its_data_and_number_of_steps(tmp_path):
@@ -28,37 +22,6 @@ def test_a_run_records_its_data_and_number_of_steps(tmp_path):
     assert "from Python" in trainer.dataset_name
     assert "time per step" not in process["run"]
     assert trainer.describe().expectations == {"time per step": "shown after the first steps"}
-
-
-@pytest.mark.parametrize("is_evaluated_first", [False, True])
-def test_a_complete_run_says_so_first_and_plans_nothing(tmp_path, is_evaluated_first):
-    def described(**settings):
-        trainer, told = a_trainer(tmp_path, count_a, eval_dataset=PROMPTS[:1], **settings), []
-        trainer.run.events.sinks.append(told.append)
-        if is_evaluated_first:
-            trainer.evaluate()
-        trainer.train()
-        complete = [index for index, each in enumerate(told) if "is complete, with" in getattr(each, "text", "")]
-        [index] = [index for index, each in enumerate(told) if isinstance(each, RunDescribed)]
-        return complete, index, told[index].facts
-
-    complete, _, facts = described(max_steps=1)
-    assert complete == []
-    assert {"planned memory", "time per step"} <= facts.keys()
-    [of_complete], index, left = described(max_steps=1)
-    assert of_complete < index
-    assert left == {name: text for name, text in facts.items() if name not in ("planned memory", "time per step")}
-    complete, _, facts = described(max_steps=1, learning_rate=0.5)  # another run, which moves that one aside
-    assert complete == []
-    assert "planned memory" in facts
-
-
-def test_the_time_of_a_step_at_the_peaks_of_devices():
-    config, rows, chip = read_config(TINY), [(5, [10, 10])] * 3, CHIPS["h100"]
-    of_update = 3 * forward_flops(config, rows) / (2 * chip.flops)
-    assert seconds_at_peak(config, chip, 2, rows, 0.0, 1e9) == of_update
-    seconds = seconds_at_peak(config, chip, 2, rows, 10.0, 1e9)
-    assert seconds == pytest.approx(of_update + 1e10 / chip.memory_bytes_per_s)
 
 
 @pytest.mark.heavy

@@ -12,7 +12,6 @@ from groupax.evaluation.items import Item
 from groupax.metrics.estimates import Estimate
 from groupax.settings.sampling import SamplingParams
 from groupax.sft import HeldOut, SFTResult
-from groupax.terminal.tables import table_html
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
@@ -22,12 +21,6 @@ EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
 
 def no_markup(html):
     return "<script" not in html and "\x1b" not in html and "\u202e" not in html
-
-
-def test_a_table_escapes_texts_and_shows_control_characters():
-    html = table_html([(EVIL, 1)], [EVIL], EVIL)
-    assert no_markup(html)
-    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;␛[2J\\u202e") == 3
 
 
 def test_settings_show_what_differs_from_their_defaults():

@@ -1,8 +1,6 @@
 """How a run is shown: what is estimated, left out and made visible. The screen is in tests/runs/test_terminal.py."""
 
 import io
-import json
-import math
 
 import pytest
 from rich.console import Console
@@ -56,24 +54,6 @@ def test_contexts_nest_and_every_way_takes_a_whole_run(name, capsys):
     out = "".join(capsys.readouterr())
     assert ("2/2" in out or '"step": 2' in out) == (name != "none")
     assert ("it went well" in out) == (name != "none")
-
-
-def test_json_lines_have_phases_before_the_first_step_and_after_the_last(capsys):
-    progress = JsonLines()
-    with progress:
-        progress(RunDescribed(2, {"model": "tiny"}))
-        for step in (1, 2):
-            progress(PhaseStarted("sampling", 8))
-            progress(StepEnded(step, {"reward": math.nan}))
-        progress(PhaseStarted("writing the model"))
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        {"run": {"model": "tiny"}},
-        {"phase": "sampling", "total": 8},
-        {"reward": None, "step": 1, "num_steps": 2},
-        {"reward": None, "step": 2, "num_steps": 2},
-        {"phase": "writing the model"},
-    ]
 
 
 @pytest.mark.parametrize(

@@ -119,17 +119,15 @@ def test_on_policy_log_probs_of_engine_and_trainer_agree(logged):
 def test_pandas_and_duckdb_read_it(logged):
     pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
     tables = [pq.read_table(path) for path in sorted(logged.iterdir())]
-    frame = pandas.concat([pandas.read_parquet(path) for path in sorted(logged.iterdir())])
-    assert len(frame) == sum(table.num_rows for table in tables)
-    assert set(frame.columns) == set(COLUMNS)
     wanted = [sum(row["rewards/count_a"] for row in table.to_pylist()) for table in tables]
+    frame = pandas.concat([pandas.read_parquet(path) for path in sorted(logged.iterdir())])
+    assert set(frame.columns) == set(COLUMNS)
     assert frame.groupby("step")["rewards/count_a"].sum().to_list() == pytest.approx(wanted)
-    query = f"""select step, sum("rewards/count_a"), sum(len(completion_ids)), max(length("extra/note"))
+    query = f"""select step, sum("rewards/count_a"), max(length("extra/note"))
                 from '{logged}/*.parquet' group by step order by step"""
     answer = duckdb.sql(query).fetchall()
     assert [row[:2] for row in answer] == [(step, pytest.approx(w)) for step, w in zip((1, 4, 6), wanted, strict=True)]
-    assert answer[0][2] == sum(len(ids) for ids in tables[0]["completion_ids"].to_pylist())
-    assert answer[0][3] > 1_000_000
+    assert answer[0][2] > 1_000_000
 
 
 def test_hostile_texts_are_kept_as_they_are_but_for_halves_of_surrogate_pairs(tmp_path):
@@ -176,17 +174,17 @@ def test_files_beyond_the_budget_go_evenly_but_for_the_first_the_newest_and_the_
 def test_a_log_keeps_to_its_budget_over_processes(tmp_path):
     def write(log, step):
         log.write(step, [a_rollout(text=f"{step}")], {}, reward=-abs(step - 7.0))
-        return sorted(int(path.stem[5:]) for path in tmp_path.glob("step_*"))
+        return {int(path.stem[5:]) for path in tmp_path.glob("step_*")}
 
-    [only] = write(RolloutLog(tmp_path), 1)
-    size = (tmp_path / f"step_{only:06d}.parquet").stat().st_size
+    write(RolloutLog(tmp_path), 1)
+    size = (tmp_path / "step_000001.parquet").stat().st_size
     log = RolloutLog(tmp_path, 6 * size + size // 2)
     for step in range(2, 21):
         left = write(log, step)
-    assert {1, 7, 20} <= {*left}
+    assert left >= {1, 7, 20}, "the first, the best and the newest"
     assert len(left) <= 6
     log = RolloutLog(tmp_path, 4 * size + size // 2)  # another process, with less; it reads rewards off the files
     (tmp_path / "step_000003.parquet").write_bytes(b"damaged")
     left = write(log, 21)
-    assert {1, 7, 21} <= {*left}
+    assert left >= {1, 7, 21}
     assert len(left) <= 4

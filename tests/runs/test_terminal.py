@@ -169,18 +169,6 @@ cli.entry_point()
     assert "\x1b" not in done.stderr
 
 
-def test_a_reader_that_ends_early_leaves_no_traceback():
-    with subprocess.Popen(
-        [sys.executable, "-m", "groupax", "train", "--help", "all"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as command:  # fmt: skip
-        assert command.stdout is not None
-        assert command.stderr is not None
-        command.stdout.close()
-        assert command.stderr.read() == ""
-        assert command.wait() == 141
-
-
 @pytest.mark.heavy
 def test_the_train_command_on_a_terminal(tmp_path):
     argv = [sys.executable, "-m", "groupax", "train", "--recipe", "arithmetic", "--max_steps", "4"]
