@@ -26,8 +26,7 @@ def world(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("output_dir", "arguments"),
-    [("functions", ACCURACY), ("reward_model_and_lora", (*REWARD_MODEL, *LORA))],
+    ("output_dir", "arguments"), [("functions", ACCURACY), ("reward_model_and_lora", (*REWARD_MODEL, *LORA))]
 )
 def test_trls_script_of_grpo_saves_a_trained_model(world, output_dir, arguments):
     from dev import trl_runs

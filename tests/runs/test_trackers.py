@@ -278,10 +278,7 @@ def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
     [
         (("wandbb",), "or trackers of your own as 'module:class', got 'wandbb'; did you mean wandb"),
         (("jsonl", "jsonl"), "names a tracker twice"),
-        (
-            ("trackio",),
-            r"cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]",
-        ),
+        (("trackio",), r"cannot be imported \(No module named 'no_such_module_of_it'\).*groupax\[trackio\]"),
         (("checked_tracker:Mine",), "the server does not answer"),
     ],
 )
