@@ -194,17 +194,14 @@ def test_outputs_of_rollout_funcs_are_checked():
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert first.policy_logps.tolist() == [-1.0, 0.0]
     assert first.example == {"prompt": "a", "x": 1}
-    for bad, message in (
-        (Trajectory([1], [], []), "must have token ids"),
-        (Trajectory([1], [2, 3], [-1.0]), "each token needs one number of both"),
-        (Trajectory([1], [2], [0.5]), "no numbers of at most 0"),
-        (Trajectory([1], [2], ["a"]), "that are no numbers"),
-        (Trajectory([1], [2, 90], [-1.0, -1.0]), "not among the model's 90"),
-        (Trajectory([1] * 8, [2, 3], [-1.0, -1.0]), "8 \\+ 2 tokens"),
+    for made, columns, message in (
+        ([good, Trajectory([1], [], [])], (), "must have token ids"),
+        ([good, Trajectory([1], [2, 3], [-1.0])], (), "each token needs one number of both"),
+        ([good, Trajectory([1], [2], [0.5])], (), "no numbers of at most 0"),
+        ([good, Trajectory([1], [2, 90], [-1.0, -1.0])], (), "not among the model's 90"),
+        ([good, Trajectory([1] * 8, [2, 3], [-1.0, -1.0])], (), "8 \\+ 2 tokens"),
+        ([good], (), "returned 1 for 1 prompts with 2"),
+        ([good, Trajectory([1], [2], [-1.0])], ("x",), "lacks the column 'x'"),
     ):
         with pytest.raises(RunError, match=message):
-            rollouts(good, bad)
-    with pytest.raises(RunError, match="returned 1 for 1 prompts with 2"):
-        rollouts(good)
-    with pytest.raises(RunError, match="lacks the column 'x'"):
-        rollouts(good, Trajectory([1], [2], [-1.0]), columns=("x",))
+            rollouts(*made, columns=columns)

@@ -1,8 +1,8 @@
 """What scripts of TRL do with evaluations, streams, logs and reports of a trainer."""
 
 import json
-from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
@@ -21,28 +21,6 @@ from .conftest import a_config
 def a_trainer(folder, tmp_path, eval_dataset=None, callbacks=None, reward_funcs=count_a, **settings):
     config = a_config(tmp_path, **{"logging_steps": 2, **settings})
     return trl.GRPOTrainer(str(folder), reward_funcs, config, PROMPTS, eval_dataset, callbacks=callbacks)
-
-
-class Stream:
-    """A stream of numbered rows, in another order in every epoch."""
-
-    def __init__(self, num_rows):
-        self.num_rows, self.epoch = num_rows, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def shuffle(self, seed):
-        return self
-
-    def __iter__(self):
-        return iter([{"prompt": f"{self.epoch}{index}"} for index in range(self.num_rows)])
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    monkeypatch.setattr("groupax.compat.trl.streams.is_stream", lambda dataset: isinstance(dataset, Stream))
-    return lambda **settings: Streams(trl.GRPOConfig("out", **settings), 1)
 
 
 # -- logs and reports
@@ -112,27 +90,21 @@ def test_an_accelerator_has_what_scripts_use_of_it():
 # -- streams
 
 
-def test_a_stream_is_read_as_far_as_the_steps_need_it(streams):
-    reader = streams(max_steps=3, per_device_train_batch_size=16, gradient_accumulation_steps=1)
-    rows = reader.training_rows(Stream(5))  # 2 prompts a step; an epoch drops the last row
-    assert [row["prompt"] for row in rows] == ["00", "01", "02", "03", "10", "11"]
-    assert reader.settings == {"prompt_order": "dataset"}
-    twice = streams(max_steps=4, num_iterations=2).training_rows(Stream(5))
-    assert [row["prompt"] for row in twice] == ["00", "01"]
-    assert evaluation_rows({"a": Stream(2), "b": PROMPTS})["a"] == [{"prompt": "00"}, {"prompt": "01"}]
+def test_what_a_stream_cannot_be_used_for_is_refused():
+    def reader(**settings):
+        return Streams(trl.GRPOConfig("out", **settings), 1)
 
-
-def test_what_a_stream_cannot_be_used_for_is_refused(streams):
+    stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(1)))
     with pytest.raises(ValueError, match="set max_steps"):
-        streams().training_rows(Stream(5))
+        reader().training_rows(stream)
     with pytest.raises(ValueError, match="has 1 rows, fewer than the 2 prompts of a generation"):
-        streams(max_steps=3, per_device_train_batch_size=16).training_rows(Stream(1))
+        reader(max_steps=3, per_device_train_batch_size=16).training_rows(stream)
     with pytest.warns(CompatWarning):
-        reader = streams(max_steps=3, accelerator_config={"dispatch_batches": True})
-    for read in (reader.training_rows, reader.evaluation_rows):
-        with pytest.raises(ValueError, match="require `dispatch_batches=False`"):
-            read(Stream(5))
-    assert streams().training_rows(PROMPTS) is PROMPTS
+        dispatching = reader(max_steps=3, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="require `dispatch_batches=False`"):
+        dispatching.training_rows(stream)
+    assert reader().training_rows(PROMPTS) is PROMPTS
+    assert evaluation_rows({"a": stream, "b": PROMPTS}) == {"a": [{"prompt": "0"}], "b": PROMPTS}
 
 
 # -- evaluation
@@ -221,26 +193,7 @@ def test_a_model_with_a_generate_of_its_own_samples_itself(folder, tmp_path):
 
 
 @pytest.mark.parity
-def test_masks_of_tensors_are_trls():
-    torch = pytest.importorskip("torch")
-    trainer = pytest.importorskip("trl").GRPOTrainer
-    draw = torch.Generator().manual_seed(0)
-    entropies, mask = torch.rand((3, 7), generator=draw), (torch.rand((3, 7), generator=draw) < 0.8).int()
-    accelerated: Any = BaseTrainer()
-    for threshold in (0.0, 0.3, 0.8, 1.0):
-        theirs = trainer.get_high_entropy_mask(accelerated, entropies, mask, threshold)
-        assert torch.equal(trl.GRPOTrainer.get_high_entropy_mask(accelerated, entropies, mask, threshold), theirs)
-    logps, sampled = -torch.rand((3, 7), generator=draw), -torch.rand((3, 7), generator=draw)
-    sampled[0, 2] = torch.nan
-    given = torch.tensor([[-1.0], [1.0], [-0.5]]), logps, sampled, mask
-    for threshold in (0.0, 0.05, 2.0):
-        ours = trl.GRPOTrainer.get_off_policy_mask(*given, threshold)
-        assert torch.equal(ours, trainer.get_off_policy_mask(*given, threshold))
-
-
-@pytest.mark.parity
 def test_streams_are_read_in_trls_order():
-    datasets = pytest.importorskip("datasets")
     repeat = pytest.importorskip("trl.trainer.utils").repeat_iterable_dataset
     stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(index)} for index in range(11)))
     args = trl.GRPOConfig("out", max_steps=9, per_device_train_batch_size=16)

@@ -33,22 +33,10 @@ def a_trainer(tmp_path, dataset=EXAMPLES, kind=trl.SFTTrainer, eval_dataset=None
 
 
 def test_settings_become_native_ones(tmp_path):
-    config = a_config(
-        tmp_path,
-        gradient_accumulation_steps=3,
-        num_train_epochs=2,
-        max_length=64,
-        packing=True,
-        packing_strategy="wrapped",
-        data_seed=7,
-        dataloader_drop_last=True,
-        train_sampling_strategy="sequential",
-        loss_type="dft",
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        dataset_text_field="story",
-    )
-    native = config.to_native(num_devices=2, steps_per_epoch=5)
+    given = {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_length": 64, "packing": True, "data_seed": 7}
+    given |= {"packing_strategy": "wrapped", "dataloader_drop_last": True, "train_sampling_strategy": "sequential"}
+    given |= {"loss_type": "dft", "eval_strategy": "epoch", "save_strategy": "epoch", "dataset_text_field": "story"}
+    native = a_config(tmp_path, **given).to_native(num_devices=2, steps_per_epoch=5)
     assert (native.batch_size, native.max_length, native.packing_strategy) == (24, 64, "wrapped")
     assert (native.seed, native.example_order, native.drop_last, native.loss_type) == (7, "dataset", True, "dft")
     assert (native.eval_steps, native.save_steps, native.dataset_text_field) == (5, 5, "story")
@@ -144,21 +132,10 @@ def test_losses_are_those_of_trl_step_by_step(tmp_path):
     torch.set_num_threads(1)
     lines = map(json.loads, GSM8K.read_text().splitlines()[:15])
     rows = [{"prompt": f"{line['question']}\n", "completion": line["answer"]} for line in lines]
-    settings = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "max_length": 128,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "per_device_eval_batch_size": 3,
-        "gradient_checkpointing": False,
-    }
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3}
+    settings |= {"num_train_epochs": 2, "max_length": 128, "learning_rate": 1e-3, "logging_steps": 1, "eval_steps": 4}
+    settings |= {"bf16": False, "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "steps"}
+    settings["gradient_checkpointing"] = False
     logs = []
     for library, more in ((theirs, {"use_cpu": True, "model_init_kwargs": {"dtype": "float32"}}), (trl, {})):
         config = library.SFTConfig(str(tmp_path / library.__name__), **settings, **more)
