@@ -21,7 +21,7 @@ from groupax.compat.fields import CompatWarning
 from groupax.events import Evaluated, StepEnded
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
-from groupax.parallel.mesh import RULES, make_mesh
+from groupax.parallel.mesh import make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params
 from tests.conftest import TINY
@@ -228,8 +228,9 @@ def test_settings_can_be_changed_until_a_trainer_is_made():
     ids=str,
 )  # fmt: skip
 def test_what_vllm_would_sample_groupax_or_a_server_does(settings, message, expected):
-    with pytest.warns(CompatWarning, match=message):
+    with pytest.warns(CompatWarning) as warned:
         config = trl.GRPOConfig(**{"use_vllm": True, **settings}).to_native()
+    assert any(re.search(message, str(each.message)) for each in warned)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
@@ -263,11 +264,6 @@ def test_the_replacement_of_launchers_is_reported(tmp_path):
         config.warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
     with pytest.warns(CompatWarning, match="fsdp='no_shard': .*must fit on one"):
         trl.GRPOConfig(fsdp="no_shard").warn_about_mesh(whole)
-    with (
-        pytest.warns(CompatWarning, match="are sharded over"),
-        pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
-    ):
-        config.warn_about_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
     with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
         trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 
@@ -303,19 +299,15 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         ed.vInference(None, max_new_token=9)
 
 
-@pytest.mark.parametrize("kind", [dict, ed.vInferenceConfig])
-def test_the_settings_of_an_inference_are_known(kind):
+def test_the_settings_of_an_inference_are_known():
     nested = SimpleNamespace(max_tokens=8, temperature=0.1, of_another_library=1)
-    with pytest.warns(
-        CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: the model and its tokenizer"
-    ):
-        inference = ed.vInference(
-            None, generation_config=kind(max_new_tokens=9, sampling_params=nested, eos_token_id=[7])
-        )
+    given = ed.vInferenceConfig(max_new_tokens=9, sampling_params=nested, eos_token_id=[7])
+    with pytest.warns(CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: the model and its token"):
+        inference = ed.vInference(None, generation_config=given)
     assert inference.given == {"max_new_tokens": 9, "temperature": 0.1}
-    with pytest.raises(TypeError, match="vInferenceConfig has no setting 'temperatur'; did you mean temperature"):
-        ed.vInference(None, generation_config=kind(temperatur=0.1))
-    assert ed.vInference(None, generation_config=SimpleNamespace(top_k=3, other=1)).given == {"top_k": 3}
+    for kind in (dict, ed.vInferenceConfig):
+        with pytest.raises(TypeError, match="vInferenceConfig has no setting 'temperatur'; did you mean temperature"):
+            ed.vInference(None, generation_config=kind(temperatur=0.1))
 
 
 def test_callbacks_learn_of_the_best_evaluation():
@@ -472,18 +464,6 @@ def test_easydel_models(folder):
     assert model.model.params["embed"].dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="no argument 'sharding_axis'"):
         load(sharding_axis=1)
-
-
-@pytest.mark.heavy
-def test_devices_that_split_heads_share_weights_to_decode_with_too(folder):
-    load, answers = ed.AutoEasyDeLModelForCausalLM.from_pretrained, []
-    for dims, settings in (((1, -1, 1, 2, 1), {"decoding_tp": 2}), ((1, 1, 1, 4, 1), {})):
-        with pytest.warns(CompatWarning) as warned:
-            model = load(folder, sharding_axis_dims=dims)
-        assert "vocab (13) is not divisible by tp" in " ".join(str(each.message) for each in warned)
-        assert model.trainer_settings == settings
-        answers.append(ed.vInference(model, a_tokenizer(eos_token="<eos>"), max_new_tokens=8, seed=1).generate("abc"))
-    assert answers[0] == answers[1]
 
 
 def test_apply_chat_template():

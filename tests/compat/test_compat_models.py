@@ -116,24 +116,6 @@ def test_frozen_weights_of_a_pytorch_model_are_refused(folder, tmp_path, monkeyp
     refused(model, r"wrap the model with peft.get_peft_model")
 
 
-@pytest.mark.parity
-def test_a_new_adapter_of_a_pytorch_model_is_that_of_the_seed_and_leaves_the_state_of_pytorch(folder, tmp_path):
-    import peft
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    lora, leaves = peft.LoraConfig(r=2, target_modules=["q_proj"]), []
-    for seed in (0, 0, 1):
-        before = torch.random.get_rng_state()
-        config = a_config(tmp_path / str(len(leaves)), seed=seed)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        trainer = trl.GRPOTrainer(model, count_a, config, PROMPTS, peft_config=lora)
-        leaves.append(np.concatenate([np.ravel(each) for each in trained_leaves(read_torch_model(trainer.model))]))
-        assert torch.equal(torch.random.get_rng_state(), before)
-    np.testing.assert_array_equal(leaves[0], leaves[1])
-    assert not np.array_equal(leaves[0], leaves[2])
-
-
 @pytest.mark.drawn(1)
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["full", "peft_model", "peft_config"])

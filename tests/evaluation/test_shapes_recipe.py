@@ -26,17 +26,13 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("asked", "question", "description", "answer"),
-    [
-        ("red", "How many red shapes?", "red=1 circle;;;;blue square;;;;red=2 square", "2"),
-        ("square", "How many squares?", "red circle;;;;blue square=1;;;;red square=2", "2"),
-        ("green", "How many green shapes?", "red circle;;;;blue square;;;;red square", "0"),
-    ],
-)
-def test_what_is_asked_for_is_counted(asked, question, description, answer):
-    scene = Scene(SHAPES, 255, asked)
-    assert (scene.question, scene.description, scene.answer) == (question, description, answer)
+def test_what_is_asked_for_is_counted():
+    scene = Scene(SHAPES, 255, "red")
+    assert (scene.question, scene.answer) == ("How many red shapes?", "2")
+    assert scene.description == "red=1 circle;;;;blue square;;;;red=2 square"
+    scene = Scene(SHAPES, 255, "square")
+    assert (scene.question, scene.answer) == ("How many squares?", "2")
+    assert Scene(SHAPES, 255, "green").answer == "0"
 
 
 def test_worked_solutions_get_the_full_reward():

@@ -167,23 +167,6 @@ def test_a_learning_rate_spike(tmp_path):
 
 @pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
-def test_a_poisoned_prompt(tmp_path):
-    def reward(prompts, completion_ids, log_extra):
-        scores = letters(prompts, completion_ids, log_extra)
-        return [300.0 * score if prompt == "fed" else score for prompt, score in zip(prompts, scores, strict=True)]
-
-    trainer = a_trainer(tmp_path, reward, **SETTINGS)
-    trainer.train()
-    norms = {int(line["step"]): line["grad_norm"] for line in recorded_run(tmp_path / "run").metrics}
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
-    assert bisection.parted is None
-    assert norms[bisection.cause.step] > 5
-    assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"fed"}
-    assert bisection.cause.without["grad_norm"] < 5
-
-
-@pytest.mark.drawn(2, "sabotage")
-@pytest.mark.heavy
 def test_a_row_of_the_dataset_that_has_changed(tmp_path):
     def gold(prompts, completion_ids, gold, log_extra):
         bonus = [90.0 * ids.count(3) if each == "!" else 0.0 for each, ids in zip(gold, completion_ids, strict=True)]

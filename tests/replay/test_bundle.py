@@ -168,17 +168,6 @@ def test_a_run_with_damaged_files_is_refused_in_one_line(run, tmp_path, name, co
         _ = damaged.config, damaged.changes, damaged.command(1), damaged.settings(1)
 
 
-def test_headers_of_files_above_8_gib_are_read(tmp_path):
-    header = tarfile.TarInfo("state/params.safetensors")
-    header.size = 9 * 2**30
-    with pyarrow.CompressedOutputStream(str(tmp_path / "state.tar.zst"), "zstd") as stream:
-        stream.write(header.tobuf(tarfile.GNU_FORMAT))
-    with pytest.raises(ValueError, match="unpacks to more than 8 GB"):
-        unpack(tmp_path / "state.tar.zst", tmp_path / "small", 8 * 10**9)
-    with pytest.raises(ValueError, match="it ends too early"):
-        unpack(tmp_path / "state.tar.zst", tmp_path / "large", 10 * 10**9)
-
-
 def nested(depth):
     return functools.reduce(lambda value, _: [value], range(depth), 1)
 
@@ -252,25 +241,17 @@ def bomb(table):
         (lambda table: table.drop_columns("sampler_logps"), "its column sampler_logps is missing, not"),
         (with_column("prompt_index", lambda table: ["x"] * len(table)), "its column prompt_index is string, not int32"),
         (with_column("advantage", lambda table: [None] * len(table), "float"), "advantage has no value in some row"),
-        (
-            with_column("prompt_index", lambda table: [-1000] * len(table), "int32"),
-            "row 0 of the completions .* damaged",
-        ),
-        (with_column("sampler_logps", lambda table: [[0.0]] * len(table), pyarrow.list_(pyarrow.float32())), "damaged"),
+        (with_column("prompt_index", lambda table: [-9] * len(table), "int32"), "row 0 of the completions .* damaged"),
         (lambda table: table.append_column("turns", pyarrow.array(["[1]"] * len(table))), "row 0 of the completions"),
         (bomb, r"needs more than 0\.1 GB of memory"),
-        (None, "is damaged"),
     ],
-    ids=["lacking", "type", "null", "index", "lengths", "turns", "bomb", "garbage"],
+    ids=["lacking", "type", "null", "index", "turns", "bomb"],
 )
 def test_completions_that_are_none_are_refused_in_one_line(archive, tmp_path, change, fault, monkeypatch):
     monkeypatch.setattr(recorded, "LEAST_BYTES", 10**8)
     unpack(archive, tmp_path / "bundle", 10**9)
     path = tmp_path / "bundle/run/rollouts/step_000003.parquet"
-    if change is None:
-        path.write_bytes(b"PAR1" + bytes(100) + b"PAR1")
-    else:
-        pyarrow.parquet.write_table(change(pyarrow.parquet.read_table(path)), path)
+    pyarrow.parquet.write_table(change(pyarrow.parquet.read_table(path)), path)
     pack(tmp_path / "bundle", tmp_path / "bug.tar.zst")
     with pytest.raises(ValueError, match=fault):
         replay_bundle(tmp_path / "bug.tar.zst", stage="advantage")

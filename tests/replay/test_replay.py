@@ -133,25 +133,6 @@ def test_a_run_that_was_continued_with_other_settings(tmp_path, caplog):
 
 @pytest.mark.drawn(3, "replays")
 @pytest.mark.heavy
-def test_settings_that_change_within_a_rollout(tmp_path):
-    run = a_run(tmp_path, max_steps=8, save_steps=3, save_total_limit=0, updates_per_rollout=4, prompts_per_step=1)
-    a_run(
-        tmp_path,
-        resume=str(run / "checkpoints" / "step_000006"),
-        max_steps=8,
-        updates_per_rollout=4,
-        prompts_per_step=1,
-        learning_rate=1e-3,
-    )
-    assert [*recorded_run(run).changes] == [6]
-    for step in (5, 6, 7, 8):
-        assert again(run, step).is_equal, step
-    shutil.rmtree(run / "checkpoints")
-    assert again(run, 8).is_equal
-
-
-@pytest.mark.drawn(3, "replays")
-@pytest.mark.heavy
 def test_a_run_that_starts_from_another_run(tmp_path):
     origin = a_run(tmp_path / "a", max_steps=4, save_steps=2)
     (tmp_path / "b").mkdir()

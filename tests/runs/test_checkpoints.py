@@ -34,6 +34,13 @@ def checkpoint(folder, step):
     return folder / "run" / "checkpoints" / f"step_{step:06d}"
 
 
+def trained(*arguments, **settings):
+    """Returns a trainer after its run."""
+    trainer = a_trainer(*arguments, **settings)
+    trainer.train()
+    return trainer
+
+
 def assert_same_end(a, b):
     found, expected = final_state(a), final_state(b)
     for name in expected:
@@ -44,8 +51,7 @@ def assert_same_end(a, b):
 def earlier(tmp_path_factory):
     """A run of four steps with a checkpoint at each."""
     folder = tmp_path_factory.mktemp("earlier")
-    trainer = a_trainer(folder, save_steps=1, save_total_limit=0, max_steps=4)
-    trainer.train()
+    trainer = trained(folder, save_steps=1, save_total_limit=0, max_steps=4)
     return trainer, folder
 
 
@@ -78,7 +84,7 @@ def test_what_is_saved_and_kept(tmp_path, settings, expected):
         log_metric("number", [0.0, 7.0, -1.0, 3.0, 2.0][trainer_state.step])
         return count_a(completion_ids)
 
-    a_trainer(tmp_path, numbered, max_steps=5, **settings).train()
+    trained(tmp_path, numbered, max_steps=5, **settings)
     assert steps_in(tmp_path) == [f"step_{step:06d}" for step in expected]
     assert [damage(checkpoint(tmp_path, step)) for step in expected] == [None] * len(expected)
 
@@ -104,7 +110,7 @@ def test_whatever_a_reward_logs_can_be_saved(tmp_path, caplog):
 
     settings = {"updates_per_rollout": 2, "save_steps": 1, "max_steps": 2, "save_total_limit": 0}
     settings["metric_for_best_model"] = "rewrd"
-    a_trainer(tmp_path, logging, **settings).train()
+    trained(tmp_path, logging, **settings)
     assert "could not be written" not in caplog.text
     told = "'rewrd', which is not among the metrics so far; no checkpoint is the best one; did you mean reward"
     assert caplog.text.count(told) == 1
@@ -115,12 +121,11 @@ def test_whatever_a_reward_logs_can_be_saved(tmp_path, caplog):
 @pytest.mark.heavy
 def test_without_the_optimizer_it_begins_anew_at_the_right_learning_rate(tmp_path, caplog):
     settings = {"save_optimizer_state": False, "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear"}
-    a_trainer(tmp_path, **settings).train()
+    trained(tmp_path, **settings)
     rates = [line["learning_rate"] for line in lines_of(tmp_path)]
     shutil.rmtree(checkpoint(tmp_path, 4))
     assert not (checkpoint(tmp_path, 2) / "optimizer").exists()
-    resumed = a_trainer(tmp_path, **settings)
-    resumed.train()
+    resumed = trained(tmp_path, **settings)
     assert "the checkpoint has no optimizer state" in caplog.text
     assert [line["learning_rate"] for line in lines_of(tmp_path)] == rates
     counts = [x for x in jax.tree.leaves(resumed.learner.state.opt_state) if x.ndim == 0]
@@ -209,10 +214,10 @@ def test_if_no_checkpoint_can_be_read_the_run_is_refused_and_nothing_is_touched(
     before = content_of(tmp_path)
     for resume in ("auto", str(tmp_path / "run")):
         with pytest.raises(ValueError, match="can be continued") as refused:
-            a_trainer(tmp_path, max_steps=4, resume=resume).train()
+            trained(tmp_path, max_steps=4, resume=resume)
         assert str(refused.value).count("its checksum differs") == 2
     assert content_of(tmp_path) == before
-    a_trainer(tmp_path, max_steps=1, resume="never").train()
+    trained(tmp_path, max_steps=1, resume="never")
     assert (tmp_path / "run.1" / "checkpoints" / "step_000003").is_dir()
 
 
@@ -222,7 +227,7 @@ def test_if_no_checkpoint_can_be_read_the_run_is_refused_and_nothing_is_touched(
 @pytest.mark.heavy
 def test_another_run_is_moved_aside_with_what_differs(stopped, tmp_path, caplog):
     with caplog.at_level("INFO"):
-        a_trainer(tmp_path, count_a, max_steps=4, temperature=0.9, num_generations=2).train()
+        trained(tmp_path, count_a, max_steps=4, temperature=0.9, num_generations=2)
     assert "temperature: 1.0 in the checkpoint, 0.9 now" in caplog.text
     assert "num_generations: 4 in the checkpoint, 2 now" in caplog.text
     assert "set resume to its folder" in caplog.text
@@ -254,8 +259,7 @@ def test_what_cannot_go_on_is_refused_with_a_diff(stopped, tmp_path, settings, n
 @pytest.mark.heavy
 def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog):
     with caplog.at_level("INFO"):
-        trainer = a_trainer(tmp_path, max_steps=6, learning_rate=1e-3, resume=str(tmp_path / "run"))
-        trainer.train()
+        trained(tmp_path, max_steps=6, learning_rate=1e-3, resume=str(tmp_path / "run"))
     assert "is continued with other settings" in caplog.text
     assert "learning_rate: 0.01 in the checkpoint, 0.001 now" in caplog.text
     assert "The learning rate falls" not in caplog.text, "it is constant"
@@ -268,21 +272,16 @@ def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog)
 @pytest.mark.heavy
 def test_an_earlier_checkpoint_can_be_chosen_and_later_ones_are_kept_aside(stopped, tmp_path):
     chosen = str(checkpoint(tmp_path, 1))
-    trainer = a_trainer(tmp_path, max_steps=4, resume=chosen, save_total_limit=0)
-    trainer.train()
-    assert_same_end(trainer, stopped[0])
+    assert_same_end(trained(tmp_path, max_steps=4, resume=chosen, save_total_limit=0), stopped[0])
     assert steps_in(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside", "step_000004"]
     # started again in the same way, as a scheduler would, it does not go back
-    again = a_trainer(tmp_path, max_steps=4, resume=chosen, save_total_limit=0)
-    again.train()
+    trained(tmp_path, max_steps=4, resume=chosen, save_total_limit=0)
     assert steps_in(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside", "step_000004"]
 
 
 @pytest.mark.heavy
 def test_a_run_can_begin_where_another_one_is(stopped, tmp_path):
-    trainer = a_trainer(tmp_path / "new", max_steps=4, resume=str(checkpoint(tmp_path, 2)))
-    trainer.train()
-    assert_same_end(trainer, stopped[0])
+    assert_same_end(trained(tmp_path / "new", max_steps=4, resume=str(checkpoint(tmp_path, 2))), stopped[0])
     assert [line["step"] for line in lines_of(tmp_path / "new")] == [3, 4]
     assert steps_in(tmp_path) == ["step_000001", "step_000002", "step_000003"]
 
@@ -296,7 +295,7 @@ def test_a_run_can_begin_where_another_one_is(stopped, tmp_path):
 )
 def test_a_checkpoint_that_is_not_there(stopped, tmp_path, path, message):
     with pytest.raises(ValueError, match=message):
-        a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / path)).train()
+        trained(tmp_path, max_steps=4, resume=str(tmp_path / path))
 
 
 @pytest.mark.heavy
@@ -381,13 +380,11 @@ def test_a_reward_service_that_goes_down_stops_the_run_and_costs_nothing(earlier
 
     asks_a_service.__name__ = "count_a"
     with pytest.raises(RewardError, match=r"'count_a' failed for every completion of the rollout of step 3:") as down:
-        a_trainer(tmp_path, asks_a_service, max_steps=4).train()
+        trained(tmp_path, asks_a_service, max_steps=4)
     assert "ConnectionError: service down" in str(down.value)
     assert "the run's state is in" in caplog.text
     up.append(True)
-    resumed = a_trainer(tmp_path, asks_a_service, max_steps=4)
-    resumed.train()
-    assert_same_end(resumed, earlier[0])
+    assert_same_end(trained(tmp_path, asks_a_service, max_steps=4), earlier[0])
     assert lines_of(tmp_path) == lines_of(earlier[1])
 
 
@@ -416,13 +413,11 @@ def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
         trainer.train()
     monkeypatch.undo()
     assert steps_in(tmp_path) == ["step_000002"]
-    resumed = a_trainer(tmp_path, max_steps=4)
-    resumed.train()
-    assert_same_end(resumed, earlier[0])
+    assert_same_end(trained(tmp_path, max_steps=4), earlier[0])
 
 
 @pytest.mark.heavy
-def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
+def test_an_update_that_failed_half_way_is_not_saved(earlier, tmp_path):
     trainer = a_trainer(tmp_path, max_steps=4, save_steps=1)
     update = trainer.learner.update
 
@@ -436,11 +431,7 @@ def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="a device was lost"):
         trainer.train()
     assert steps_in(tmp_path)[-1] == "step_000002"
-    whole = a_trainer(tmp_path / "whole", max_steps=4)
-    whole.train()
-    resumed = a_trainer(tmp_path, max_steps=4)
-    resumed.train()
-    assert_same_end(resumed, whole)
+    assert_same_end(trained(tmp_path, max_steps=4), earlier[0])
 
 
 @pytest.mark.heavy
@@ -453,8 +444,7 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
     with pytest.raises(DivergedError):
         trainer.train()
     assert steps_in(tmp_path) == ["step_000004"]
-    resumed = a_trainer(tmp_path, max_steps=5, max_bad_steps=2)
-    resumed.train()
+    resumed = trained(tmp_path, max_steps=5, max_bad_steps=2)
     assert [line["update_skipped"] for line in lines_of(tmp_path)] == [0, 0, 1, 1, 0]
 
 

@@ -69,35 +69,23 @@ def test_a_healthy_history_has_no_diagnostic():
         ({"frac_reward_zero_std": 1.0}, "rewards_equal", "check the reward function"),
         ({"filter/filled_up_frac": 0.6}, "filter_budget", "too easy or too hard"),
         ({"completions_clipped_ratio": 1.0}, "all_truncated", r"max_completion_length \(128 tokens\); raise it"),
-        (
-            {"completions_clipped_ratio": 1.0, "stop/max_turns": 0.75, "stop/length": 0.25, "stop/done": 0.0},
-            "all_truncated",
-            r"ended every episode \(max_turns 75%, length 25%\); raise max_turns",
-        ),
-        (
-            {"stop/env_error": 0.05, "stop/timeout": 0.25},
-            "environment_failures",
-            "more than 20% of the episodes.*5% failed and those of 25% took longer than tool_timeout_s",
-        ),
+        ({"completions_clipped_ratio": 1.0, "stop/max_turns": 0.75, "stop/length": 0.25}, "all_truncated",
+         r"ended every episode \(max_turns 75%, length 25%\); raise max_turns"),
+        ({"stop/env_error": 0.05, "stop/timeout": 0.25}, "environment_failures",
+         "more than 20% of the episodes.*5% failed and those of 25% took longer than tool_timeout_s"),
         ({"kl": 1.5}, "kl_runaway", "now 1.5.*lower learning_rate, raise beta"),
         ({"rollout_logp_diff_mean": 0.06}, "logp_drift", "by 0.06 on average.*set rollout_correction"),
         ({"learning_rate": 0.0}, "learning_rate_zero", "learning_rate_end"),
         ({"padding_frac": 0.7}, "padding_waste", "now 70%.*lower that"),
         ({"time_reward_s": 1.0}, "slow_reward", r"waited 5\.0 s of 10\.0 s.*reward_workers"),
         ({"entropy": 0.05}, "entropy_collapse", "from 1 to 0.05 nats.*raise epsilon_high"),
-        (
-            {"rewards_right_mean": 0.1, "rewards_form_mean": 0.4},
-            "reward_hacking",
-            "'form' has risen while 'right' has fallen.*reward_weights",
-        ),
-        (
-            {"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6},
-            "length_explosion",
-            r"from 50 to 110 tokens, and 60% of them are cut off \(10% at the start\)",
-        ),
+        ({"rewards_right_mean": 0.1, "rewards_form_mean": 0.4}, "reward_hacking",
+         "'form' has risen while 'right' has fallen.*reward_weights"),
+        ({"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6}, "length_explosion",
+         r"from 50 to 110 tokens, and 60% of them are cut off \(10% at the start\)"),
     ],
     ids=lambda value: value if isinstance(value, str) and "_" in value else "",
-)
+)  # fmt: skip
 def test_what_is_off_is_found_with_cause_and_remedy(late, name, text):
     diagnostics = step_diagnostics(a_history(**late))
     assert set(diagnostics) == {name}
@@ -133,14 +121,6 @@ def test_rollouts_made_ahead_make_rewards_slow_only_where_training_waits_for_tho
     assert step_diagnostics(a_history(**slow_decoding)) == step_diagnostics(a_history(**slow_beside_updates)) == {}
     diagnostics = step_diagnostics(a_history(**{"time_reward_s": 1.0, "time/wait_s": 1.5}))
     assert re.search(r"waited 5\.0 s of 10\.0 s", diagnostics["slow_reward"])
-
-
-@pytest.mark.parametrize("name", ["frac_reward_zero_std", "completions/clipped_ratio"])
-def test_a_diagnostic_needs_several_steps_in_a_row(name):
-    history = [{**HEALTHY, name: 0.9 if step == 3 else 1.0} for step in range(2 * PATIENCE_STEPS)]
-    assert not step_diagnostics(history[:PATIENCE_STEPS])
-    assert not step_diagnostics(history[: PATIENCE_STEPS + 3])
-    assert step_diagnostics(history[: PATIENCE_STEPS + 4])
 
 
 def test_what_is_remembered_is_enough_for_every_diagnostic():
@@ -212,15 +192,10 @@ def found(folder):
 
 @pytest.mark.heavy
 def test_diagnostics_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path, caplog):
-    def same(completions):
-        return [1.0] * len(completions)
-
-    a_trainer(tmp_path, same, max_steps=PATIENCE_STEPS + 2).train()
+    a_trainer(tmp_path, lambda completions: [1.0] * len(completions), max_steps=PATIENCE_STEPS + 2).train()
     [diagnostic] = [each for each in found(tmp_path) if each["name"] == "rewards_equal"]
     assert diagnostic["step"] == PATIENCE_STEPS
     assert caplog.text.count(diagnostic["text"]) == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("health/rewards_equal", 0.0) for line in lines] == [0.0] * 4 + [1.0] * 3
-    assert [line["health/num_diagnostics"] for line in lines] == [
-        float(len(found(tmp_path)) * (i > 3)) for i in range(7)
-    ]
+    assert [line["health/num_diagnostics"] for line in lines] == [0.0] * 4 + [float(len(found(tmp_path)))] * 3

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from groupax import GRPOConfig, SFTConfig, TrainResult, init_model, save_model
+from groupax import GRPOConfig, TrainResult, init_model, save_model
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Item
 from groupax.metrics.estimates import Estimate
 from groupax.settings.sampling import SamplingParams
-from groupax.sft import HeldOut, SFTResult
+from groupax.sft import SFTResult
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
@@ -27,25 +27,18 @@ def test_settings_show_what_differs_from_their_defaults():
     html = GRPOConfig(run_name=EVIL, learning_rate=0.125)._repr_html_()
     shown, _, rest = html.partition("<details>")
     assert no_markup(html)
-    assert "0.125" in shown
-    assert "1e-06" in shown
-    assert "num_generations" not in shown
-    assert "num_generations" in rest
-    assert "SFTConfig" in SFTConfig()._repr_html_()
+    assert ("0.125" in shown, "num_generations" in shown, "num_generations" in rest) == (True, False, True)
 
 
 def test_results_show_their_main_figures():
-    metrics = {"reward": 0.5, "loss": 0.25, "kl": None}
-    result = TrainResult(3, 61.0, 123.4, metrics)
+    result = TrainResult(3, 61.0, 123.4, {"reward": 0.5, "loss": 0.25, "kl": None})
     html = result._repr_html_()
     assert "1:01" in html
-    assert "123" in html
     assert "0.25" in html.partition("<details>")[2]
     assert "3 steps in 61.0 s, 123 tokens/s of sampling, reward 0.5 and 2 further metrics>" in repr(result)
     result = SFTResult(3, 61.0, {"loss": 0.25})
     assert "0.25" in result._repr_html_().partition("<details>")[0]
     assert "3 steps in 61.0 s, loss 0.25 and 0 further metrics>" in repr(result)
-    assert repr(HeldOut({"loss": 1.23456, "entropy": 0.5})) == "<HeldOut: loss 1.23, entropy 0.5>"
 
 
 def test_evaluations_show_estimates_with_intervals():

@@ -25,6 +25,7 @@ from groupax.runs.folder import RunFolder
 from tests.training.test_trainer import a_trainer, count_a, lines_of
 
 from .stopped_run import content_of, final_state
+from .test_checkpoints import trained
 
 HOLDER = """
 import os, sys, time
@@ -129,7 +130,6 @@ def test_a_folder_that_is_lost_is_told_once_and_costs_neither_checkpoints_nor_th
         return count_a(completion_ids)
 
     trainer = a_trainer(tmp_path, losing, max_steps=6, save_steps=2, reward_scope="rollout")
-    trainer.train()
     run = tmp_path / "run"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [4, 5, 6]
     assert (run / "rollouts" / "step_000006.parquet").exists()
@@ -171,8 +171,8 @@ def test_starts_that_made_no_step_leave_one_folder_and_what_the_user_put_there(t
     (tmp_path / "run" / "notes.txt").write_text("mine")
     for seed in range(2):
         with pytest.raises(RewardError):
-            a_trainer(tmp_path, failing, seed=seed).train()
-    a_trainer(tmp_path, max_steps=1, seed=9).train()
+            trained(tmp_path, failing, seed=seed)
+    trained(tmp_path, max_steps=1, seed=9)
     assert os.listdir(tmp_path) == ["run"]
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 9
@@ -182,12 +182,10 @@ def test_starts_that_made_no_step_leave_one_folder_and_what_the_user_put_there(t
 
 @pytest.mark.heavy
 def test_a_run_killed_before_its_first_checkpoint_makes_its_steps_again_in_its_place(tmp_path, caplog):
-    whole = a_trainer(tmp_path / "whole", max_steps=3)
-    whole.train()
+    whole = trained(tmp_path / "whole", max_steps=3)
     run = tmp_path / "run"
     for _ in range(2):
-        again = a_trainer(tmp_path, max_steps=3, do_last_save=False)
-        again.train()
+        again = trained(tmp_path, max_steps=3, do_last_save=False)
         shutil.rmtree(run / "model")  # as a process leaves it that was killed after its last step
     assert "was stopped before its first checkpoint; its steps are repeated" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["run", "whole"]
@@ -209,11 +207,11 @@ def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, ca
         return count_a(completion_ids)
 
     with pytest.raises(PreemptedError):
-        a_trainer(tmp_path, stops).train()
+        trained(tmp_path, stops)
     assert caplog.text.count("nothing was saved. To start over, run it as before") == 1
     with pytest.raises(ValueError, match=r"has no checkpoint: nothing was saved there .*; start the run"):
-        a_trainer(tmp_path, resume=str(tmp_path / "run")).train()
-    a_trainer(tmp_path, max_steps=1).train()
+        trained(tmp_path, resume=str(tmp_path / "run"))
+    trained(tmp_path, max_steps=1)
     assert os.listdir(tmp_path) == ["run"]
 
 
