@@ -15,10 +15,8 @@ import pytest
 import groupax.compat.easydel as ed
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.compat import hf, trl
-from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.trainers import with_sampling
 from groupax.compat.fields import CompatWarning
-from groupax.events import Evaluated, StepEnded
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
 from groupax.parallel.mesh import make_mesh
@@ -200,15 +198,6 @@ def test_evaluations_are_sampled_as_rollouts_are():
     assert (native.eval_temperature, native.eval_top_k, native.eval_top_p) == (0.7, 20, 0.9)
 
 
-def test_settings_can_be_changed_until_a_trainer_is_made():
-    config = trl.GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=8, num_generations=4)
-    config.num_generations, config.per_device_train_batch_size, config.gradient_accumulation_steps = 2, 8, 4
-    assert config.batches() == (8, 4, 4)
-    assert config.to_native().prompts_per_step == 16
-    assert config.batches(num_devices=2) == (16, 4, 4)
-    assert config.to_dict()["num_generations"] == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "message", "expected"),
     [
@@ -308,24 +297,6 @@ def test_the_settings_of_an_inference_are_known():
     for kind in (dict, ed.vInferenceConfig):
         with pytest.raises(TypeError, match="vInferenceConfig has no setting 'temperatur'; did you mean temperature"):
             ed.vInference(None, generation_config=kind(temperatur=0.1))
-
-
-def test_callbacks_learn_of_the_best_evaluation():
-    args = trl.GRPOConfig(metric_for_best_model="reward")
-    seen = []
-
-    class Watch:
-        def on_evaluate(self, args, state, control, metrics, **more):
-            seen.append((state.best_metric, state.best_global_step))
-
-    listener = CallbackListener([Watch], args, 1, State(), {})
-    for step, reward in enumerate((0.5, 0.2, 0.7, 0.6), 1):
-        listener(Evaluated(step, {"eval_reward": reward}))
-    assert seen == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
-    args.greater_is_better = False
-    listener(Evaluated(5, {"eval_reward": 0.1}))
-    listener(StepEnded(5, {"loss": 0.0}, {"eval_reward": 0.0}))
-    assert (listener.state.best_metric, listener.state.best_global_step) == (0.1, 5)
 
 
 # -- models

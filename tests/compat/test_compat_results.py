@@ -9,7 +9,7 @@ import pytest
 from groupax.compat import trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
-from groupax.compat.trl.base import Accelerator, BaseTrainer
+from groupax.compat.trl.base import BaseTrainer
 from groupax.compat.trl.policy import own_generate
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
@@ -71,16 +71,6 @@ def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path
     assert (read["train_results"], read["test_results"]) == ({"train_loss": 0.5}, {"test_loss": 1.0})
     assert read["all_results"] == {"train_loss": 0.5, "eval_loss": None}
     assert read["trainer_state"]["global_step"] == 3
-
-
-def test_an_accelerator_has_what_scripts_use_of_it():
-    accelerator = Accelerator()
-    assert accelerator.is_main_process
-    with accelerator.main_process_first():
-        accelerator.wait_for_everyone()
-    assert accelerator.unwrap_model(3) == accelerator.gather(3) == accelerator.on_main_process(lambda: 3)() == 3
-    with pytest.raises(AttributeError, match=r"has no 'backward': groupax trains with JAX, .* is_main_process"):
-        accelerator.backward(0)
 
 
 # -- streams

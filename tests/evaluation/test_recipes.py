@@ -1,7 +1,10 @@
 """Recipes: rows to prompts, rewards, sources that work offline, and the programs and commands that run them."""
 
+import itertools
 import json
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from groupax import init_model, save_model
@@ -16,9 +19,19 @@ from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
-from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.recipe import fitting_length, fitting_template, max_positions_of
-from groupax.recipes.tldr_length import near_length
+from groupax.recipes.shapes.scenes import (
+    CELL_PIXELS,
+    COLORS,
+    IMAGE_PIXELS,
+    Scene,
+    Shape,
+    draw,
+    example,
+    generate,
+    scenes,
+)
+from groupax.rewards.formats import think_answer_correct, think_answer_format
 from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 from groupax.tools.tool import tools_from
@@ -166,13 +179,6 @@ def test_countdown_checks_numbers_and_value():
     assert evaluate_expression("(" * 150 + "1" + ")" * 150) is None
     assert evaluate_expression("True+1") is None
     assert problems(3, seed=0) == problems(5, seed=0)[:3]
-
-
-def test_small_rewards():
-    assert near_length(["x" * 18, [{"role": "assistant", "content": "x" * 25}]], target=20) == [-2.0, -5.0]
-    assert strict_xml_format(
-        ["<think>\na\n</think>\n<answer>\n1\n</answer>", "<think>a</think><answer>1</answer>"]
-    ) == [1, 0]
 
 
 # -- fitted to a model
@@ -359,3 +365,58 @@ def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch,
     assert f"{command['recipe']}_grpo" == program.__name__.rpartition(".")[2]
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {*named, "pass@4"} <= set(line)
+
+
+SHAPES = (
+    Shape(0, "red", "circle", 5, (0, 0)),
+    Shape(4, "blue", "square", 7, (0, 0)),
+    Shape(8, "red", "square", 6, (1, 0)),
+)
+
+
+def test_what_is_asked_for_is_counted():
+    scene = Scene(SHAPES, 255, "red")
+    assert (scene.question, scene.answer) == ("How many red shapes?", "2")
+    assert scene.description == "red=1 circle;;;;blue square;;;;red=2 square"
+    scene = Scene(SHAPES, 255, "square")
+    assert (scene.question, scene.answer) == ("How many squares?", "2")
+    assert Scene(SHAPES, 255, "green").answer == "0"
+
+
+def test_worked_solutions_get_the_full_reward():
+    drawn = list(itertools.islice(scenes(3), 50))
+    completions = [[{"role": "assistant", "content": scene.worked_solution}] for scene in drawn]
+    assert think_answer_format(completions=completions) == [1.0] * 50
+    assert think_answer_correct(completions=completions, answer=[scene.answer for scene in drawn]) == [1.0] * 50
+    assert len(Counter(scene.answer for scene in drawn)) > 3
+
+
+def test_pictures_show_the_shapes_in_their_cells():
+    pixels = np.asarray(draw(Scene(SHAPES, 230, "circle")))
+    assert pixels.shape == (IMAGE_PIXELS, IMAGE_PIXELS, 3)
+    for cell in range(9):
+        row, column = divmod(cell, 3)
+        middle = pixels[row * CELL_PIXELS + CELL_PIXELS // 2, column * CELL_PIXELS + CELL_PIXELS // 2]
+        shape = next((shape for shape in SHAPES if shape.cell == cell), None)
+        assert tuple(middle) == (COLORS[shape.color] if shape else (230, 230, 230))
+
+
+def test_splits_share_no_picture_and_shorter_lists_are_starts_of_longer_ones():
+    train = {image_bytes(row) for row in generate(200, seed=1)}
+    held_out = {image_bytes(row) for row in generate(200, seed=0, split="held_out")}
+    assert not train & held_out
+    assert [image_bytes(row) for row in generate(5, 1)] == [image_bytes(row) for row in generate(9, 1)][:5]
+    with pytest.raises(ValueError, match="at least 0"):
+        generate(-1, 0)
+
+
+def image_bytes(row):
+    return row["image"].tobytes()
+
+
+def test_rows_of_other_sources_have_a_prompt_an_image_and_an_answer():
+    image = draw(Scene(SHAPES, 255, "red"))
+    row = example({"prompt": "How many red shapes?", "image": image, "answer": 2})
+    assert row == {"prompt": [{"role": "user", "content": "How many red shapes?"}], "image": image, "answer": "2"}
+    with pytest.raises(ValueError, match="needs the columns prompt, image and answer"):
+        example({"prompt": "How many?", "answer": 2})

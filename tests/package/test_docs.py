@@ -1,9 +1,12 @@
 """The Python on pages that promise to run does run."""
 
 import contextlib
+import importlib.util
 import io
+import json
 import re
 import shlex
+import shutil
 import sys
 from contextlib import closing
 from dataclasses import fields
@@ -12,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupax import GRPOConfig, SFTConfig, init_model, save_model
+from groupax import GRPOConfig, SFTConfig, init_model, load_model, save_model
 from groupax.cli.main import COMMANDS, main
-from tests.conftest import TINY, rest_heavy
+from tests.conftest import SHARED, TINY, rest_heavy
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.test_config_and_data import a_tokenizer
 
@@ -193,3 +196,31 @@ def test_the_options_of_commands_on_the_pages_exist():
                 wrong += [f"{page.name}: {command} {option}" for option in options if option not in known[command]]
     assert wrong == []
     assert num_checked > 100
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.long
+def test_the_qlora_example_runs(stories, tmp_path, capsys):
+    data = SHARED / "data" / "gsm8k"
+    if not data.is_dir():
+        pytest.skip(f"no {data}")
+    model = shutil.copytree(stories, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    flags = f"--model {model} --dataset {data} --output_dir {tmp_path}/run --max_steps 2 --num_train 4 --num_test 4"
+    more = "--prompts_per_step 2 --max_completion_length 16 --chat_template plain"
+    results = loaded("gsm8k_qlora").main(f"{flags} {more}".split())
+    assert results == {"before": 0.0, "after": 0.0}  # a story model
+    assert "right on 4 test problems: 0.0% -> 0.0%" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+    assert load_model(tmp_path / "run" / "merged").adapter is None
+    assert json.loads((tmp_path / "run" / "merged_4bit" / "config.json").read_text())["quantization_config"]

@@ -153,22 +153,6 @@ def test_what_hosts_send_each_other_is_shared_by_their_devices():
         assert bytes_between_hosts(24.0, [SimpleNamespace(process_index=host) for host in hosts]) == expected
 
 
-def test_products_of_8_bit_floats_are_counted_apart():
-    def flops(left, right):
-        arrays = [jax.ShapeDtypeStruct((4, 4), dtype) for dtype in (left, right)]
-        counts = count_program(
-            jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32)).trace(*arrays).jaxpr
-        )
-        return counts.flops, counts.fp8_flops
-
-    once, fp8 = 2.0 * 4**3, jnp.float8_e4m3fn
-    assert flops(fp8, fp8) == (once, once)
-    assert flops(jnp.int8, jnp.int8) == flops(jnp.bfloat16, jnp.bfloat16) == (once, 0)
-    chip, mixed = replace(tiny_chip(1e9), fp8_flops=2e12), Counts(3e12, fp8_flops=2e12)
-    assert Measured("admit", 1, {}, mixed).seconds(chip)["arithmetic"] == 1 + 1
-    assert Measured("admit", 1, {}, mixed).seconds(tiny_chip(1e9))["arithmetic"] == 3
-
-
 @pytest.mark.heavy
 def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
     args = GRPOConfig(

@@ -354,15 +354,3 @@ def test_a_state_that_is_not_the_run_s_is_not_bundled(run, tmp_path):
     (other / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match="the weights after step 2 come out otherwise here"):
         bundled(other, 3, tmp_path / "bug.tar.zst")
-
-
-def test_an_interrupt_leaves_no_half_written_bundle(tmp_path, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    (tmp_path / "bundle").mkdir()
-    (tmp_path / "bundle" / "bundle.json").write_text("{}")
-    monkeypatch.setattr(tarfile.TarFile, "addfile", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pack(tmp_path / "bundle", tmp_path / "bug.tar.zst")
-    assert [*tmp_path.iterdir()] == [tmp_path / "bundle"]

@@ -12,7 +12,6 @@ from groupax.replay.bisect import first_line
 from groupax.replay.causes import parsed_condition
 from groupax.replay.outcome import comparison
 from groupax.replay.recorded import recorded_run
-from groupax.replay.session import stage_of
 from groupax.runs.step_record import STAGES, parsed_records
 from groupax.tools.results import ToolResult
 from tests.conftest import TINY
@@ -185,20 +184,6 @@ def test_the_shares_of_rows_are_kept_for_the_page(run):
     content = json.loads((run / "why" / "step_000002.json").read_bytes())
     assert sum(row["share"] for row in content["rows"]) == pytest.approx(1.0)
     assert "rows of step 2 by their share of the gradient:" in str(outcome)
-
-
-def test_the_arguments_of_a_trainer_may_have_names(run):
-    model, tokenizer = init_model(ONE_LAYER, seed=0), a_tokenizer(eos_token="<eos>")
-    given = {"model": model, "reward_funcs": letters, "train_dataset": PROMPTS, "processing_class": tokenizer}
-    assert replay_step(run, 1, **given, stage="loss").is_equal
-    with pytest.raises(TypeError, match="got 3 positions"):
-        replay_step(run, 1, model, letters, None, train_dataset=PROMPTS)
-
-
-def test_a_setting_changes_the_stages_from_its_own_on():
-    names = ("temperature", "learning_rate", "beta", "scale_rewards", "reward_weights", "max_turns")
-    assert [*map(stage_of, names)] == ["rollout", "loss", "loss", "advantage", "advantage", "rollout"]
-    assert [*map(stage_of, ("max_completion_length", "stop", "top_k"))] == ["rollout"] * 3
 
 
 def test_a_step_that_is_not_there_is_refused(run, tmp_path, capsys):

@@ -444,7 +444,7 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
     with pytest.raises(DivergedError):
         trainer.train()
     assert steps_in(tmp_path) == ["step_000004"]
-    resumed = trained(tmp_path, max_steps=5, max_bad_steps=2)
+    trained(tmp_path, max_steps=5, max_bad_steps=2)
     assert [line["update_skipped"] for line in lines_of(tmp_path)] == [0, 0, 1, 1, 0]
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from groupax import GRPOConfig, TrainResult, init_model, save_model
+from groupax import init_model, save_model
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Item
 from groupax.metrics.estimates import Estimate
 from groupax.settings.sampling import SamplingParams
-from groupax.sft import SFTResult
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
@@ -21,24 +20,6 @@ EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
 
 def no_markup(html):
     return "<script" not in html and "\x1b" not in html and "\u202e" not in html
-
-
-def test_settings_show_what_differs_from_their_defaults():
-    html = GRPOConfig(run_name=EVIL, learning_rate=0.125)._repr_html_()
-    shown, _, rest = html.partition("<details>")
-    assert no_markup(html)
-    assert ("0.125" in shown, "num_generations" in shown, "num_generations" in rest) == (True, False, True)
-
-
-def test_results_show_their_main_figures():
-    result = TrainResult(3, 61.0, 123.4, {"reward": 0.5, "loss": 0.25, "kl": None})
-    html = result._repr_html_()
-    assert "1:01" in html
-    assert "0.25" in html.partition("<details>")[2]
-    assert "3 steps in 61.0 s, 123 tokens/s of sampling, reward 0.5 and 2 further metrics>" in repr(result)
-    result = SFTResult(3, 61.0, {"loss": 0.25})
-    assert "0.25" in result._repr_html_().partition("<details>")[0]
-    assert "3 steps in 61.0 s, loss 0.25 and 0 further metrics>" in repr(result)
 
 
 def test_evaluations_show_estimates_with_intervals():

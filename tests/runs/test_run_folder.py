@@ -130,6 +130,7 @@ def test_a_folder_that_is_lost_is_told_once_and_costs_neither_checkpoints_nor_th
         return count_a(completion_ids)
 
     trainer = a_trainer(tmp_path, losing, max_steps=6, save_steps=2, reward_scope="rollout")
+    trainer.train()
     run = tmp_path / "run"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [4, 5, 6]
     assert (run / "rollouts" / "step_000006.parquet").exists()

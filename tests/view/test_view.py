@@ -747,7 +747,7 @@ def test_files_of_a_strangers_run_are_read_only_if_they_are_files_of_a_usual_siz
     for read in (
         *(run.config, run.command, run.state, partial(check_unlocked, tmp_path), partial(exact_shares, tmp_path, 1)),
         *(partial(run.record, "run.json"), partial(run.record, "result.json")),
-        partial(read_step, run.rollout_file(1)),
+        lambda: read_step(run.rollout_file(1)),
         partial(item_page, tmp_path / "evaluations/a.jsonl", 0, "all", ""),
     ):
         with suppress(ValueError):
