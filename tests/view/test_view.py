@@ -47,29 +47,20 @@ LONG = "ü" * 600_000  # 1.2 MB in one line
 def a_rollout(step, prompt_index, sample_index):
     """Prompt 0 gets equal rewards, those of prompt 1 disagree, prompt 2 is hostile; the last completion is cut off."""
     question = "What is 1+1?" if prompt_index == 0 else f"prompt {prompt_index} of step {step}"
-    prompt = HOSTILE if prompt_index == 2 else question
-    if prompt_index == 1:
-        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    prompt = (question, chat, HOSTILE)[prompt_index]
     text = f"answer {sample_index} of step {step}"
     if prompt_index == 2:
         text = LONG if sample_index == 0 else HOSTILE
-    num_tokens = 3 + sample_index
     right = 0.5 if prompt_index == 0 else sample_index / G
-    return Rollout(
-        prompt_index=prompt_index,
-        sample_index=sample_index,
-        example={"prompt": prompt},
-        prompt_ids=np.arange(4, dtype=np.int32),
-        completion_ids=np.arange(num_tokens, dtype=np.int32),
-        policy_logps=np.linspace(-2, -0.5, num_tokens).astype(np.float32),
-        sampler_logps=np.linspace(-2, -0.5, num_tokens).astype(np.float32) - 0.5,
-        finish_reason="length" if sample_index == G - 1 else "stop",
-        policy_version=step - 1,
-        text=text,
-        rewards={"right": right, "<b>brief</b>": 1 - sample_index / G if prompt_index == 1 else None},
-        advantage=sample_index - 1.5,
-        extra={"note": HOSTILE},
-    )
+    logps = np.linspace(-2, -0.5, 3 + sample_index).astype(np.float32)
+    ids = np.arange(3 + sample_index, dtype=np.int32)
+    rewards = {"right": right, "<b>brief</b>": 1 - sample_index / G if prompt_index == 1 else None}
+    drawn = {"policy_logps": logps, "sampler_logps": logps - 0.5, "policy_version": step - 1, "text": text}
+    drawn["finish_reason"] = "length" if sample_index == G - 1 else "stop"
+    prompt_ids, scored = np.arange(4, dtype=np.int32), {"rewards": rewards, "advantage": sample_index - 1.5}
+    extra = {"note": HOSTILE}
+    return Rollout(prompt_index, sample_index, {"prompt": prompt}, prompt_ids, ids, extra=extra, **drawn, **scored)
 
 
 def write_run(folder, config, num_steps=NUM_STEPS):

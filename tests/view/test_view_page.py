@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
@@ -56,42 +56,34 @@ document.body.append(frame);"""
 def runs(tmp_path_factory):
     """A folder with a run that goes on, one that is over, and one with hostile content."""
     home = tmp_path_factory.mktemp("page")
-    save_model(
-        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}), home / "model", a_tokenizer(eos_token="<eos>")
-    )
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1})
+    save_model(model, home / "model", a_tokenizer(eos_token="<eos>"))
     (home / "data.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("ab", "cd", "abc", "d")))
     (home / "rewards_of_a.py").write_text(REWARDS)
     write_run(home / "runs" / "earlier", {"beta": 0.25, "max_steps": 6})
     (home / "runs" / "earlier" / "model").mkdir()
     write_run(home / "runs" / HOSTILE_NAME, {"beta": 0.5, HOSTILE: HOSTILE})
-    flags = "--prompts_per_step 4 --num_generations 4 --max_completion_length 8 --max_steps 100000 --progress_bar none"
-    command = f"train --model {home}/model --dataset data.jsonl --output_dir runs/training {flags}".split()
-    rewards = ["--reward_funcs", "rewards_of_a:many_a", "rewards_of_a:few_a"]
+    command = "-m groupax train --model model --dataset data.jsonl --output_dir runs/training --prompts_per_step 4"
+    command += " --num_generations 4 --max_completion_length 8 --max_steps 100000 --progress_bar none"
+    command += " --reward_funcs rewards_of_a:many_a rewards_of_a:few_a"
     environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     with (home / "log").open("w") as log:
-        training = subprocess.Popen(
-            [sys.executable, "-m", "groupax", *command, *rewards], cwd=home, stdout=log, stderr=log, env=environment
-        )
-    try:
-        yield home / "runs"
-    finally:
-        if training.poll() not in (None, 0):
-            print((home / "log").read_text())
-        training.kill()
-        training.wait()
+        words = [sys.executable, *command.split()]
+        training = subprocess.Popen(words, cwd=home, stdout=log, stderr=log, env=environment)
+    yield home / "runs"
+    if training.poll() not in (None, 0):
+        print((home / "log").read_text())
+    training.kill()
+    training.wait()
 
 
 @pytest.fixture(scope="module")
 def address(runs):
     """Of a `groupax view` in a process of its own."""
     command = [sys.executable, "-m", "groupax", "view", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
-        try:
-            assert serving.stdout is not None
-            told = serving.stdout.readline()
-            yield told.split()[2].rstrip("/")
-        finally:
-            serving.terminate()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as view:
+        yield view.stdout.readline().split()[2].rstrip("/")
+        view.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +95,9 @@ def browser():
         pytest.skip("no chromium with chromedriver (Debian: apt-get install chromium chromium-driver)")
     options = webdriver.ChromeOptions()
     options.binary_location = program
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+    flags = "--headless=new --no-sandbox --disable-dev-shm-usage --disable-background-networking"
+    for flag in [*flags.split(), "--window-size=1400,1000", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]:
         options.add_argument(flag)
-    options.add_argument("--disable-background-networking")
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     yield chromium
@@ -114,20 +105,16 @@ def browser():
 
 
 def until(check, seconds=240.0, told=str):
-    """The first true answer of a check that looks again and again; what it looks at may come, go and move meanwhile.
+    """The first true answer of a check that looks again and again, since what it looks at comes, goes and moves.
 
     `told()` says more if it does not come.
     """
     end_s = time.monotonic() + seconds
     while True:
-        why = None
-        try:
+        with suppress(WebDriverException):
             if found := check():
                 return found
-        except WebDriverException as error:
-            why = error
-        if time.monotonic() > end_s:
-            raise AssertionError(f"this did not come. {told()}") from why
+        assert time.monotonic() < end_s, f"this did not come. {told()}"
         time.sleep(0.1)
 
 
@@ -407,9 +394,8 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
     assert page.run(ground) == other, "the theme stays"
 
 
-AXE = """const done = arguments[0];
-const told = ({ id, nodes }) => `${id}: ${nodes.map((node) => node.html)}`;
-axe.run().then(({ violations }) => done(violations.map(told)));"""
+AXE = """axe.run().then(({ violations }) =>
+  arguments[0](violations.map(({ id, nodes }) => `${id}: ${nodes.map((node) => node.html)}`)));"""
 
 
 @pytest.mark.skipif("AXE_CORE" not in os.environ, reason="AXE_CORE is not the path of axe.min.js (npm pack axe-core)")
