@@ -1,7 +1,6 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/view/test_view_page.py)."""
 
-import csv
 import http.client
 import json
 import os
@@ -160,28 +159,16 @@ def test_series_are_what_was_logged(port):
     assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
 
 
-def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
+def test_curves_and_marks_have_positions_of_tokens_and_of_time(tmp_path):
     run = RunFolder(tmp_path / "=1+1")
     run.start({})
     for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
-        run.write_metrics({"step": float(step), "reward": reward, 'a,"b"': 2.0, "step_time": 3.0, "num_tokens": 1e2})
+        run.write_metrics({"step": float(step), "reward": reward, "step_time": 3.0, "num_tokens": 1e2 * step})
     run.write_diagnostic(2, "kl_runaway", "")
     with serving(run.path) as port:
         ask(port, "runs")
-        asked = [("run", "=1+1"), ("name", "reward"), ("name", 'a,"b"'), ("name", "none"), ("by", "time"), ("from", 6)]
-        status, headers, body = request(port, f"/api/csv?{urlencode([*asked, ('smooth', 0.5)])}")
-        assert (status, headers["content-type"].split(";")[0]) == (200, "text/csv")
-        assert headers["content-disposition"] == "attachment"
-        rows = list(csv.reader(body.decode().splitlines()))
-        assert [row[:4] for row in rows] == [
-            ["run", "metric", "time", "value"],
-            ["'=1+1", "reward", "6", ""],  # which a spreadsheet does not compute
-            ["'=1+1", "reward", "9", "0.75"],
-            ["'=1+1", 'a,"b"', "6", "2"],
-            ["'=1+1", 'a,"b"', "9", "2"],
-        ]
-        assert float(rows[2][4]) == pytest.approx((0.25 * 0.5 + 0.75) / 1.5)
-        assert request(port, "/api/csv?run=nobody")[0] == 404
+        by_tokens = ask(port, "series", run="=1+1", name="reward", by="tokens")["=1+1"]["reward"]
+        assert by_tokens["x"] == [100, 200, 300]
         marks = ask(port, "diagnostics", run="=1+1", by="time")["=1+1"]
         assert [(mark["step"], mark["x"]) for mark in marks] == [(2, 6)]
 
@@ -481,28 +468,6 @@ def test_a_search_combines_expressions_and_ranges_and_may_pause(port, monkeypatc
     assert len(set(found_in(port, end="complete"))) == len(found_in(port, end="complete")) == 6 * 3 * (G - 1)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        *({"reward": None}, {"reward": 1}, {"late": 2.5}, {"reward": "text"}, {"step": None}, {"reward": float("nan")}),
-        {"note": "null", "is_good": True, "inner": {"reward": 5}},
-    ],
-)
-def test_blocks_of_lines_are_read_like_single_lines(tmp_path, monkeypatch, odd):
-    lines = [{"step": step, "reward": step / 7, "kl": -1e-12, "tokens": 10**12 + step} for step in range(1, 40)]
-    lines.insert(20, {**lines[19], **odd})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("groupax.view.runs.BLOCK_BYTES", 1000)
-    found = []
-    for small_bytes in (0, 10**9):
-        monkeypatch.setattr("groupax.view.runs.SMALL_BYTES", small_bytes)
-        (run := Run(tmp_path)).refresh()
-        state = {name: value for name, value in run.state().items() if name != "age_s"}
-        found.append((state, {name: [each.tolist() for each in run.series(name)] for name in run.metric_names()}))
-    np.testing.assert_equal(*found)
-    assert len(found[0][1]["kl"][0]) >= 39
-
-
 def test_an_expression_that_could_be_tried_for_ages_ends(tmp_path):
     run = write_run(tmp_path / "run", {}, num_steps=1)
     run.write_rollouts(2, [replace(a_rollout(1, 0, 0), text="ü" + "a" * 5000 + "b")])
@@ -545,7 +510,7 @@ def test_one_prompt_is_followed_over_the_steps(port):
         ("step", {"run": "alpha", "step": "../../x"}, 400, "not a non-negative integer"),
         ("step", {"run": "nobody", "step": 1}, 404, "there is no run 'nobody'"),
         ("step", {"run": "../alpha", "step": 1}, 404, "there is no run"),
-        ("csv", {"run": "alpha", "name": "reward", "by": "x"}, 400, "x"),
+        ("series", {"run": "alpha", "name": "reward", "by": "x"}, 400, "x"),
         ("search", {"run": "alpha"}, 400, "q is empty"),
         ("export", {"run": "alpha"}, 400, "q is empty"),
         ("search", {"run": "alpha", "q": "(", "regex": "1"}, 400, "'(' is not a regular expression"),

@@ -707,7 +707,7 @@ def test_many_lines_have_a_legend_of_what_they_have_in_common(swept):
     assert max(widths) < 8 * sorted(widths)[len(widths) // 2], "compilation does not flatten the others"
 
 
-def test_a_chart_is_saved_as_a_sheet_and_as_a_picture(swept, tmp_path):
+def test_a_chart_is_saved_as_a_picture(swept, tmp_path):
     saved = tmp_path / "saved"
     behavior = {"behavior": "allow", "downloadPath": str(saved)}
     swept.browser.execute_cdp_cmd("Browser.setDownloadBehavior", behavior)
@@ -715,8 +715,7 @@ def test_a_chart_is_saved_as_a_sheet_and_as_a_picture(swept, tmp_path):
     until(lambda: swept.all('[data-title="Reward"] canvas'))
     for button in swept.all('[data-title="Reward"] .saving button'):
         button.click()
-    until(lambda: (saved / "Reward.csv").exists() and (saved / "Reward.png").exists(), seconds=30.0)
-    assert len((saved / "Reward.csv").read_text().splitlines()) == 1 + 5 * 4
+    until((saved / "Reward.png").exists, seconds=30.0)
     assert (saved / "Reward.png").read_bytes().startswith(b"\x89PNG")
     swept.open("rollouts?step=2")
     until(lambda: swept.all(".card"))

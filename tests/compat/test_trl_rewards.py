@@ -1,0 +1,56 @@
+"""The rewards of `groupax.compat.trl.rewards`, which are those of `trl.rewards`."""
+
+import pytest
+
+from groupax.compat import trl
+from groupax.compat.trl import rewards
+
+TEXTS = (r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}", "<think>\na\n</think>\n$\\boxed{4}$", "4", "<think>x", "")
+SOLUTIONS = (r"\frac{1}{3}", r"\frac{1}{3}", "$4$", "4", "hello", "$4$")
+COMPLETIONS = [[{"role": "assistant", "content": text}] for text in TEXTS]
+IDS = [[1] * 50, [5, 6, 7], [1, 2, 1, 2, 1, 2], [1] * 90, [1] * 101, []]
+
+
+def _results(module):
+    logged = {}
+    results = {
+        "accuracy": module.accuracy_reward(COMPLETIONS, list(SOLUTIONS), log_extra=logged.__setitem__),
+        "reasoning": module.reasoning_accuracy_reward(COMPLETIONS, list(SOLUTIONS), task="unknown columns are ignored"),
+        "delimiters": module.reasoning_accuracy_reward(COMPLETIONS, list(SOLUTIONS), [r"\boxed", "a"]),
+        "format": module.think_format_reward(COMPLETIONS),
+        "cosine": module.get_cosine_scaled_reward(100)(COMPLETIONS, list(SOLUTIONS), IDS),
+        "repetition": module.get_repetition_penalty_reward(2)(IDS),
+        "overlong": module.get_soft_overlong_punishment(100, 20)(IDS),
+        "overlong at once": module.get_soft_overlong_punishment(100, 0)(IDS),
+    }
+    return results, logged
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_rewards_equal_those_of_trl():
+    theirs = pytest.importorskip("trl.rewards")
+    assert _results(rewards) == _results(theirs)
+
+
+def test_a_name_that_groupax_does_not_have_is_refused_with_the_remedy():
+    with pytest.raises(ImportError, match="preferences; train with trl"):
+        from groupax.compat.trl import DPOTrainer  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ImportError, match="import it from trl itself"):
+        from groupax.compat.trl import extract_prompt  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ImportError, match="HarborSpec and OpenRewardSpec need no change"):
+        import groupax.compat.trl.experimental  # noqa: F401
+    assert not hasattr(trl, "never_heard_of")
+
+
+@pytest.mark.parity
+def test_every_public_name_of_trl_is_there_or_refused():
+    structure = pytest.importorskip("trl")._import_structure
+    refused = {}
+    for name in [each for names in structure.values() for each in names]:
+        try:
+            assert getattr(trl, name) is not None
+        except ImportError as error:
+            refused[name] = str(error)
+    assert refused
+    assert [name for name, reason in refused.items() if len(reason) <= 60] == []

@@ -1,0 +1,112 @@
+"""Subclasses of TRL's trainer: overrides that take part in a run, and those that are refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from groupax.compat import trl
+from groupax.compat.trl.overridden import REFUSED
+from tests.training.test_trainer import PROMPTS
+
+from .conftest import a_config
+
+# Methods whose overrides take part in a run, or that only scripts call; then attributes that are no methods.
+HONOURED = {
+    *("_calculate_rewards", "log", "add_callback", "evaluate", "get_num_trainable_parameters"),
+    *("is_local_process_zero", "is_world_process_zero", "log_metrics", "metrics_format", "pop_callback", "push_to_hub"),
+    *("remove_callback", "save_metrics", "save_model", "save_state", "train"),
+}
+PLAIN = {"_name", "_paper", "_tag_names", "_template_file"}
+
+
+def count_a(completions, **columns):
+    """Rewards the letter a."""
+    return [float(text.count("a")) for text in completions]
+
+
+def trainer_of(cls, folder, tmp_path):
+    small = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+    return cls(str(folder), count_a, a_config(tmp_path, **small), PROMPTS)
+
+
+class Doubled(trl.GRPOTrainer):
+    """Doubles rewards and adds to the log."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.seen, self.lines = [], []
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.seen.append((inputs, prompts, completions, np.asarray(rewards)))
+        return 2 * np.asarray(rewards) + 1
+
+    def log(self, logs, start_time=None):
+        self.lines.append(dict(logs))
+        super().log({**logs, "own/metric": 7.5, "note": "text"}, start_time)
+
+
+@pytest.mark.heavy
+def test_overrides_of_rewards_and_of_the_log_take_part(folder, tmp_path):
+    trainer = trainer_of(Doubled, folder, tmp_path)
+    trainer.train()
+    assert len(trainer.seen) == 2
+    inputs, prompts, completions, rewards = trainer.seen[0]
+    assert [row["prompt"] for row in inputs] == prompts == [each for each in prompts[::2] for _ in range(2)]
+    assert rewards.tolist() == [[reward] for reward in count_a(completions)]
+    first = trainer.state.log_history[0]
+    assert first["reward"] == pytest.approx(2 * rewards.mean() + 1)
+    assert [line["own/metric"] for line in trainer.state.log_history] == [7.5, 7.5, 7.5]
+    assert first["note"] == "text"
+    assert len(trainer.lines) == 3
+    assert "train_runtime" in trainer.lines[-1]
+    [metrics] = (tmp_path / "run").rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["own/metric"] for line in lines] == [7.5, 7.5]
+
+
+def test_overrides_that_would_never_be_called_are_refused_by_name():
+    for name, remedy in REFUSED.items():
+        cls = type("MyTrainer", (trl.GRPOTrainer,), {name: lambda self, *arguments, **named: None})
+        message = f"MyTrainer overrides {name}, which groupax would never call: {remedy}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            cls("no/model", count_a, trl.GRPOConfig("x"), PROMPTS)
+
+
+def test_an_override_of_a_mixin_is_refused_by_name():
+    mixin = type("Mixin", (), {"compute_loss": lambda self, model, inputs: 0.0})
+    with pytest.raises(ValueError, match="Mixin overrides compute_loss"):
+        type("Mixed", (mixin, trl.GRPOTrainer), {})("no/model", count_a, trl.GRPOConfig("x"), PROMPTS)
+
+
+@pytest.mark.parametrize(("name", "setting"), [("evaluate", "eval_strategy"), ("save_model", "save_strategy")])
+def test_an_override_that_only_the_script_calls_is_refused_where_the_run_would(name, setting):
+    cls = type("MyTrainer", (trl.GRPOTrainer,), {name: lambda self: None})
+    with pytest.raises(ValueError, match=f"MyTrainer overrides {name}, .*{setting} is 'steps'"):
+        cls("no/model", count_a, trl.GRPOConfig("x", **{setting: "steps"}), PROMPTS)
+
+
+def test_methods_that_only_scripts_call(folder, tmp_path):
+    trainer = trainer_of(trl.GRPOTrainer, folder, tmp_path)
+    assert trainer.get_num_trainable_parameters() > 1000
+    callback = object()
+    trainer.add_callback(callback)
+    assert trainer.pop_callback(callback) is callback
+    assert trainer.pop_callback(callback) is None
+    trainer.log({"mine": 1})
+    assert trainer.state.log_history[-1]["mine"] == 1
+    with pytest.raises(AttributeError, match="compute_loss of GRPOTrainer is assigned"):
+        trainer.compute_loss = lambda *_: 0.0
+    trainer.note = "an attribute of the script's own"
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_every_method_of_trls_trainer_is_honoured_or_refused():
+    theirs = pytest.importorskip("trl").GRPOTrainer
+    names = {name for name in dir(theirs) if not name.startswith("__")}
+    assert names == HONOURED | REFUSED.keys() | PLAIN
+    assert not HONOURED & REFUSED.keys()
+    assert all(callable(getattr(trl.GRPOTrainer, name)) for name in HONOURED)
