@@ -5,7 +5,10 @@ import json
 from collections import Counter
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 
 from groupax import init_model, save_model
 from groupax.cli.main import main
@@ -13,7 +16,7 @@ from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
-from groupax.data.files import MissingSplitError, read_rows
+from groupax.data.files import read_rows
 from groupax.episodes.environment import environment_rewards
 from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
@@ -118,17 +121,13 @@ def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, message):
 
 
 def test_folders_have_splits(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-    from datasets import Dataset, DatasetDict
-
     write_jsonl(tmp_path / "a" / "train.jsonl", [{"prompt": "t"}])
     write_jsonl(tmp_path / "a" / "validation.jsonl", [{"prompt": "v"}])
     assert load_examples(tmp_path / "a") == [{"prompt": "t"}]
     assert load_examples(tmp_path / "a", "eval_dataset", ("test", "validation")) == [{"prompt": "v"}]
+    (tmp_path / "b" / "main").mkdir(parents=True)
     for part in (0, 1):
         path = tmp_path / "b" / "main" / f"train-0000{part}-of-00002.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": str(part)}]), path)
     write_jsonl(tmp_path / "b" / "other" / "train.jsonl", [{"prompt": "o"}])
     assert [row["prompt"] for row in read_rows(tmp_path / "b", "x", subset="main")] == ["0", "1"]
@@ -137,20 +136,21 @@ def test_folders_have_splits(tmp_path):
     Dataset.from_list([{"prompt": "e"}]).save_to_disk(tmp_path / "d")
     assert load_examples(tmp_path / "d")[0] == {"prompt": "e"}
     assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
-    with pytest.raises(MissingSplitError, match="has no split test or validation, it has train; name the file itself"):
-        load_examples(tmp_path / "c", "eval_dataset", ("test", "validation"))
+
+
+def test_sources_that_have_no_rows_are_refused_with_what_there_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.json").write_text('{"prompt": 1}')
     for number in range(20):
         write_jsonl(tmp_path / "many" / f"part{number:02d}.jsonl", [{"prompt": "p"}])
-    with pytest.raises(MissingSplitError, match=r"it has part00, .*, part07; name the file itself"):
-        load_examples(tmp_path / "many")
-    with pytest.raises(ValueError, match="x is an empty text; name a file, a folder or a hub id, or leave it out"):
-        read_rows("", "x")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingSplitError, match=r"it has no \.jsonl, \.json, \.csv, \.tsv or \.parquet file"):
-        read_rows(tmp_path / "empty", "x")
-    (tmp_path / "x.json").write_text('{"prompt": 1}')
-    with pytest.raises(ValueError, match="must contain a list of rows, it contains a dict"):
-        read_rows(tmp_path / "x.json", "x")
+    for place, message in (
+        (tmp_path / "many", r"it has part00, .*, part07; name the file itself"),
+        (tmp_path / "empty", r"it has no \.jsonl, \.json, \.csv, \.tsv or \.parquet file"),
+        (tmp_path / "x.json", "must contain a list of rows, it contains a dict"),
+        ("", "x is an empty text; name a file, a folder or a hub id, or leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_rows(place, "x")
 
 
 def test_lines_may_have_line_separators_in_strings(tmp_path):
@@ -243,20 +243,6 @@ def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     assert main([*argv, "--prompt_overflow", "drop", "--max_prompt_length", "480", "--no_greedy"]) == 0
     assert not (out / "one.greedy.jsonl").exists()
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
-
-
-@pytest.mark.heavy
-def test_a_reward_that_fails_for_all_held_out_prompts_stops_a_run(base_model, tmp_path, monkeypatch, capsys):
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "bc", "def")])
-    code = "def short(completions, **_):\n    return [1.0] * (len(completions) - 1)\n"
-    (tmp_path / "own_rewards.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    argv = ["train", "--model", base_model, "--dataset", str(rows), "--eval_dataset", str(rows)]
-    argv += ["--reward_funcs", "own_rewards:short", "--max_completion_length", "8"]
-    assert main([*argv, "--output_dir", str(tmp_path / "run")]) == 1
-    told = capsys.readouterr()
-    assert "'short' failed for every completion of the evaluation before training" in told.err
-    assert "step 1" not in told.out
 
 
 @pytest.mark.drawn(3, "recipes")
@@ -353,16 +339,13 @@ def test_programs_with_the_flags_of_documents(base_model, tmp_path, monkeypatch,
     flags = DOCUMENTED.format(length=64, batch=2) + f" --top_k 50 {more} --temperature 0.9"
     place = f"--repo_id {base_model} --dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run"
     assert program.main(f"{place} {flags}".split()) == 0
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["report_to"] == ["wandb"]
-    assert (tmp_path / "run" / "tracked.jsonl").exists()
-    assert config["reward_weights"] == weights
+    config, command = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("config", "command"))
     expected = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
-    expected |= {"attn_implementation": "plain"}
+    expected |= {"attn_implementation": "plain", "report_to": ["wandb"], "reward_weights": weights}
+    expected |= {"max_completion_length": 64, "num_train_epochs": 3.0, "temperature": 0.9}
     assert {name: config[name] for name in expected} == expected
-    assert (config["max_completion_length"], config["num_train_epochs"], config["temperature"]) == (64, 3.0, 0.9)
-    command = json.loads((tmp_path / "run" / "command.json").read_text())
     assert f"{command['recipe']}_grpo" == program.__name__.rpartition(".")[2]
+    assert (tmp_path / "run" / "tracked.jsonl").exists()
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {*named, "pass@4"} <= set(line)
 

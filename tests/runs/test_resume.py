@@ -14,12 +14,14 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from groupax import init_model, save_model
 from groupax.errors import PREEMPTED, PreemptedError
 from groupax.metrics.completions import is_measured
+from groupax.parallel.mesh import AXES
 from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.arrays import read_on_host
 from tests.conftest import TINY
@@ -339,66 +341,39 @@ def test_killed_at_twenty_random_moments_it_goes_on_exactly(tmp_path):
 # -- other devices
 
 
-MESHES = """
-import json, sys
-from pathlib import Path
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import numpy as np
-from jax.sharding import Mesh
-from groupax import GRPOConfig, GRPOTrainer, load_model
-from groupax.parallel.mesh import AXES
-from tests.runs.stopped_run import letters
-
-run, shape = sys.argv[1], json.loads(sys.argv[2])
-devices = np.array(jax.devices())[: int(np.prod(shape))].reshape(shape)
-model = load_model(Path(run).parent / "model", mesh=Mesh(devices, AXES))
-args = GRPOConfig(output_dir=run, prompts_per_step=8, num_generations=4, max_completion_length=12, max_steps=4,
-                  learning_rate=1e-2, beta=0.05, progress_bar="none", save_steps=2, save_total_limit=0)
-prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
-trainer = GRPOTrainer(model, letters, args, prompts)
-started = trainer.run.hooks.started
-
-def keeping(run):
-    flat = jax.tree_util.tree_leaves_with_path(trainer.learner.state)
-    np.savez(f"{run}.begun.npz", **{jax.tree_util.keystr(path): np.asarray(x) for path, x in flat})
-    print(json.dumps(sorted({str(x.sharding.spec) for _, x in flat})))
-    started(run)
-
-trainer.run.hooks.started = keeping
-trainer.train()
-"""
-
-
-@pytest.mark.long
+@pytest.mark.heavy
 def test_another_mesh_continues_the_same_state(tmp_path):
     """Trained on a mesh whose weights are split over fsdp and tp, continued on one device, and on other data shards."""
-    save_model(init_model({**TINY, "vocab_size": 16}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    begun = {}
 
-    def run(shape, out):
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
-        command = [sys.executable, "-c", MESHES, str(tmp_path / out), json.dumps(shape)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+    def run(shape, folder):
+        mesh = jax.sharding.Mesh(np.array(jax.devices())[: np.prod(shape)].reshape(shape), AXES)
+        settings = {"max_steps": 4, "save_steps": 2, "save_total_limit": 0, "prompts_per_step": 8, "beta": 0.05}
+        trainer = a_trainer(folder, letters, model=init_model({**TINY, "vocab_size": 16}, mesh=mesh), **settings)
+        started = trainer.run.hooks.started
 
-    specs = run([1, 4, 1, 2, 1], "first")
+        def keeping(run):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.learner.state):
+                begun[re.sub(r"[\[\]'.]+", ".", jax.tree_util.keystr(path)).strip(".")] = np.asarray(leaf)
+            started(run)
+
+        trainer.run.hooks.started = keeping
+        trainer.train()
+        return {str(leaf.sharding.spec) for leaf in jax.tree.leaves(trainer.learner.state)}
+
+    specs = "".join(run((1, 2, 1, 2, 1), tmp_path))
     assert "'fsdp'" in specs
     assert "'tp'" in specs
-    losses = [line["loss"] for line in metrics_of_run(tmp_path / "first")]
-    saved = tmp_path / "first" / "checkpoints" / "step_000002"
-    arrays = {f".params.{n}": x for n, x in read_on_host(saved / "params").items()}
-    arrays |= {f".opt_state.{n}": x for n, x in read_on_host(saved / "optimizer").items()}
-    for name, shape in (("one", [1, 1, 1, 1, 1]), ("four", [2, 2, 1, 1, 1])):
-        shutil.copytree(tmp_path / "first", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoints" / "step_000004")
-        run(shape, name)
-        begun = np.load(tmp_path / f"{name}.begun.npz")
-        plain = {re.sub(r"[\[\]'.]+", ".", key).strip("."): begun[key] for key in begun}
-        expected = {key.strip("."): value for key, value in arrays.items()}
-        assert plain.keys() == expected.keys()
-        for key, value in expected.items():
-            np.testing.assert_array_equal(plain[key], value, err_msg=key)
-        again = [line["loss"] for line in metrics_of_run(tmp_path / name)]
-        np.testing.assert_allclose(again, losses, atol=1e-5)
-        print(shape, np.abs(np.array(again) - losses).max())
+    saved = tmp_path / "run" / "checkpoints" / "step_000002"
+    arrays = {f"params.{name}": x for name, x in read_on_host(saved / "params").items()}
+    arrays |= {f"opt_state.{name}": x for name, x in read_on_host(saved / "optimizer").items()}
+    for name, shape in (("one", (1, 1, 1, 1, 1)), ("four", (2, 2, 1, 1, 1))):
+        shutil.copytree(tmp_path / "run", tmp_path / name / "run")
+        shutil.rmtree(tmp_path / name / "run" / "checkpoints" / "step_000004")
+        begun.clear()
+        run(shape, tmp_path / name)
+        assert begun.keys() == arrays.keys()
+        for key, value in arrays.items():
+            np.testing.assert_array_equal(begun[key], value, err_msg=key)
+        found, expected = ([line["loss"] for line in lines_of(folder)] for folder in (tmp_path / name, tmp_path))
+        np.testing.assert_allclose(found, expected, atol=1e-5)

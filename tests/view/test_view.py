@@ -440,15 +440,6 @@ def test_bytes_that_are_no_text_are_shown(tmp_path):
         assert "must be a JSON object" in ask(port, "config")["run"]["fault"]
 
 
-def test_search_goes_through_all_steps_backwards(port):
-    found = ask(port, "search", run="alpha", q="Answer 1 OF step 6")
-    assert (found["hits"][0]["excerpt"], found["hits"][0]["advantage"]) == ("answer 1 of step 6", -0.5)
-    places = found_in(port, q="Answer 1 OF step")
-    assert places == [(step, prompt, 1) for step in range(6, 0, -1) for prompt in (0, 1)]
-    earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
-    assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
-
-
 def found_in(port, **conditions):
     """Places of all hits, newest steps first."""
     hits, rest = [], {}
@@ -478,27 +469,15 @@ def test_an_expression_that_could_be_tried_for_ages_ends(tmp_path):
         assert hit["excerpt"] == "ü" + "a" * 319
 
 
-def test_hits_are_exported_with_their_full_texts(port):
+def test_hits_are_newest_first_and_exported_with_their_full_texts(port):
+    hit = ask(port, "search", run="alpha", q="Answer 1 OF step")["hits"][0]
+    assert (hit["step"], hit["excerpt"], hit["advantage"]) == (6, "answer 1 of step 6", -0.5)
     status, headers, body = request(port, f"/api/export?{urlencode({'run': 'alpha', 'max_length': 3, 'q': HOSTILE})}")
     assert (status, headers["content-disposition"]) == (200, 'attachment; filename="rollouts.jsonl"')
     rows = [json.loads(line) for line in body.splitlines()]
     found = [(row["step"], row["prompt"], row["completion"]) for row in rows]
     assert found == [(step, HOSTILE, LONG) for step in range(6, 0, -1)]
     assert rows[0]["rewards"] == {"right": 0.0, "<b>brief</b>": None}
-
-
-def test_one_prompt_is_followed_over_the_steps(port):
-    end_s = time.monotonic() + 60
-    while (found := ask(port, "prompts", run="alpha"))["progress"]["num_done"] < 7:
-        assert time.monotonic() < end_s, "the index is not made"
-    assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
-    assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
-    unsolved = ask(port, "prompts", run="alpha", order="unsolved")["prompts"][0]
-    assert (unsolved["best"], unsolved["text"]) == (0.5, "What is 1+1?")
-    history = ask(port, "prompt", run="alpha", key=unsolved["key"])
-    assert history["step"] == [1, 2, 3, 4, 5, 6]
-    assert history["mean"] == history["low"] == history["high"] == [0.5] * 6
-    assert history["truncated"] == [1] * 6
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Episodes in `groupax view`: turns, calls with their results, and what a browser shows of them."""
 
 import functools
-import io
 import json
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from groupax.episodes.branches import SampledTurn, rollout_of
 from groupax.evaluation.items import make_items
 from groupax.metrics.completions import episode_metrics
 from groupax.runs.folder import RunFolder
-from groupax.runs.progress.named import sample_panel
 from groupax.settings.sampling import SamplingParams
 from tests.episodes.test_episodes import TOKENIZER, call, played
 
@@ -163,14 +161,3 @@ def test_damaged_turns_are_plain_completions(tmp_path):
             row = ask(port, "group", run="run", step=1, prompt=0)["rows"][0]
             assert row["text"]
             assert not row["episode"] or all("role" in part for part in row["episode"])
-
-
-def test_the_terminal_shows_calls_without_obeying_them():
-    from rich.console import Console
-
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(sample_panel(episodes(), 2000))
-    shown = console.export_text()
-    assert "look_up(text='result ') = result result" in shown
-    assert "(done)" in shown.replace("\n", "")
-    assert not {"\x1b", "\x00", "\u202e"} & set(shown)
