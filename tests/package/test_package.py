@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 import pytest
 
 import groupax
-from groupax import init_model, save_model
 from groupax.cli.bisect import Bisect
 from groupax.cli.evaluate import Compare, Eval
 from groupax.cli.generate import Generate
@@ -35,8 +34,6 @@ from groupax.launch.slurm import Slurm
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
 from groupax.settings.command_line import Positional, all_options, parsed
-from tests.conftest import TINY
-from tests.data.test_config_and_data import a_tokenizer
 
 PACKAGE = Path(__file__).parents[2] / "groupax"
 
@@ -457,23 +454,6 @@ def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):
         (tmp_path / "run.yaml").write_text(text)
         assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.heavy
-def test_train_and_generate_commands(tmp_path, capsys):
-    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1})
-    save_model(model, tmp_path / "model", a_tokenizer(eos_token="<eos>"))
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
-    flags = "--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --max_steps 2 --progress_bar json"
-    argv = f"train --model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {tmp_path}/run {flags}".split()
-    assert main([*argv, "--reward_funcs", "think_answer_format"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["step"] for line in lines if "step" in line] == [1, 2]
-    assert f"groupax generate --model {tmp_path}/run/model --raw --prompt ab" in lines[-1]["message"]
-    argv = f"generate --model {tmp_path}/run/model --prompt ab --n 2 --max_tokens 4".split()
-    for more in ([], ["--weights", "bfloat16", "--kv_cache_gb", "0.01"]):
-        assert main([*argv, *more]) == 0
-        assert "tokens/s" in capsys.readouterr().out
 
 
 @pytest.mark.optimized

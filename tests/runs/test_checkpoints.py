@@ -453,7 +453,7 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """A real S3 API on loopback; at their end, runs do not wait for one that is gone."""
+    """A real S3 API on loopback."""
     monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
     server_of = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
@@ -481,7 +481,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     monkeypatch.setattr(writer, "RETRY_S", 0.0)
     server, another = bucket
     place = "s3://bucket/runs/one"
-    settings = {"max_steps": 4, "output_dir": place, "save_steps": 1, "save_total_limit": 2}
+    settings = {"max_steps": 4, "output_dir": place, "save_steps": 1, "save_total_limit": 2, "report_to": ("jsonl",)}
     first = a_trainer(tmp_path, **settings)
     upload, servers, uploads = RemoteFolder.upload, [server], []
 
@@ -523,6 +523,8 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     assert main(["checkpoints", place, "export", "--to", str(tmp_path / "exported")]) == 0
     lines = RemoteFolder(place).read("metrics.jsonl").decode().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [line["loss"] for line in lines_of(earlier[1])]
+    tracked = map(json.loads, RemoteFolder(place).read("tracked.jsonl").decode().splitlines())
+    assert [line["step"] for line in tracked if line["kind"] == "run"] == [0, 1]
     assert {"model", "rollouts", "checkpoints"} <= set(RemoteFolder(place).folders(""))
     exported = load_model(tmp_path / "exported")
     np.testing.assert_array_equal(exported.params["embed"], resumed.learner.state.params["embed"])

@@ -13,12 +13,9 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.events import EventStream, RunStarted, StepEnded
-from groupax.runs.folder import RunFolder
-from groupax.runs.log import RunLog
+from groupax.events import StepEnded
 from groupax.runs.trackers.sink import MAX_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.storage.buckets import RemoteFolder
 from groupax.types import Rollout
 from tests.training.test_trainer import PROMPTS, a_trainer
 
@@ -204,27 +201,6 @@ def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
     assert [event.value for event in events] == [event.value for event in expected]
     lines = [json.loads(line) for line in (run / "tracked.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "metrics" and "loss" in line["metrics"]] == [1, 2, 3, 4]
-
-
-def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path):
-    place = f"memory://tracked/{tmp_path.name}"
-    for process in range(2):
-        folder = RunFolder(place)
-        if process:
-            folder.resume({}, b"", step=2)
-        else:
-            folder.start({})
-        folder.write_process({})
-        log = RunLog(GRPOConfig(report_to=("jsonl",), progress_bar="none"), folder, 4, EventStream())
-        log.emit(RunStarted(2 * process, 4))
-        log.diagnostics.report(2 * process + 1, {"odd": f"by process {process}"})
-        log.close_sinks()
-        folder.sync()
-        log.close()
-    lines = [json.loads(line) for line in RemoteFolder(place).read("tracked.jsonl").decode().splitlines()]
-    expected = [("run", 0), ("diagnostic", 1), ("run", 2), ("diagnostic", 3)]
-    assert [(line["kind"], line["step"]) for line in lines] == expected
-    assert lines[0]["id"] == lines[2]["id"]
 
 
 @pytest.mark.heavy
