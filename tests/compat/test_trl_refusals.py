@@ -11,8 +11,6 @@ import pytest
 from groupax.compat import trl
 from tests.training.test_trainer import PROMPTS
 
-from .test_compat import folder  # noqa: F401 - a fixture
-
 COMPAT = Path(trl.__file__).parents[1]
 
 
@@ -33,7 +31,7 @@ REFUSED_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_ARGUMENTS, ids=str)
-def test_an_argument_that_cannot_be_honoured_is_refused_with_the_remedy(folder, tmp_path, arguments, message):  # noqa: F811
+def test_an_argument_that_cannot_be_honoured_is_refused_with_the_remedy(folder, tmp_path, arguments, message):
     config = trl.GRPOConfig(str(tmp_path), **arguments.pop("args", {}))
     given = {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}
     with pytest.raises(ValueError, match=message):
@@ -42,14 +40,8 @@ def test_an_argument_that_cannot_be_honoured_is_refused_with_the_remedy(folder, 
 
 def test_attributes_of_the_arguments_are_there_or_refused_with_the_remedy():
     config = trl.GRPOConfig(warmup_steps=0.1)
-    assert (config.world_size, config.process_index, config.local_process_index, config.n_gpu) == (1, 0, 0, 0)
-    assert str(config.device) == "cpu"
-    assert (config.train_batch_size, config.eval_batch_size) == (8, 8)
-    assert config.should_log
-    assert config.should_save
-    assert config.get_process_log_level() == 20
-    assert config.get_warmup_steps(15) == 2
-    assert config.to_sanitized_dict()["lr_scheduler_kwargs"] == "None"
+    assert (config.world_size, config.process_index, config.n_gpu, str(config.device)) == (1, 0, 0, "cpu")
+    assert (config.train_batch_size, config.get_warmup_steps(15)) == (8, 2)
     with config.main_process_first(desc="map"):
         pass
     for name in trl.GRPOConfig.ABSENT:

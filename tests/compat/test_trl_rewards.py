@@ -33,32 +33,6 @@ def test_rewards_equal_those_of_trl():
     assert _results(rewards) == _results(theirs)
 
 
-@pytest.mark.parity
-def test_names_of_rewards_are_those_of_trl():
-    theirs = pytest.importorskip("trl.rewards")
-    for name, arguments in (
-        ("get_cosine_scaled_reward", (100,)),
-        ("get_repetition_penalty_reward", ()),
-        ("get_soft_overlong_punishment", (100, 20)),
-    ):
-        assert getattr(rewards, name)(*arguments).__name__ == getattr(theirs, name)(*arguments).__name__
-
-
-def test_rewards_without_math_verify():
-    assert rewards.think_format_reward(COMPLETIONS) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert rewards.think_format_reward(["<think>a</think>b"]) == [1.0]
-    assert rewards.get_repetition_penalty_reward(2)([[5] * 5, [1]]) == [-0.75, 0.0]
-    assert rewards.get_soft_overlong_punishment(100, 20)([[1] * 90]) == [-0.5]
-    with pytest.raises(ValueError, match="at most 0"):
-        rewards.get_repetition_penalty_reward(2, 1.0)
-
-
-def test_accuracy_is_of_the_first_message():
-    assert rewards.accuracy_reward(COMPLETIONS[:1], SOLUTIONS[:1]) == [1.0]
-    assert rewards.accuracy_reward([r"\boxed{4}"], ["4"]) == [1.0]
-    assert rewards.accuracy_reward([[{"role": "assistant", "tool_calls": []}]], ["4"]) == [0.0]
-
-
 def test_a_name_that_groupax_does_not_have_is_refused_with_the_remedy():
     with pytest.raises(ImportError, match="preferences; train with trl"):
         from groupax.compat.trl import DPOTrainer  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,7 +10,7 @@ import pytest
 
 from groupax import bisect_run, init_model
 from groupax.replay.bisect import bisected
-from groupax.replay.causes import halved, parsed_condition, ratio, to_blame
+from groupax.replay.causes import halved, parsed_condition, to_blame
 from groupax.replay.influence import influence_of
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import settings_of
@@ -118,15 +118,6 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert "were not kept, so that its update cannot be repeated with their rewards" in text
 
 
-@pytest.mark.drawn(2, "sabotage")
-@pytest.mark.heavy
-def test_the_outlier_of_a_group_is_named_also_where_its_others_move_more(tmp_path):
-    trainer = with_a_flip(tmp_path, lora_r=4)
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 1.6", makes())
-    assert (bisection.cause.step, bisection.cause.is_own) == (4, True)
-    assert bisection.cause.left_out == (1,)
-
-
 def test_a_metric_of_the_settings_has_no_rows(tmp_path):
     trainer = a_trainer(tmp_path, letters, **SETTINGS | {"max_steps": 2})
     trainer.train()
@@ -158,13 +149,6 @@ def test_a_step_is_blamed_for_the_rise_that_it_has(values, holds, before, expect
     assert rise == (None if expected[1] is None else pytest.approx(expected[1]))
 
 
-def test_a_part_of_a_rise_is_none_without_numbers():
-    assert ratio((1.0, 3.0), (0.0, 4.0)) == 0.5
-    assert ratio((None, 3.0), (0.0, 4.0)) is None
-    assert ratio((float("nan"), 3.0), (0.0, 4.0)) is None
-    assert ratio((1.0, 3.0), (4.0, 4.0)) is None
-
-
 @pytest.mark.drawn(2, "sabotage")
 @pytest.mark.heavy
 def test_a_learning_rate_spike(tmp_path):
@@ -179,23 +163,6 @@ def test_a_learning_rate_spike(tmp_path):
     assert bisection.parted is None
     assert (bisection.cause.step, bisection.cause.left_out) == (3, ())
     assert "the update of step 3 did it (learning_rate 1" in text
-
-
-@pytest.mark.drawn(2, "sabotage")
-@pytest.mark.heavy
-def test_a_poisoned_prompt(tmp_path):
-    def reward(prompts, completion_ids, log_extra):
-        scores = letters(prompts, completion_ids, log_extra)
-        return [300.0 * score if prompt == "fed" else score for prompt, score in zip(prompts, scores, strict=True)]
-
-    trainer = a_trainer(tmp_path, reward, **SETTINGS)
-    trainer.train()
-    norms = {int(line["step"]): line["grad_norm"] for line in recorded_run(tmp_path / "run").metrics}
-    bisection, _ = found(tmp_path, trainer, "grad_norm > 5", makes(reward))
-    assert bisection.parted is None
-    assert norms[bisection.cause.step] > 5
-    assert {bisection.cause.shares.rollouts[each].prompt for each in bisection.cause.left_out} == {"fed"}
-    assert bisection.cause.without["grad_norm"] < 5
 
 
 @pytest.mark.drawn(2, "sabotage")
