@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 
-import numpy as np
 import pytest
 
 from groupax.cli.main import main
@@ -37,58 +36,34 @@ FILES = {
     "latin1.jsonl": (ROW + '{"prompt": "é"}'.encode("latin-1"), "line 2 is not UTF-8 .*0xe9"),
     "utf16.jsonl": (ROW.decode().encode("utf-16"), "is UTF-16; write it in UTF-8"),
     "mark.jsonl": (b"\xef\xbb\xbf" + ROW, None),
-    "mark.csv": (b"\xef\xbb\xbfprompt,answer\nabc,1\n", None),
-    "crlf.jsonl": (ROW.replace(b"\n", b"\r\n") * 2, None),
     "deep.jsonl": (nested(100_000), "line 1 is nested too deeply"),
-    "deep.json": (b"[" * 100_000, "nested too deeply"),
     "surrogate.jsonl": (ROW + b'{"prompt": "a\\ud800b"}', "line 2 has half of a surrogate pair"),
-    "emoji.jsonl": (b'{"prompt": "\\ud83d\\ude00"}', None),
     "nul.jsonl": (ROW + b'{"prompt": "a\0b"}', "line 2 is not valid JSON"),
     "cut_off.jsonl": (ROW + ROW[:12], "line 2 is not valid JSON"),
     "lists.jsonl": (b'["abc"]\n', r"line 1: a row must be an object like .* this one is a list"),
     "twice.jsonl": (b'{"prompt": "a", "prompt": "b"}', "line 1 .*the key 'prompt' is in one object twice"),
     "huge_number.jsonl": (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", "line 1 cannot be read"),
-    "nan.jsonl": (b'{"prompt": "a", "x": NaN}', None),
-    "other_column.jsonl": (b'{"question": "a"}', r"no column 'prompt' \(row 0 has question\)"),
     "missing_later.jsonl": (ROW + b'{"answer": "1"}', r"no column 'prompt' \(row 1 has answer\)"),
     "number.jsonl": (ROW + b'{"prompt": 5}', "prompt 1 must be a string or a list of messages .* got 5"),
-    "none.jsonl": (b'{"prompt": null}', "prompt 0 must be a string or a list of messages .* got None"),
-    "mapping.jsonl": (b'{"prompt": {"role": "user", "content": "a"}}', "prompt 0 must be a string or a list"),
-    "mixed.jsonl": (ROW + message("abc"), None),
-    "mixed_columns.jsonl": (ROW + b'{"prompt": "a", "answer": [1, {"x": 2}]}\n{"prompt": "b"}', None),
     "no_text.jsonl": (b'{"prompt": ""}', "prompt 0 is empty"),
-    "no_text_in_messages.jsonl": (message("  "), "prompt 0 is empty: no message has any text"),
     "role_is_number.jsonl": (message("abc", 5), "prompt 0: message 1 of 1 has no role"),
-    "content_is_number.jsonl": (message(5), "message 1 of 1: the content must be a text .* got int 5"),
     "no_content.jsonl": (message(None), "message 1 of 1 has no content"),
     "parts.jsonl": (message([{"type": "text", "text": "abc"}]), None),
-    "parts_of_text.jsonl": (message(["abc"]), "a part that is not .*'abc'"),
     "image_part.jsonl": (message([{"type": "image"}, {"type": "text", "text": "a"}]), "part of type 'image'.* vision"),
-    "audio_part.jsonl": (message([{"type": "input_audio", "x": 1}]), "part of type 'input_audio'"),
     "image.jsonl": (b'{"prompt": "a", "image": "x.png"}', "has a column 'image', which the model would not see"),
     "no_image.jsonl": (b'{"prompt": "a", "image": null, "images": []}', None),
     "ids.jsonl": (b'{"prompt": "a", "prompt_ids": "abc"}', "prompt 0: the column prompt_ids must have a list of token"),
-    "arguments.jsonl": (
-        b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}',
-        "prompt 0 is a string, which is not rendered",
-    ),
     "arguments_are_text.jsonl": (b'{"prompt": "a", "chat_template_kwargs": "x"}', "must be a mapping of names"),
-    "object.json": (b'{"prompt": "a"}', "must contain a list of rows, it contains a dict with the keys prompt"),
     "lines.json": (ROW * 2, "Extra data.*if it has a row on each line, name it .jsonl"),
-    "empty_list.json": (b"[]", "is empty"),
     "good.csv": (b'prompt,answer\n"abc, ""d""\n",1\n', None),
-    "good.tsv": (b"prompt\tanswer\nabc\t1\n", None),
     "semicolons.csv": (b"prompt;answer\nabc;1\n", r"no column 'prompt' \(row 0 has prompt;answer\)"),
     "ragged.csv": (b"prompt,answer\nabc,1\nabc\n", "line 3 has 1 values for 2 columns"),
-    "commas.csv": (b"prompt\na, b\n", "line 2 has 2 values for 1 columns .*double quotes"),
     "open_quote.csv": (b'prompt,answer\n"abc,1\n', "line 2 is not valid CSV"),
     "repeated.csv": (b"prompt,prompt\na,b\n", "names a column twice"),
     "rows.jsonl.gz": (gzip.compress(ROW), None),
     "cut.jsonl.gz": (gzip.compress(ROW * 100)[:-20], "cannot be read"),
-    "not.jsonl.gz": (ROW, "cannot be read"),
     "not.parquet": (ROW, "is not a complete Parquet file"),
     "rows.txt": (ROW, r"is not a \.jsonl, \.json, \.csv, \.tsv or \.parquet file"),
-    "rows.JSONL": (ROW, None),
 }
 
 
@@ -107,7 +82,7 @@ def test_files(tmp_path, name):
     assert name in text or "prompt" in text
 
 
-@pytest.mark.parametrize("name", ["latin1.jsonl", "image_part.jsonl", "deep.jsonl", "not.parquet", "none.jsonl"])
+@pytest.mark.parametrize("name", ["latin1.jsonl", "image_part.jsonl", "not.parquet"])
 def test_the_command_line_says_it_in_one_line(tmp_path, capsys, stories, name):
     (tmp_path / name).write_bytes(FILES[name][0])
     where = ["--dataset", str(tmp_path / name), "--output_dir", str(tmp_path / "run")]
@@ -196,12 +171,6 @@ class Endless:
         return {"prompt": "a"}
 
 
-class Stream:
-    def __iter__(self):
-        while True:
-            yield {"prompt": "a"}
-
-
 class Broken(Arithmetic):
     def __getitem__(self, index):
         raise RuntimeError("the disk is gone")
@@ -211,6 +180,8 @@ def test_rows_that_are_computed_are_counted_by_their_length():
     rows = load_examples(Arithmetic())
     assert [row["prompt"] for row in rows] == ["0+0=", "1+1=", "2+2=", "3+3=", "4+4="]
     assert load_examples(tuple(rows)) == rows
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        load_examples(Broken())
 
 
 def test_tables_have_rows_by_index():
@@ -235,36 +206,22 @@ def streamed():
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (lambda: 3, "must be a Dataset"),
         (lambda: "nobody/nothing", "it cannot be downloaded from the hub"),
-        (Stream, r"is a Stream, which has no length: .*itertools\.islice"),
         (streamed, r"is a IterableDataset, which has no length: .*itertools\.islice"),
-        (lambda: ({"prompt": "a"} for _ in range(3)), "is a generator, which has no length"),
         (Endless, "an object of another class needs __len__ and __getitem__"),
         (lambda: Arithmetic(0), "train_dataset is empty"),
-        (lambda: Arithmetic(-1), "no usable length: .* >= 0"),
-        (lambda: Arithmetic(2.5), "no usable length"),
-        (lambda: Arithmetic(10**30), "no usable length"),
         (lambda: Arithmetic(10**12), "has 1,000,000,000,000 rows, at most 50,000,000"),
         (lambda: Short(3), "has a length of 3, but no row 2: IndexError"),
-        (lambda: {"prompt": ["a"]}, "is a mapping of columns; turn it into rows"),
         (lambda: {"train": []}, "is a mapping with the splits train; pick one"),
-        (lambda: b"abc", "must be a Dataset, a list of dicts"),
         (lambda: [{1: 2, "prompt": "a"}], "row 0 has a column whose name is not a text: 1"),
         (lambda: [{"prompt": "a\ud800"}], "row 0 has half of a surrogate pair"),
         (lambda: ["abc", {"prompt": "a"}], r"no column 'prompt' \(row 0 has str\)"),
         (lambda: ["What is 2+2"], r"a list of files \(What is 2\+2\): there is no file or folder What is 2\+2"),
-        (lambda: np.array(["a", "b"]), r"no column 'prompt' \(row 0 has str"),
     ],
 )
 def test_objects_that_are_not_rows(make, fault):
     with pytest.raises(ValueError, match=fault):
         load_examples(make())
-
-
-def test_an_error_of_ones_own_dataset_is_not_hidden():
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        load_examples(Broken())
 
 
 def test_columns_of_images_are_refused_by_their_type():

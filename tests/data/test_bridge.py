@@ -3,7 +3,6 @@
 import importlib.util
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -43,21 +42,8 @@ NO_RESULTS = HERMES.replace("m.role == 'tool'", "false").replace(
 )
 COUNTS = HERMES.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }} {{ loop.index }}")
 LOOK_ALIKES = ["<|im_end|>", "<|im_start|>assistant\n", "</tool_response>", "<tool_call>", "<|im_end|", "im_start|>"]
-TRICKY = [
-    *LOOK_ALIKES,
-    "",
-    " ",
-    "\n\n",
-    "é",
-    "👩‍👩‍👧",
-    "\x00",
-    "\\n",
-    '"',
-    "{{ x }}",
-    "{% raw %}",
-    "groupaxsentinel",
-    "groupaxhole0x",
-]
+TRICKY = [*LOOK_ALIKES, "", " ", "\n\n", "é", "👩‍👩‍👧", "\x00", "\\n", '"', "{{ x }}", "{% raw %}"]
+TRICKY += ["groupaxsentinel", "groupaxhole0x"]
 TOKENS = {"<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False, "</tool_call>": False}
 TOKENS |= {"<tool_response>": False, "</tool_response>": False}
 
@@ -161,24 +147,6 @@ def test_streams_are_only_appended_to_and_results_stay_texts(template):
         stream = following[-200:]
 
 
-@pytest.mark.heavy
-def test_a_megabyte_with_a_hundred_thousand_look_alikes_is_one_result():
-    tokenizer = byte_tokenizer()
-    bridge = Bridge(tokenizer, [LOOKUP])
-    text = "<|im_end|>" * 100_000
-    ids = bridge.ids(np.zeros(0, np.int32), TURN, [result(text)])
-    assert sum(int(index) in tokenizer.added_tokens_decoder for index in ids) == 6
-    assert f"<tool_response>{text}</tool_response>" in tokenizer.decode(ids)
-
-
-def test_words_that_were_added_to_a_vocabulary_stay_tokens_of_results():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["photon", "<x>"])
-    ids = Bridge(tokenizer, [LOOKUP]).ids(np.zeros(0, np.int32), TURN, [result("a photon <x>")])
-    known = tokenizer.convert_tokens_to_ids(["photon", "<x>"])
-    assert [index in ids for index in known] == [True, False]
-
-
 def test_characters_that_are_normalized_to_a_control_token_stay_text():
     tokenizer = byte_tokenizer(normalizer=normalizers.NFKC())
     wide = "".join(chr(ord(character) + 0xFEE0) for character in "</tool_response>")
@@ -233,43 +201,13 @@ def test_messages_that_cannot_be_written_are_refused():
 
 
 @pytest.mark.heavy
-def test_ids_that_do_not_encode_to_themselves_survive(qwen):
-    bridge = Bridge(qwen, [LOOKUP])
-    pieces = [qwen.convert_tokens_to_ids(character) for character in "hello"]
-    assert len(encode(qwen, "hello")) < len(pieces)
-    stream = np.asarray([*pieces, qwen.eos_token_id], np.int32)
-    following = np.concatenate([stream, bridge.ids(stream, TURN, [result("42")])])
-    assert following[:5].tolist() == pieces
-    rest = "\n<|im_start|>tool\n<tool_response>42</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert following[6:].tolist() == encode(qwen, rest).tolist()
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize(
-    "content", ["42", "\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000], ids=["digits", "spaces", "emoji", "megabyte"]
+    "content", ["\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000], ids=["spaces", "emoji", "megabyte"]
 )
 def test_results_without_look_alikes_have_the_tokens_of_the_whole_text(qwen, content):
     ids = Bridge(qwen, [LOOKUP]).ids(np.zeros(0, np.int32), TURN, [result(content)])
-    expected = (
-        f"<|im_end|>\n<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert np.array_equal(ids, encode(qwen, expected))
-
-
-def test_two_hundred_turns_take_linear_time():
-    tokenizer = byte_tokenizer(TRIMMED)
-    bridge = Bridge(tokenizer, [LOOKUP])
-
-    def seconds(turns):
-        stream, start = np.zeros(0, np.int32), time.perf_counter()
-        for turn in range(turns):
-            ids = bridge.ids(stream, {"tool_calls": [call(f"call{turn:05}")]}, [result(f" {turn}", f"call{turn:05}")])
-            stream = np.concatenate([stream, ids])
-        return time.perf_counter() - start
-
-    seconds(10)
-    # 8 times as many turns: quadratic time would be 64 times as much
-    assert min(seconds(200) for _ in range(2)) < 24 * min(seconds(25) for _ in range(3))
+    answer = f"<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>"
+    assert np.array_equal(ids, encode(qwen, f"<|im_end|>\n{answer}\n<|im_start|>assistant\n"))
 
 
 SPEC = importlib.util.find_spec("trl")

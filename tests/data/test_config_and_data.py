@@ -13,12 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, SFTConfig, init_model, save_model
-from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.config import NAMES_ELSEWHERE
-from groupax.data.chat import render
 from groupax.data.examples import load_examples, visit_order
 from groupax.data.prompts import encode_examples
-from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.data.tokenizer import encode_prompts, load_tokenizer, prepare_tokenizer
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.fields import Range
 from tests.conftest import TINY
@@ -48,7 +46,6 @@ def test_trls_names_point_to_ours():
         ({"num_generations": 1}, "at least 2 completions"),
         ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'"),
         ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
-        ({"prompts_per_step": 0.5}, "prompts_per_step must be a whole number, got 0.5"),
         ({"prompts_per_step": 0}, "prompts_per_step must be between 1 and 1,000,000, got 0; the default is 8"),
         ({"max_steps": 0}, "max_steps must be -1 or between 1 and 1,000,000,000, got 0: -1 follows num_train_epochs"),
         ({"num_train_epochs": 0}, "num_train_epochs is 0 and max_steps -1"),
@@ -56,16 +53,20 @@ def test_trls_names_point_to_ours():
         ({"learning_rate": float("nan")}, "learning_rate must be between 0 and 1000, got nan"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be between 1 and 1,000,000,000 or None, got 0"),
         ({"delta": 0.28}, "far above the clipping at 1.2, .* it is 0.28"),
-        ({"delta": 1.25, "epsilon_high": 0.28}, "far above the clipping at 1.28, .* it is 1.25"),
         ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
-        ({"adam_epsilon": None}, "adam_epsilon must be a number, got None"),
-        ({"max_steps": 2.5}, "max_steps must be a whole number, got 2.5"),
         ({"max_steps": True}, "max_steps must be a whole number, got True"),
         ({"drop_last": 1}, "drop_last must be true or false, got 1"),
         ({"output_dir": 3}, "output_dir must be a text, got 3"),
         ({"reward_weights": ("1",)}, "reward_weights must be a list with each a number or None, got"),
         ({"report_to": "wandbb"}, "report_to must be of wandb, .*did you mean wandb"),
         ({"report_to": ("wandbb",)}, "report_to must be of wandb, .*, got"),
+        ({"stop": ("",)}, "stop must not be an empty text, got ''"),
+        ({"stop": ("a\ud800",)}, "stop must be texts of at least one character"),
+        ({"stop": (3,)}, "stop must be a list with each a text"),
+        ({"stop": tuple(map(str, range(17)))}, "stop has 17 texts, at most 16 are looked for"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has 'tools', which groupax sets itself"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a mapping of names"),
+        ({"chat_template_kwargs": {"x": {1, 2}}}, "a value that JSON cannot represent"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -74,20 +75,7 @@ def test_bad_settings(settings, message):
 
 
 # Numbers that most settings refuse.
-BAD_NUMBERS = [
-    10**5000,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-    10**30,
-    -(10**30),
-    -1,
-    1e-300,
-    1e300,
-    2**63,
-    0,
-    -0.5,
-]
+BAD_NUMBERS = [10**5000, *map(float, ("nan", "inf", "-inf")), 10**30, -(10**30), -1, 1e-300, 1e300, 2**63, 0, -0.5]
 BAD_KINDS = [True, "1", "", " ", "a\0b", b"x", None, (), [1e400], ("",), {}, {"a": 1}, object, 1j, [[1]], np.ones(2)]
 
 
@@ -129,14 +117,6 @@ def test_every_bad_setting_is_refused_where_it_is_given_or_can_work():
     assert refused > 350
 
 
-def test_absurd_settings_together_are_refused():
-    each = {"prompts_per_step": 10**4, "num_generations": 2**10, "updates_per_rollout": 8}
-    for name, value in each.items():
-        GRPOConfig(**{name: value})
-    with pytest.raises(ValueError, match=r"a rollout has 81,920,000 completions, and 10,000,000 are the most; lower"):
-        GRPOConfig(**each)
-
-
 def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
     settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
     assert GRPOConfig(report_to="jsonl", lora_r=1, lora_target_modules="q_proj").report_to == ("jsonl",)
@@ -158,21 +138,16 @@ def test_values_of_a_file_are_converted():
 @pytest.mark.parametrize(
     "config",
     [
-        GRPOConfig(),
         GRPOConfig(max_steps=3, reward_weights=(1.0, 0.5), mesh="-1,1,1,1,1", chat_template_kwargs={"a": [1]}),
         SFTConfig(max_length=5, run_name="it's"),
     ],
 )
-def test_a_config_is_shown_as_what_creates_it(config):
+def test_a_config_is_frozen_and_is_shown_and_written_as_what_creates_it(config):
     assert eval(repr(config)) == config
     assert "beta" not in repr(config), "defaults are left out"
-
-
-def test_settings_are_frozen_and_round_trip():
-    config = GRPOConfig(reward_weights=(1.0, 0.5))
+    assert type(config).from_mapping(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(AttributeError):
-        config.__setattr__("beta", 0.1)
-    assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+        config.__setattr__("learning_rate", 0.1)
 
 
 # -- datasets
@@ -197,23 +172,6 @@ def test_datasets_of_every_kind(tmp_path):
         assert [dict(examples[i]) for i in range(len(examples))] == ROWS
 
 
-def test_rows_without_some_column_have_none_there():
-    rows = load_examples([{"prompt": "a", "answer": "1"}, {"prompt": "b", "hint": "x"}])
-    assert rows == [{"prompt": "a", "answer": "1", "hint": None}, {"prompt": "b", "answer": None, "hint": "x"}]
-    whole = [{"prompt": "a"}, {"prompt": "b"}]
-    assert load_examples(whole) is whole
-
-
-def test_messages_without_content_are_refused():
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    for message in ({"role": "user", "content": None}, {"role": "user", "text": "hello"}):
-        with pytest.raises(ValueError, match=r"prompt 0: message 2 of 2 has no content: \{('content'|'role')"):
-            render(tokenizer, [{"role": "system", "content": "x"}, message], "prompt 0")
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert render(tokenizer, [calls, {"role": "user", "content": "abc"}], "prompt 0") == "abc"
-
-
 def test_every_epoch_visits_every_prompt_once_in_another_order():
     order = visit_order(7, 0, 21, seed=3)
     epochs = [order[start : start + 7] for start in (0, 7, 14)]
@@ -223,25 +181,15 @@ def test_every_epoch_visits_every_prompt_once_in_another_order():
     assert visit_order(7, 0, 7, seed=4) != epochs[0]
 
 
-def test_number_of_steps():
-    once, twice = update_schedule(GRPOConfig()), update_schedule(GRPOConfig(num_iterations=2))
-    assert once.num_steps(100, 1.0, -1) == 13
-    assert twice.num_steps(100, 3.0, -1) == 76
-    assert once.num_steps(100, 3.0, 5) == 5
-    assert once.num_steps(3, 1.0, -1) == 1
-
-
 def test_rollouts_become_updates():
+    once, twice = update_schedule(GRPOConfig()), update_schedule(GRPOConfig(num_iterations=2))
+    assert [once.num_steps(100, 1.0, -1), once.num_steps(100, 3.0, 5), once.num_steps(3, 1.0, -1)] == [13, 5, 1]
+    assert twice.num_steps(100, 3.0, -1) == 76
     schedule = update_schedule(
         GRPOConfig(prompts_per_step=3, updates_per_rollout=4, num_generations=2, num_iterations=5)
     )
     assert schedule == UpdateSchedule(prompts_per_rollout=12, minibatches=4, rows=6, num_passes=5, drop_last=False)
     assert schedule.updates_per_rollout == 20
-
-
-def test_trl_cuts_rollouts_into_parts_of_steps():
-    assert trl_schedule(6, 3, 4, 4, 2) == TRLSchedule(6, 4, 6, 2, True, 3)
-    assert trl_schedule(4, 1, 2, 8, 1) == TRLSchedule(1, 2, 4, 1, True, 1)
 
 
 def test_whole_epochs_leave_out_incomplete_rollouts():
@@ -323,30 +271,7 @@ def test_conversational_prompts_need_a_template(tmp_path):
         encode_prompts(tokenizer, [["abc"]])
 
 
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_built_in_templates_render(name):
-    tokenizer = prepare_tokenizer(a_tokenizer(eos_token="<eos>"), name)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert "Hi" in text
-    assert text.rstrip().lower().rstrip(":").endswith("assistant")
-
-
-def test_missing_pad_token_is_filled_in():
-    assert prepare_tokenizer(a_tokenizer(eos_token="<eos>")).pad_token == "<eos>"
-    assert prepare_tokenizer(a_tokenizer(eos_token="<eos>", pad_token="<pad>")).pad_token == "<pad>"
-
-
-def test_eos_ids_come_from_everywhere():
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    assert eos_token_ids(tokenizer, {"eos_token_id": [5, 1]}, {"eos_token_id": 7}, {}) == (1, 5, 7)
-    assert eos_token_ids(a_tokenizer(), {}) == ()
-
-
-@pytest.mark.parametrize(
-    "model_type", [None, "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere", "cohere2", "mistral", "phi3"]
-)
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen2", "gemma2", "cohere"])
 def test_no_tokenizer_in_the_folder(tmp_path, model_type):
     """For some families transformers would create a tokenizer of special tokens from the settings alone."""
     if model_type is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams, init_model
-from groupax.engine.prefix_cache import Place, Prefix
+from groupax.engine.prefix_cache import Place
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.parallel.mesh import make_mesh
@@ -23,24 +23,6 @@ from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
 PROMPT = np.arange(3, 60, dtype=np.int32)
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
-
-
-def prefix(num_tokens):
-    arrays = [np.ones((2, 8, num_tokens), np.float32)], [np.ones((2, num_tokens, 8), np.float32)]
-    return Prefix(np.arange(num_tokens, dtype=np.int32), *arrays)
-
-
-def test_a_place_has_the_first_tokens_of_one_conversation_and_one_set_of_weights():
-    place = Place(10)
-    place.put(prefix(30), 1)
-    assert place.find(np.arange(20), 1)[0] == 10
-    assert place.prefix is not None
-    assert place.prefix.num_bytes == prefix(10).num_bytes
-    assert place.find(np.array([0, 1, 7]), 1)[0] == 2
-    assert place.find(np.arange(20), 2) == (0, None)
-    assert place.find(np.array([5]), 1) == (0, None)
-    place.put(prefix(8), 2)
-    assert place.find(np.arange(20), 2)[0] == 8
 
 
 def turn(session, prompt, place, params=PARAMS):

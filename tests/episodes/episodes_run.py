@@ -8,13 +8,12 @@ import asyncio
 import json
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from groupax import GRPOConfig, GRPOTrainer, Step, init_model, program, save_model, tool
+from groupax import GRPOConfig, GRPOTrainer, Step, init_model, save_model, tool
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
 CALLS = [
@@ -111,35 +110,8 @@ def save_start(folder):
     return folder
 
 
-def said(base_url, api_key, messages):
-    """The assistant's message that answers these."""
-    body = json.dumps({"messages": messages}).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.loads(response.read())["choices"][0]["message"]
-
-
-async def asking(base_url, api_key, topic, seed):
-    """A program that asks in parallel, and forgets."""
-    begun = [user(f"{topic} {seed % 7}")]
-    begun.append(await asyncio.to_thread(said, base_url, api_key, begun))
-    both = [asyncio.to_thread(said, base_url, api_key, [*begun, user(name)]) for name in ("left", "right")]
-    left, right = await asyncio.gather(*both)
-    last = await asyncio.to_thread(said, base_url, api_key, [user(left["content"][:5] + right["content"][:5])])
-    return last["content"].count("a") / 10 + len(begun[1]["content"]) / 100
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def make_trainer(model, folder, runs_program=False, **settings):
-    """A trainer whose episodes have tools and an environment, or are runs of a program."""
-    if runs_program:
-        args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder), "max_turns": 8, **settings})
-        reached = program(asking, host="0.0.0.0", public_url="http://127.0.0.1:{port}")
-        return GRPOTrainer(str(model), None, args, ROWS, ROWS[:1], environments=reached)
+def make_trainer(model, folder, **settings):
+    """A trainer whose episodes have tools and an environment."""
     args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder), **settings})
     return GRPOTrainer(str(model), calls, args, ROWS, ROWS[:1], tools=[square], environments=Game)
 

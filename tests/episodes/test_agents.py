@@ -1,23 +1,14 @@
 """Recipes of agents: their tools, environments and model, and the options of commands for tools and environments."""
 
 import json
-import sqlite3
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from groupax.cli.main import main
-from groupax.cli.train import overlaid, train_defaults
-from groupax.data.tokenizer import load_tokenizer
-from groupax.episodes.as_json import shown_episode
-from groupax.episodes.rules import load_environments, load_tools, make_rules
+from groupax.episodes.rules import load_environments, load_tools
 from groupax.evaluation.items import read_items
-from groupax.recipes import load_recipe
 from groupax.recipes.agents import calculator, guess_number, sql
-from groupax.settings.rollouts import EpisodeSettings
-from groupax.terminal.printable import printable
-from groupax.types import Rollout, Turn
 
 CALCULATOR = "groupax.recipes.agents.calculator:calculator"
 GAME = "groupax.recipes.agents.guess_number:GuessNumber"
@@ -32,19 +23,12 @@ def write_jsonl(path, rows):
 # -- tools and environments of the recipes
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"), [("348*27+95", 9491), ("(826+592)*44", 62392), ("-3-(4-5)", -2), (" 7 ", 7)]
-)
-def test_the_calculator_calculates(expression, value):
-    assert calculator.calculator(expression) == value
-
-
-@pytest.mark.parametrize(
-    "expression", ["", "2**9999", "7/2", "a+1", "1.5*2", "True+1", "print(1)", "1+" * 150 + "1", "("]
-)
-def test_the_calculator_refuses_what_is_no_arithmetic(expression):
-    with pytest.raises(ValueError, match="expression"):
-        calculator.evaluate(expression)
+def test_the_calculator_calculates_and_refuses_what_is_no_arithmetic():
+    for expression, value in (("348*27+95", 9491), ("(826+592)*44", 62392), ("-3-(4-5)", -2), (" 7 ", 7)):
+        assert calculator.calculator(expression) == value
+    for expression in ("", "2**9999", "7/2", "a+1", "1.5*2", "True+1", "print(1)", "1+" * 150 + "1", "("):
+        with pytest.raises(ValueError, match="expression"):
+            calculator.evaluate(expression)
 
 
 def test_a_game_ends_with_the_number():
@@ -70,14 +54,10 @@ def test_a_question_about_a_table_is_answered_by_its_query():
     ("query", "message"),
     [
         ("DELETE FROM fruits", "not authorized"),
-        ("DROP TABLE fruits", "not authorized"),
         ("ATTACH '/tmp/stolen.db' AS other", "not authorized"),
-        ("PRAGMA writable_schema=1", "not authorized"),
         ("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n) SELECT COUNT(*) FROM n", "not authorized"),
-        ("SELECT load_extension('x')", "not authorized"),
         ("SELECT randomblob(1000000000)", "too big"),
         ("SELECT 1; SELECT 2", "one statement"),
-        ("SELECT cost FROM fruits", "no such column"),
     ],
 )
 def test_queries_only_read(query, message):
@@ -89,49 +69,7 @@ def test_queries_only_read(query, message):
     environment.close()
 
 
-def test_a_long_query_is_interrupted(monkeypatch):
-    monkeypatch.setattr(sql, "QUERY_S", 0.05)
-    environment = sql.FruitDatabase()
-    environment.reset({}, seed=3)
-    with pytest.raises(ValueError, match="interrupted"):
-        environment.query(f"SELECT COUNT(*) FROM {', '.join(f'fruits AS f{number}' for number in range(12))}")
-    environment.close()
-
-
-def test_tables_depend_on_their_seed_alone():
-    assert sql.fruits(5) == sql.fruits(5) != sql.fruits(6)
-    assert {colour for _, colour, _ in sql.fruits(5)} == set(sql.COLOURS)
-
-
-def test_the_queries_of_the_problems_have_answers():
-    for row in sql.problems(40, seed=2):
-        database = sql.connect(sql.fruits(row["seed"]))
-        [(answer,)] = database.execute(row["query"]).fetchall()
-        assert isinstance(answer, int)
-        database.close()
-    assert sqlite3.sqlite_version_info >= (3, 7)
-
-
-@pytest.mark.parametrize("name", ["calculator", "guess_number", "sql"])
-def test_the_embedded_model_fits_its_recipes(name):
-    recipe = load_recipe(name)
-    tokenizer = load_tokenizer(recipe.model)
-    environments = load_environments(recipe.environments)
-    rules = make_rules(tokenizer, EpisodeSettings(), load_tools(recipe.tools), environments)
-    assert rules.has_turns
-    for text in ("348*27", "<tool_call>\n{}", "Überraschung 🙂", "  \t\n"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 # -- references
-
-
-def test_references_name_tools_and_environments():
-    assert load_tools([CALCULATOR]) == [calculator.calculator]
-    assert load_environments([]) is None
-    assert load_environments([GAME]) is guess_number.GuessNumber
-    several = load_environments([f"game={GAME}", "sql=groupax.recipes.agents.sql:FruitDatabase"])
-    assert several == {"game": guess_number.GuessNumber, "sql": sql.FruitDatabase}
 
 
 def test_a_reference_with_options_is_called():
@@ -154,51 +92,14 @@ def adders():
     ("load", "references", "message"),
     [
         (load_tools, ["calculator"], "must be written as 'module:name'"),
-        (load_tools, ["groupax.recipes.agents.calculator:calculater"], "did you mean calculator"),
-        (load_tools, ["groupax.recipes.agents.calculators:calculator"], "no module"),
-        (load_tools, ["tests.episodes.test_agents:adder(number=3)"], "cannot be called"),
         (load_tools, ["tests.episodes.test_agents:adder(amount=three)"], "numbers or quoted texts"),
         (load_environments, ["openev(url='ws://127.0.0.1:1')"], "did you mean openenv"),
         (load_environments, [GAME, f"game={GAME}"], "different names"),
-        (load_environments, [f"game={GAME}", f"game={GAME}"], "different names"),
-        (load_environments, ["groupax.recipes.agents.sql:FruitDatabse"], "did you mean FruitDatabase"),
     ],
 )
 def test_wrong_references_are_explained(load, references, message):
     with pytest.raises(ValueError, match=message):
         load(references)
-
-
-def test_a_file_of_settings_names_tools_and_environments(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(f"recipe: calculator\ntools: []\nenvironments: [{GAME!r}]\nmax_turns: 2\n")
-    defaults = train_defaults(["--config", str(file)])
-    assert (defaults.tools, defaults.environments, defaults.args.max_turns) == ((), (GAME,), 2)
-    assert overlaid(defaults, {"tools": CALCULATOR}, "f").tools == (CALCULATOR,)
-
-
-# -- on the terminal
-
-
-def test_episodes_are_shown_without_control_characters():
-    messages = (
-        {
-            "role": "assistant",
-            "content": "I\x1b[2J call",
-            "tool_calls": [{"function": {"name": "query\x1b]0;", "arguments": {"sql": "\x9b1m"}}}],
-        },
-        {"role": "tool", "content": "a\u202eb"},
-        {"role": "assistant", "content": "7"},
-    )
-    ids, logps = np.zeros(2, np.int32), np.zeros(2, np.float32)
-    example = {"prompt": [{"role": "user", "content": "?"}]}
-    turns = (Turn(0, 1, "I call"), Turn(1, 2, "7"))
-    rollout = Rollout(
-        0, 0, example, ids[:1], ids, logps, logps, "stop", 0, "text", {"r": 1.0}, 0.5, turns=turns, messages=messages
-    )
-    shown = shown_episode(rollout)
-    assert shown.split("\n")[1:] == ["-> query\x1b]0; {sql: '\\x9b1m'}", "<- a\u202eb", "7"]
-    assert not set("\x1b\x9b\u202e") & set(printable(shown))
 
 
 # -- the commands
@@ -244,17 +145,6 @@ def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys
     out = capsys.readouterr().out
     assert "-> calculator {expression: '123*45'}" in out
     assert "<- 5535" in out
-
-
-@pytest.mark.long
-def test_the_example_of_a_calculator_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    source = (Path(__file__).parents[2] / "examples" / "calculator.py").read_text()
-    shorter = source.replace("max_steps=50", "max_steps=1").replace("prompts_per_step=16", "prompts_per_step=2")
-    assert "max_steps=50" not in shorter
-    exec(compile(shorter, "calculator.py", "exec"), {"__name__": "__main__"})
-    [metrics] = map(json.loads, (tmp_path / "runs/calculator_example/metrics.jsonl").read_text().splitlines())
-    assert metrics["tools/call_frequency"] >= 0
 
 
 @pytest.mark.long

@@ -107,7 +107,7 @@ def test_tools_that_change_end_the_run(tmp_path):
 # A server without the library, which can do what the protocol does not allow
 SERVER = """
 import json, sys
-mode, schema, page = sys.argv[1], {"type": "object"}, 0
+endless, schema, page = sys.argv[1] == "endless", {"type": "object"}, 0
 for line in sys.stdin:
     request = json.loads(line)
     server = {"name": "s", "version": "1"}
@@ -115,39 +115,19 @@ for line in sys.stdin:
     if request["method"] == "tools/list":
         page += 1
         tool = {"name": f"t{page}", "description": "d", "inputSchema": schema}
-        result = {"tools": [tool], "nextCursor": str(page)} if page == 1 or mode == "endless" else {"tools": [tool]}
-        if mode == "twice":
-            result = {"tools": [tool, tool]}
-        if mode == "no schema":
-            result = {"tools": [{"name": "t"}]}
-    if mode == "noise":
-        print("no message", flush=True)
+        result = {"tools": [tool], "nextCursor": str(page)} if page == 1 or endless else {"tools": [tool]}
+    print("no message", flush=True)
     if "id" in request:
         print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("mode", "found"),
-    [
-        ("pages", 2),
-        ("endless", 100),
-        ("noise", 2),
-        ("twice", "twice has two tools of the name 't1'; rename one"),
-        ("no schema", "has sent what the protocol does not allow: tools.0.inputSchema: Field required"),
-    ],
-)
-def test_lists_of_tools(mode, found, caplog):
-    address = f"stdio:{sys.executable} -c {shlex.quote(SERVER)} {shlex.quote(mode)}"
-    if isinstance(found, int):
-        assert sorted(tool.name for tool in mcp(address)) == sorted(f"t{page}" for page in range(1, found + 1))
-        assert ("100 pages" in caplog.text) == (mode == "endless")
-        assert "Traceback" not in caplog.text
-        assert sum("JSONRPC" in record.getMessage() for record in caplog.records) <= 1
-    else:
-        with pytest.raises(ValueError, match=found) as refused:
-            mcp(address)
-        assert str(refused.value).startswith("stdio:")
+@pytest.mark.parametrize(("mode", "num_tools"), [("pages", 2), ("endless", 100)])
+def test_lists_of_tools_have_pages(mode, num_tools, caplog):
+    tools = mcp(f"stdio:{sys.executable} -c {shlex.quote(SERVER)} {mode}")
+    assert sorted(tool.name for tool in tools) == sorted(f"t{page}" for page in range(1, num_tools + 1))
+    assert ("100 pages" in caplog.text) == (mode == "endless")
+    assert "Traceback" not in caplog.text
 
 
 def test_mistakes_are_found_at_the_start():

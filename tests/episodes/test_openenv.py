@@ -97,15 +97,6 @@ def test_a_failure_of_the_server_leaves_the_episode_out():
         assert server.num_sessions == 0
 
 
-def test_too_few_sessions_are_waited_for_and_then_reported():
-    with SmallServer("words", max_sessions=1) as server:
-        environment = openenv(server.url, connect_timeout_s=0.3)
-        match = r"has 1 sessions, all of them in use; .* larger max_concurrent_envs"
-        with pytest.warns(UserWarning, match=match):
-            [[row, other]], _ = played(lambda *_: "fine", environments=environment, environment_retries=1)
-    assert sorted([row.finish_reason, other.finish_reason]) == ["done", "env_error"]
-
-
 def test_mistakes_are_found_at_the_start():
     with pytest.raises(ValueError, match=r"takes an address such as .*, got 'example.org'"):
         openenv("example.org")

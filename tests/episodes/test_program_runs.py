@@ -23,11 +23,7 @@ from groupax.errors import RunError
 from groupax.events import StepEnded
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import VOCAB_SIZE
-from tests.parallel.test_processes import EPISODES, run
-from tests.serve.test_remote_rollouts import serving
-from tests.serve.test_server import KEY
 
-from . import episodes_run
 from .test_episodes import TOKENIZER, call
 from .test_programs import ADD, played, said, streams, user, written
 
@@ -91,7 +87,7 @@ def test_a_run_of_programs_has_the_trainers_log_probs_and_the_same_bits_and_its_
     assert np.array_equal(weights(first), weights(again))
     rows = read_traces(path)
     assert len(rows) == 4
-    recorded, result = trained(
+    _, result = trained(
         tmp_path / "recorded",
         train_dataset=rows,
         reward_funcs=trace_reward,
@@ -99,20 +95,9 @@ def test_a_run_of_programs_has_the_trainers_log_probs_and_the_same_bits_and_its_
         rollout_correction="token_truncate",
     )
     assert result.metrics["rollout/logp_diff_max"] < 1e-2  # of weights that were trained otherwise since
-    assert not np.array_equal(weights(recorded), weights(init_trainer(tmp_path)))
+    assert result.metrics["grad_norm"] > 0
     with pytest.raises(ValueError, match="set rollout_correction"):
         trained(tmp_path / "none", train_dataset=rows, reward_funcs=trace_reward, rollout_func=recorded_rollouts)
-
-
-def init_trainer(folder):
-    args = GRPOConfig(output_dir=str(folder / "untrained"), max_steps=1, prompts_per_step=2, num_generations=2)
-    return GRPOTrainer(
-        init_model(CONFIG, seed=0),
-        lambda completions, **_: [0.0] * len(completions),
-        args,
-        ROWS,
-        processing_class=TOKENIZER,
-    )
 
 
 def an_episode():
@@ -159,37 +144,6 @@ def test_traces_that_are_none_are_refused(change, message):
         turns_of({**trace, **change})
 
 
-def streams_of_run(folder):
-    """The tokens of all streams of a run's episodes, from its log."""
-    import pyarrow.parquet as pq
-
-    rows = [pq.read_table(path).to_pylist() for path in sorted((folder / "run" / "rollouts").glob("*.parquet"))]
-    names = "prompt_ids", "completion_ids", "mask"
-    return [
-        [[row[name] for name in names], *([branch[name] for name in names] for branch in json.loads(row["branches"]))]
-        for each in rows
-        for row in each
-    ]
-
-
-@pytest.mark.long
-def test_programs_of_two_processes_and_of_a_server_are_those_of_one(tmp_path, monkeypatch):
-    episodes_run.save_start(tmp_path / "model")
-    settings = {"runs_program": True, "max_steps": 1}
-    for name, number in (("one", 1), ("two", 2)):
-        statuses, errors = run(tmp_path / name, number, 2 // number, settings, program=EPISODES)
-        assert statuses == [0] * number, errors
-    monkeypatch.setenv("GROUPAX_API_KEY", KEY)
-    with serving(tmp_path / "model") as (address, _):
-        trainer = episodes_run.make_trainer(
-            tmp_path / "model", tmp_path / "there" / "run", rollout_servers=address, **settings
-        )
-        trainer.train()
-    one, two, there = (streams_of_run(tmp_path / name) for name in ("one", "two", "there"))
-    assert one == two == there
-    assert all(len(streams) > 1 for streams in one)
-
-
 def constrained(base_url, prompt):
     """An agent that wants digits, and then talks."""
     schema = {
@@ -216,19 +170,17 @@ def test_constrained_turns_of_programs_train_with_a_correction(tmp_path):
         trained(tmp_path / "none", environments=program(constrained))
 
 
-class StopAfter:
-    """A listener that ends a run after its first step."""
-
-    def __call__(self, event):
-        return isinstance(event, StepEnded)
-
-
 @pytest.mark.drawn(4, "resume")
 @pytest.mark.heavy
 def test_several_passes_over_programs_are_resumed_from_a_checkpoint_between_them(tmp_path):
     settings = {"num_iterations": 2, "beta": 0.1, "save_steps": 1}
     whole, _ = trained(tmp_path / "whole", environments=program(forking), **settings)
-    begun, _ = trained(tmp_path / "begun", environments=program(forking), listeners=[StopAfter()], **settings)
+    begun, _ = trained(
+        tmp_path / "begun",
+        environments=program(forking),
+        listeners=[lambda event: isinstance(event, StepEnded)],
+        **settings,
+    )
     assert begun.cursor.step == 1
     resumed, _ = trained(tmp_path / "begun", environments=program(forking), **settings)
     assert resumed.cursor.step == 2
@@ -259,10 +211,5 @@ def test_clients_of_openai_are_answered_in_all_of_its_protocols():
 
     [row], _ = played(agent, answer, n=1)
     assert row.environment_reward == 1.0
-    assert sorted(len(ids) and sum(mask) for ids, mask in streams(row)) == sorted(
-        [
-            len(written(call("add", a=1, b=2))) + len(written("it is 3")),
-            2 * len(written("it is 3")),
-            len(written("it is 3")),
-        ]
-    )
+    called, said = len(written(call("add", a=1, b=2))), len(written("it is 3"))
+    assert sorted(sum(mask) for _, mask in streams(row)) == sorted([called + said, 2 * said, said])

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -16,19 +17,17 @@ import numpy as np
 import pytest
 
 from groupax import program
-from groupax.episodes.branches import SampledTurn, streams_of
 from groupax.episodes.play import play_episodes
 from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
 from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
-from groupax.runs.build import UNCORRECTED_CONSTRAINT
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Tool
 
-from .test_episodes import END, PROMPT, TOKENIZER, GivenUp, Script, call
+from .test_episodes import END, PROMPT, TOKENIZER, Script, call
 
 ADD = {
     "type": "function",
@@ -150,24 +149,23 @@ class Unruly:
         events = self.stream(base_url, [*history, first, user("go on")])
         return float("".join(each["choices"][0]["delta"].get("content") or "" for each in events) == "on it")
 
-    def give_up(self, base_url, messages):
-        """Asks, and closes the connection before the answer."""
+    def asked(self, base_url, **body):
         url = urlsplit(base_url)
         connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
-        body = json.dumps({"messages": messages})
-        connection.request("POST", f"{url.path}/chat/completions", body, {"content-type": "application/json"})
-        time.sleep(0.1)  # for the request to arrive
-        connection.close()
+        headers = {"content-type": "application/json"}
+        connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+        return closing(connection)
+
+    def give_up(self, base_url, messages):
+        """Asks, and closes the connection before the answer."""
+        with self.asked(base_url, messages=messages):
+            time.sleep(0.1)  # for the request to arrive
         time.sleep(0.1)
         self.gave_up.set()
 
     def stream(self, base_url, messages):
-        url = urlsplit(base_url)
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
-        body = json.dumps({"messages": messages, "stream": True})
-        connection.request("POST", f"{url.path}/chat/completions", body, {"content-type": "application/json"})
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
+        with self.asked(base_url, messages=messages, stream=True) as connection:
+            lines = connection.getresponse().read().decode().splitlines()
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
@@ -190,15 +188,8 @@ class SlowFor(Script):
         yield from super().step()
 
 
-UNRULY = {
-    "plan": "think",
-    "left": "west",
-    "right": "east",
-    "Name it.": "a title",
-    "So far": "fine",
-    "nobody": "lost",
-    "go on": "on it",
-}
+UNRULY = {"plan": "think", "left": "west", "right": "east", "Name it.": "a title", "So far": "fine", "nobody": "lost"}
+UNRULY["go on"] = "on it"
 
 
 def test_the_streams_of_an_unruly_agent_are_those_built_by_hand():
@@ -216,22 +207,15 @@ def test_the_streams_of_an_unruly_agent_are_those_built_by_hand():
     def bridge(text):
         return TOKENIZER.encode(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
-    expected = [
+    found = streams(row)
+    lone = [
         stream(*history, (bridge("go on"), False), (written("on it"), True)),
         stream((rendered([system, user("plan")]), None), (written("a title"), True)),
     ]
-    forks = [("left", "west"), ("right", "east")]
-    both = [[*plan, (bridge(asked), False), (written(text), True)] for asked, text in forks]
-    found = streams(row)
-    assert all(each in found for each in expected)
-    rest = [each for each in found if each not in expected]
-    shared = len(written("think"))  # which counts once, in one of the two
-    whole = [stream(*each) for each in both]
-    assert sorted(ids for ids, _ in rest) == sorted(ids for ids, _ in whole)
-    counts = [mask[:shared] for _, mask in rest]
-    assert sorted(counts) == [[False] * shared, [True] * shared]
-    later = {tuple(ids): mask[shared:] for ids, mask in whole}
-    assert all(later[tuple(ids)] == mask[shared:] for ids, mask in rest)
+    forks = [stream(*plan, (bridge(asked), False), (written(UNRULY[asked]), True)) for asked in ("left", "right")]
+    once = [(ids, [False] * len(written("think")) + mask[len(written("think")) :]) for ids, mask in forks]
+    # the turn that both continue counts once, in one of the two
+    assert sorted(found) in (sorted([*lone, forks[0], once[1]]), sorted([*lone, once[0], forks[1]]))
     assert row.num_sampled_tokens == sum(len(written(text)) for name, text in UNRULY.items() if name != "nobody")
 
 
@@ -246,25 +230,6 @@ def test_a_retry_gets_the_answer_of_the_request_before():
     assert row.environment_reward == 1.0
     assert len(row.turns) == 1
     assert len(script.prompts) == 1
-
-
-def test_equal_requests_are_different_turns_with_their_own_randomness():
-    def twice(base_url):
-        choices = post(base_url, messages=[user("?")], n=2)["choices"]
-        said(base_url, [user("?")])
-        return float(len(choices))
-
-    keys = []
-
-    class WithKeys(Script):
-        def turn(self, sequence):
-            keys.append(tuple(sequence.key))
-            return super().turn(sequence)
-
-    [row], _ = played(twice, n=1, script=WithKeys(lambda *_: "yes"))
-    assert row.environment_reward == 2.0
-    assert len(set(keys)) == len(keys) == 3
-    assert row.num_sampled_tokens == 3 * len(written("yes"))
 
 
 def test_texts_and_token_ids_are_continued_too():
@@ -394,49 +359,6 @@ def test_a_resumed_run_does_not_run_a_program_again_that_had_ended(tmp_path):
     assert all(len(row.turns) == 1 for row in other)
 
 
-def test_a_turn_that_continues_two_streams_counts_once():
-    def turn(prompt, tokens, number=0):
-        logps = [-1.0] * len(tokens)
-        return SampledTurn(np.asarray(prompt, np.int32), tokens, logps, logps, number=number)
-
-    turns = [turn([1], [2]), turn([1, 2, 3], [4]), turn([1, 2, 5], [6, 7]), turn([9], [8])]
-    for order in (turns, turns[::-1]):
-        found = [(each.completion_ids.tolist(), each.mask.tolist()) for each in streams_of(order)]
-        assert found == [([2, 5, 6, 7], [True, False, True, True]), ([2, 3, 4], [False, False, True]), ([8], [True])]
-
-
-def test_constrained_turns_are_refused_where_nothing_corrects_for_them():
-    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "integer"}}}
-    refused = []
-
-    def agent(base_url):
-        try:
-            said(base_url, [user("?")], response_format=schema)
-        except urllib.error.HTTPError as error:
-            with error:
-                refused.append(json.loads(error.read())["error"]["message"])
-        said(base_url, [user("?")])
-
-    [row], _ = played(agent, n=1, fault=UNCORRECTED_CONSTRAINT)
-    assert (refused, row.num_sampled_tokens) == ([UNCORRECTED_CONSTRAINT], len(written("yes")))
-    assert "rollout_correction='token_truncate'" in UNCORRECTED_CONSTRAINT
-    [row], script = played(agent, n=1)
-    assert len(refused) == 1
-    assert len(script.prompts) == 2
-
-
-def test_a_constraint_that_cannot_be_kept_is_refused_and_the_program_goes_on():
-    def agent(base_url):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            said(base_url, [user("?")])
-        with refused.value:
-            message = json.loads(refused.value.read())["error"]["message"]
-        return float("it became too complex" in message and said(base_url, [user("?")])["content"] == "yes")
-
-    [row], _ = played(agent, n=1, script=GivenUp(lambda *_: "yes", 2))
-    assert (row.environment_reward, row.num_sampled_tokens) == (1.0, len(written("yes")))
-
-
 def test_sessions_that_others_reach_need_their_key():
     codes = []
 
@@ -487,15 +409,11 @@ NOTHING = Tool("nothing", len, {"type": "function", "function": {**ADD["function
     ("make", "message"),
     [
         (lambda: program(len, score="exit"), "score must be"),
-        (lambda: program("run", score="return"), "score must be"),
         (lambda: program(len, timeout_s=0), "timeout_s"),
-        (lambda: program(len, max_concurrent=0), "max_concurrent"),
         (lambda: program(len, branches="some"), "branches"),
         (lambda: program(len, env={"A": "b"}), "env is for commands"),
-        (lambda: program(""), "empty"),
         (lambda: program(len, port=70000), "port must be"),
         (lambda: program(len, host="0.0.0.0", public_url="trainer:8100"), "public_url must be"),
-        (lambda: program(len, public_url="http://trainer:8100"), "lets nobody in"),
         (lambda: make_rules(TOKENIZER, EpisodeSettings(), [NOTHING], program(len)), "tools=nothing"),
     ],
 )

@@ -1,6 +1,5 @@
 """The Python tool: what it keeps, what limits it, and code that wants more than it may, as root or as another user."""
 
-import json
 import shutil
 import time
 
@@ -8,7 +7,6 @@ import pytest
 
 from groupax import python_tool
 from groupax.rewards.interpreter import PythonError
-from tests.rewards.test_code_attacks import as_ordinary_user
 
 from .test_episodes import call, played
 
@@ -100,34 +98,18 @@ def test_an_interpreter_that_has_ended_is_replaced_as_the_model_reads(interprete
         interpreter.run("#" * 2**20 + "#")
 
 
-@needs_bubblewrap
 def test_each_episode_has_its_own_interpreter():
     def answer(text, sample, turn):
         codes = [f"x = {sample}", "x = x + 10", "x", "while True: pass", "x"]
         return call("python", code=codes[turn]) if turn < 5 else "done"
 
-    [group], _ = played(answer, [python_tool(timeout_s=0.5)], max_result_kb=0.5)
+    [group], _ = played(answer, [python_tool(sandbox="none", timeout_s=0.5)], max_result_kb=0.5)
     for row in group:
         replies = [record.result for turn in row.turns for record in turn.calls]
         assert replies[:3] == ["", "", f"{10 + row.sample_index}\n"]
         assert "timed out after 0.5 s; the interpreter was restarted" in replies[3]
         assert "NameError" in replies[4]
         assert row.finish_reason == "stop"
-
-
-@pytest.mark.heavy
-def test_an_ordinary_user_has_the_same_sandbox():
-    source = (
-        "import json, sys\nfrom groupax.rewards.interpreter import Interpreter, PythonError\n"
-        "from groupax.rewards.sandbox import Limits\n"
-        "interpreter = Interpreter(Limits(seconds=60, memory_bytes=256 << 20), 1.0, 5000, 'bwrap', 7)\n"
-        "def run(code):\n    try: return interpreter.run(code)\n    except PythonError as error: return str(error)\n"
-        "print(json.dumps([run(code) for code in json.load(sys.stdin)]))"
-    )
-    codes = [*STATEFUL, *ATTACKS]
-    replies = json.loads(as_ordinary_user(source, codes))
-    for code, reply, expected in zip(codes, replies, [*REPLIES, *ATTACKS.values()], strict=True):
-        assert expected in reply, code
 
 
 def test_without_a_sandbox_it_runs_as_this_user(tmp_path):
@@ -138,12 +120,6 @@ def test_without_a_sandbox_it_runs_as_this_user(tmp_path):
     assert interpreter.run(RANDOM) == interpreter.run(f"random.seed(7)\n{RANDOM}")
     interpreter.close()
     assert file.read_text() == "x"
-
-
-def test_limits_must_be_positive():
-    for name in ("timeout_s", "memory_mb", "output_kb"):
-        with pytest.raises(ValueError, match=f"positive {name}, got 0"):
-            python_tool(**{name: 0})
 
 
 @needs_bubblewrap

@@ -73,22 +73,7 @@ def test_calls_are_read_with_content_and_reasoning(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_calls_survive_being_written(name):
     draw = random.Random(name)
-    pieces = [
-        '"',
-        "\\",
-        "</tool_call>",
-        "<think>",
-        "{",
-        "}",
-        "é",
-        "🙂",
-        "\n",
-        " ",
-        "[TOOL_CALLS]",
-        "<|call|>",
-        "a",
-        ";",
-    ]
+    pieces = ["</tool_call>", "<think>", "[TOOL_CALLS]", "<|call|>", *'"\\{}é🙂\n a;']
     for _ in range(300):
         calls = []
         for _ in range(draw.randint(1, 4)):
@@ -117,17 +102,11 @@ def test_a_call_that_is_cut_off_never_runs(name):
     assert parse(name, text[: one - 15]).calls[-1].fault
 
 
-OPEN = "the parameter 'a' is not closed by </parameter>"
-
-
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "not valid JSON: .* at character 29"),
-        ("hermes", '<tool_call>{"name": "f" "arguments": {}}</tool_call>', "delimiter at character 13, before"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no name of a tool; it has the keys 'arguments'"),
-        ("hermes", '<tool_call>{"name": 5}</tool_call>', "no name"),
-        ("hermes", '<tool_call>["f"]</tool_call>', "must be a JSON object with a name"),
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
@@ -143,24 +122,13 @@ OPEN = "the parameter 'a' is not closed by </parameter>"
             f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 99}{"]" * 99}}}}}</tool_call>',
             "deeper than 64",
         ),
-        ("hermes", f"<tool_call>{'[' * 99_999}</tool_call>", "deeper than 64"),
-        ("hermes", f"<tool_call>{'9' * 9_999}</tool_call>", "not valid JSON: .*4300 digits"),
         ("qwen_xml", '<tool_call>{"name": "f"}</tool_call>', "<function=name> is missing"),
-        ("qwen_xml", "<tool_call><function=></function></tool_call>", "<function=name> is missing"),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "'a' is not closed"),
-        ("qwen_xml", "<tool_call><function=f><parameter=a>1<parameter=b>2</parameter></function></tool_call>", OPEN),
-        (
-            "qwen_xml",
-            "<tool_call><function=f><parameter=a>1</a><parameter=b>2</parameter></function></tool_call>",
-            OPEN,
-        ),
-        ("qwen_xml", "<tool_call><function=f><parameter=a>1</parameter=a></function></tool_call>", OPEN),
         (
             "qwen_xml",
             "<tool_call><function=f><parameter=a>1</parameter>\n<param=b>2</parameter></function></tool_call>",
             "is missing before '<param=b>",
         ),
-        ("qwen_xml", "<tool_call><function=f>1</function></tool_call>", "is missing before '1</function>"),
         ("qwen_xml", "<tool_call><function=f></function>1</tool_call>", "text follows the call"),
         (
             "qwen_xml",
@@ -169,22 +137,14 @@ OPEN = "the parameter 'a' is not closed by </parameter>"
         ),
         ("qwen_xml", "<tool_call>\n<function=f>\n</function>", "ends inside of this call"),
         ("llama", '{"name": "f", "parameters": {"a" 1}}', "not valid JSON"),
-        ("llama", '{"name": "f", "parameters": {"a": ', "cut off"),
-        ("llama", '{"type": "function", "name": "f", "par', "cut off"),
-        ("llama", '{"name": "f", "parameters": 5}', "must be a JSON object, got 5"),
         ("llama", '{"name": "f", "parameters": {}} done', "text follows the JSON of the call: 'done'"),
-        ("llama", "<|python_tag|>print(1)", "not valid JSON"),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}', "cannot be read: it is cut off"),
         ("mistral", "[TOOL_CALLS]", "ends inside of this call"),
-        ("mistral", "[TOOL_CALLS][]", "has 1 to 128 of them, got 0"),
         ("mistral", "[TOOL_CALLS]f", r"name\[ARGS\] and a JSON object, must follow"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{1}", "cannot be read"),
         ("mistral", "[TOOL_CALLS]f[ARGS][1]", "must be a JSON object"),
         ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>{1}<|call|>", "arguments are not valid JSON"),
-        ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>[]<|call|>", "must be a JSON object"),
         ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>{}", r"ends inside .* <\|call\|> is missing"),
         ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>{}1<|call|>", "must follow the JSON"),
-        ("gpt_oss", "<|channel|>commentary to=functions.f", r"ends inside .* <\|message\|> is missing"),
     ],
 )
 def test_malformed_calls_say_what_is_wrong(name, text, fault):
@@ -201,29 +161,20 @@ def test_malformed_calls_say_what_is_wrong(name, text, fault):
     [
         ("hermes", "<think>a <tool_call>{}</tool_call></think>b", "", ("b", "a <tool_call>{}</tool_call>")),
         ("hermes", "a</think>b", "", ("b", "a")),
-        ("hermes", "a</think>b", "<think>\n", ("b", "a")),
         ("hermes", "a <tool_call>{}</tool_call>", "<think>\n", ("", "a <tool_call>{}</tool_call>")),
-        ("hermes", "a <tool_call>{}</tool_call></think>", "<think>\n", ("", "a <tool_call>{}</tool_call>")),
         ("hermes", "<think>\n\n</think>\n\nb<|im_end|>", "<think></think>", ("b", "")),
         ("hermes", "a<think>b</think>c<think>d</think>", "", ("ac", "b\nd")),
-        ("hermes", "a<think>b", "", ("a", "b")),
         ("hermes", "tool_call> </tool_call> <tool_call", "", ("tool_call> </tool_call> <tool_call", "")),
-        ("hermes", "", "", ("", "")),
         ("llama", '{"name": "Bob", "age": 3}', "", ('{"name": "Bob", "age": 3}', "")),
-        ("llama", '{"name": "Bob", "age": 3', "", ('{"name": "Bob", "age": 3', "")),
-        ("llama", '{"parameters": {}}', "", ('{"parameters": {}}', "")),
-        ("llama", "{1}<|eot_id|>", "", ("{1}", "")),
         ("llama", 'See {"name": "f", "parameters": {}}', "", ('See {"name": "f", "parameters": {}}', "")),
         ("mistral", "[THINK]a[/THINK] b </s>", "", ("b", "a")),
         ("gpt_oss", "<|channel|>final<|message|>a to=functions.f<|return|>", "", ("a to=functions.f", "")),
-        ("gpt_oss", "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>fin", "", ("a", "")),
         (
             "gpt_oss",
             "<|channel|>analysis<|message|>a <|channel|> to=functions.f",
             "",
             ("", "a <|channel|> to=functions.f"),
         ),
-        ("gpt_oss", "I write to=you", "", ("I write to=you", "")),
         ("gpt_oss", "a<|message|>b", "", ("a\nb", "")),
     ],
 )
@@ -301,12 +252,6 @@ def test_any_mixture_of_marks_is_read(name):
     for _ in range(2000):
         turn = parse(name, "".join(draw.choices(marks, k=draw.randint(0, 30))), draw.choice(["", "<think>"]))
         assert isinstance(turn, ParsedTurn)
-
-
-def test_calls_beyond_the_limit_are_one_fault():
-    turn = parse("hermes", written("hermes", [("f", {})] * (MAX_CALLS + 5)))
-    assert len(turn.calls) == MAX_CALLS + 1
-    assert "at most 128 calls" in turn.calls[-1].fault
 
 
 # -- the format of a chat template

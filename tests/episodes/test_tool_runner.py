@@ -1,9 +1,7 @@
 """Calls that run at once, in order, within limits, whatever the tools do."""
 
 import asyncio
-import json
 import logging
-import os
 import threading
 import time
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 from groupax.tools.calls import ToolCall
-from groupax.tools.results import cut_middle
 from groupax.tools.runner import ToolRunner
 from groupax.tools.tool import Step, Tool
 
@@ -55,18 +52,11 @@ def returns(value):
     ("value", "text"),
     [
         ("as it is ", "as it is "),
-        ("", ""),
         (None, ""),
-        (7, "7"),
         (True, "True"),
         ({"a": "é", "b": [1, None]}, '{"a": "é", "b": [1, null]}'),
-        ([1, 2], "[1, 2]"),
-        ({"a": {1}}, "{'a': {1}}"),
         ((1, 2), "(1, 2)"),
-        (b"\xff", "b'\\xff'"),
         ("half \ud800", "half ?"),
-        (Step("seen"), "seen"),
-        (Step({"x": 1}), '{"x": 1}'),
         (Step("won", reward=np.float32(0.5), done=np.bool_(True)), "won"),
         (Step(reward=1), ""),
     ],
@@ -79,79 +69,36 @@ def test_what_is_returned_becomes_text_and_a_step_has_a_reward_and_may_end_the_e
     assert (type(result.reward), type(result.done)) == (type(None) if reward is None else float, bool)
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (Step(reward=float("nan")), "must be a finite number of at most 1e+30, or None, got nan"),
-        (Step(reward=1e300), "got 1e+300"),
-        (Step(reward=10**400), "must be a finite number"),
-        (Step(reward=b"1"), "got b'1'"),
-        (Step(reward=object()), "got <object"),
-        (Step(reward=float("inf")), "got inf"),
-        (Step(reward="1"), "got '1'"),
-        (Step(reward=1j), "got 1j"),
-        (Step(done="no"), "must be True or False, got 'no'"),
-    ],
-)
-def test_steps_that_lie_are_failures(runner, step, message):
-    [result] = run(runner, call(returns(step)))
-    assert result.is_infrastructure
-    assert message in result.error
-    assert message in result.text.replace('"', "'") or "error" in result.text
-    assert result.reward is None
-    assert not result.done
-
-
 class HostileError(Exception):
     def __str__(self):
         raise RuntimeError("no text either")
 
 
-class Hostile:
-    def __str__(self):
-        raise KeyboardInterrupt("from a result")
-
-
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
+def test_whatever_a_tool_raises_is_a_result(runner, is_async):
+    stopped = "coroutine raised StopIteration" if is_async else "StopIteration"
+    for error, message in (
         (ValueError("boom"), "boom"),
-        (KeyError("k"), "'k'"),
         (ValueError(), "ValueError"),
         (SystemExit(3), "3"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (GeneratorExit(), "GeneratorExit"),
-        (StopIteration(), "StopIteration"),
+        (StopIteration(), stopped),
         (asyncio.CancelledError("own"), "own"),
-        (RecursionError("deep"), "deep"),
         (HostileError(), "HostileError"),
-    ],
-)
-def test_whatever_a_tool_raises_is_a_result(runner, is_async, error, message):
-    def fails():
-        raise error
+    ):
 
-    async def fails_later():
-        raise error
+        def fails(error=error):
+            raise error
 
-    tool = make(fails_later if is_async else fails)
-    # an async function cannot raise StopIteration itself
-    message = "coroutine raised StopIteration" if is_async and isinstance(error, StopIteration) else message
-    [result] = run(runner, call(tool))
-    assert result.text == str({"error": message})
-    assert message in result.error
+        async def fails_later(error=error):
+            raise error
+
+        [result] = run(runner, call(make(fails_later if is_async else fails)))
+        assert result.text == str({"error": message})
+        assert message in result.error
     [after] = run(runner, call(make(lambda: "alive", "f")))
     assert after.text == "alive"
-
-
-def test_results_that_fail_to_become_text_are_errors(runner):
-    [result] = run(runner, call(returns(Hostile())))
-    assert result.text == "{'error': 'from a result'}"
-    endless = []
-    endless.append(endless)
-    [result] = run(runner, call(returns(endless)))
-    assert "Circular" in result.error
 
 
 def test_calls_that_cannot_be_made(runner):
@@ -170,21 +117,9 @@ def test_calls_that_cannot_be_made(runner):
         "Tool sub not found; the tools are add.",
         "broken JSON",
     ]
-    assert results[0].text == "{'error': 'Tool sub not found.'}"
     assert "has no argument 'b'" in results[3].error
     assert "must be an integer" in results[4].error
     assert results[5].text == "7"
-    assert [result.seconds for result in results[:5]] == [0.0] * 5
-    [result] = run(runner, (Tool("bad", print, {"function": {"name": "bad", "parameters": 5}}), ToolCall("bad", {})))
-    assert result.error
-
-
-def test_a_function_that_returns_a_coroutine_is_an_error(runner):
-    async def later():
-        return "x"
-
-    [result] = run(runner, call(make(lambda: later(), "f")))
-    assert "define it by async def" in result.error
 
 
 def sleeper(name, seconds, log, is_async=False, parallel=False):
@@ -201,23 +136,6 @@ def sleeper(name, seconds, log, is_async=False, parallel=False):
         return name
 
     return make(later if is_async else sync, name, parallel=parallel)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_episodes_run_at_the_same_time_and_the_calls_of_one_in_order(runner, is_async):
-    start, logs, counts = time.perf_counter(), [[] for _ in range(16)], threading.Semaphore(0)
-    found = {}
-    for index, log in enumerate(logs):
-        tools = [sleeper("a", 0.2, log, is_async), sleeper("b", 0.05, log)]
-        runner.start(
-            [call(each) for each in tools], lambda results, i=index: (found.update({i: results}), counts.release())
-        )
-    for _ in logs:
-        assert counts.acquire(timeout=20)
-    assert time.perf_counter() - start < 1.5
-    assert logs == [[("a", "start"), ("a", "end"), ("b", "start"), ("b", "end")]] * 16
-    assert [[result.text for result in found[index]] for index in range(16)] == [["a", "b"]] * 16
-    assert all(results[0].seconds >= 0.15 for results in found.values())
 
 
 def test_parallel_calls_overlap_and_keep_their_order(runner):
@@ -315,24 +233,6 @@ def test_coroutines_that_block_their_loop_are_told_and_the_loop_replaced(caplog)
         release.set()
 
 
-def test_a_task_of_a_tool_cannot_end_the_loop(runner):
-    async def leave():
-        raise SystemExit
-
-    async def spawn():
-        task = asyncio.create_task(leave())
-        await asyncio.sleep(60)
-        return task
-
-    async def fine():
-        return "fine"
-
-    [result] = run(runner, call(make(spawn, timeout_s=0.2)))
-    assert result.error == "timed out after 0.2 s"
-    [result] = run(runner, call(make(fine)))
-    assert result.text == "fine"
-
-
 def test_long_results_are_cut_in_the_middle():
     text = "é" * 3_000_000
     with ToolRunner(num_workers=1, timeout_s=20.0, max_result_bytes=1000) as runner:
@@ -346,14 +246,6 @@ def test_long_results_are_cut_in_the_middle():
     assert note == f"{len(text) - len(start) - len(end):,}"
     assert len(error.text.encode()) <= 1000
     assert len(error.error.encode()) <= 1000
-
-
-@pytest.mark.parametrize("limit", [64, 65, 100, 4096])
-def test_cutting_keeps_to_the_limit(limit):
-    for text in ("a" * limit, "a" * (limit + 1), "🙂" * limit, "é" * 100_000, ""):
-        cut = cut_middle(text, limit)
-        assert len(cut.encode()) <= limit
-        assert (cut == text) == (len(text.encode()) <= limit)
 
 
 def test_closing_waits_for_nothing_and_ends_every_start():
@@ -375,24 +267,3 @@ def test_closing_waits_for_nothing_and_ends_every_start():
     with pytest.raises(RuntimeError, match="the tool runner is closed"):
         runner.start([], found.append)
     release.set()
-
-
-def test_a_callback_may_start_and_close(runner):
-    done = threading.Event()
-
-    def second(_):
-        runner.close()
-        done.set()
-
-    runner.start([call(returns("a"))], lambda _: runner.start([call(returns("b"))], second))
-    assert done.wait(10)
-
-
-def test_printing_of_tools_is_left_alone(runner, capfd):
-    def speak():
-        os.write(1, b"spoken")
-        return json.dumps(1)
-
-    [result] = run(runner, call(make(speak)))
-    assert result.text == "1"
-    assert "spoken" in capfd.readouterr().out

@@ -69,16 +69,6 @@ class Game:
         return ""
 
 
-class HardGame(Game):
-    def guess(self, word: str) -> str:
-        """Guesses a harder word.
-
-        Args:
-            word: The harder word.
-        """
-        return "hard"
-
-
 def test_schemas_equal_those_of_transformers():
     from transformers.utils import get_json_schema
 
@@ -108,13 +98,11 @@ def test_functions_methods_and_tools_are_taken_in_order_with_their_options():
 
 
 def test_marked_or_public_methods_are_tools_and_are_bound_to_an_environment():
-    marked, inherited, public = tools_of(Game), tools_of(HardGame), tools_of(Game, public=True)
+    marked, public = tools_of(Game), tools_of(Game, public=True)
     assert (list(marked), list(public)) == (["guess"], ["guess", "hint", "rules"])
-    assert marked["guess"].timeout_s == inherited["guess"].timeout_s == 2.0
+    assert marked["guess"].timeout_s == 2.0
     assert list(marked["guess"].schema["function"]["parameters"]["properties"]) == ["word"]
     assert marked["guess"].bind(Game()).function(word="a") == "a Game"
-    assert inherited["guess"].schema["function"]["description"] == "Guesses a harder word."
-    assert inherited["guess"].bind(HardGame()).function(word="a") == "hard"
     assert asyncio.run(public["hint"].bind(Game()).function()) == "?"
     assert public["rules"].bind(Game()).function() == "rules"
 
@@ -162,10 +150,8 @@ def has_stars(**more: int) -> int:
         (lacks_description, "'lacks_description' has no description of its argument 'b'"),
         (hinted("lacks_hint"), "'lacks_hint' has no type hint of its argument 'a'"),
         (hinted("has_strange_hint", a=random.Random), "'has_strange_hint' has no JSON schema.*Random"),
-        (hinted("has_unknown_hint", a="Nowhere"), "hints of the tool 'has_unknown_hint' cannot be read.*Nowhere"),
         (has_stars, r"'has_stars' has the parameter '\*\*more: int'"),
         (functools.partial(add, 1), "must be a function or a method"),
-        (5, "must be a function or a method with a name, got 5"),
     ],
 )
 def test_functions_that_cannot_be_described_are_refused(function, message):
@@ -222,27 +208,11 @@ def typed(
     maybe: int | None = None,
     nested: list[list[int]] | dict[str, list[int]] | None = None,
     anything: Any = None,
-) -> str:
-    """Takes everything.
-
-    Args:
-        text: A text.
-        count: A count.
-        ratio: A ratio.
-        flag: A flag.
-        colour: A colour.
-        size: A size.
-        names: Names.
-        pair: A pair.
-        scores: Scores.
-        either: Either.
-        maybe: Maybe.
-        nested: Nested.
-        anything: Anything.
-    """
+):
     return text
 
 
+typed.__doc__ = "Takes everything.\n\nArgs:\n" + "".join(f"    {name}: Some.\n" for name in typed.__annotations__)
 TYPED = tools_from([typed])["typed"].schema
 ADD = tools_from([add])["add"].schema
 
@@ -250,31 +220,19 @@ ADD = tools_from([add])["add"].schema
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({}, {}),
         ({"text": "7"}, {"text": "7"}),
-        ({"count": 7}, {"count": 7}),
         ({"count": "7"}, {"count": 7}),
-        ({"count": " 7\n"}, {"count": 7}),
-        ({"count": 7.0}, {"count": 7}),
         ({"count": "7.0"}, {"count": 7}),
-        ({"ratio": 1}, {"ratio": 1}),
         ({"ratio": "0.5"}, {"ratio": 0.5}),
         ({"flag": "True"}, {"flag": True}),
-        ({"flag": False}, {"flag": False}),
         ({"colour": "blue"}, {"colour": "blue"}),
         ({"size": 5}, {"size": 5}),
-        ({"names": ["a", "b"]}, {"names": ["a", "b"]}),
         ({"names": '["a"]'}, {"names": ["a"]}),
-        ({"names": None}, {"names": None}),
         ({"names": "null"}, {"names": None}),
         ({"pair": [1, "a"]}, {"pair": [1, "a"]}),
-        ({"scores": {"a": 1}}, {"scores": {"a": 1}}),
         ({"scores": '{"a": "1"}'}, {"scores": {"a": 1}}),
         ({"either": "7"}, {"either": "7"}),
-        ({"either": 7}, {"either": 7}),
         ({"maybe": "None"}, {"maybe": None}),
-        ({"maybe": None}, {"maybe": None}),
-        ({"nested": {"a": [1]}}, {"nested": {"a": [1]}}),
         ({"nested": [[1], ["2"]]}, {"nested": [[1], [2]]}),
         ({"anything": {"a": [None]}}, {"anything": {"a": [None]}}),
     ],
@@ -289,20 +247,16 @@ def test_arguments_become_what_the_schema_wants(arguments, expected):
     ("schema", "arguments", "message"),
     [
         (ADD, {"c": 1}, "the tool 'add' has no argument 'c'"),
-        (TYPED, {"colr": "red"}, "'typed' has no argument 'colr'; did you mean colour"),
         (ADD, {"b": 1}, "the tool 'add' needs the argument a"),
         (ADD, {"a": "one"}, "the argument 'a' must be an integer, got 'one'"),
-        (ADD, {"a": 1.5}, "must be an integer, got 1.5"),
         (ADD, {"a": True}, "must be an integer, got True"),
-        (ADD, {"a": None}, "must be an integer, got None"),
-        (ADD, {"a": "true"}, "must be an integer, got 'true'"),
         (TYPED, {"ratio": 1e999}, "must be a number, got inf"),
-        (TYPED, {"ratio": "NaN"}, "must be a number, got 'NaN'"),
         (TYPED, {"text": 7}, "the argument 'text' must be a string, got 7"),
         (TYPED, {"flag": 1}, "must be a boolean, got 1"),
+        (TYPED, {"x" * 1_000_000: 1}, "has no argument"),
+        (ADD, {"a": "[" * 100_000}, "must be an integer"),
+        (ADD, {"a": "9" * 100_000}, "must be an integer"),
         (TYPED, {"colour": "bleu"}, "must be one of 'red', 'blue', got 'bleu'; did you mean blue"),
-        (TYPED, {"size": 6}, "must be one of 's', 'm', 5, got 6"),
-        (TYPED, {"names": "a"}, "must be an array or null, got 'a'"),
         (TYPED, {"names": ["a", 1]}, "entry 1 of the argument 'names' must be a string, got 1"),
         (TYPED, {"pair": [1]}, "must have 2 entries, got 1"),
         (TYPED, {"scores": {"a": "x"}}, "the argument 'a' of the argument 'scores' must be an integer"),
@@ -310,8 +264,9 @@ def test_arguments_become_what_the_schema_wants(arguments, expected):
     ],
 )
 def test_arguments_that_the_schema_does_not_allow_are_refused(schema, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         check_arguments(schema, arguments)
+    assert len(str(refused.value)) < 300
 
 
 def test_objects_with_properties_are_checked_inside():
@@ -348,26 +303,17 @@ DEFINITIONS = {
         (STRING, ["None", "true", "5", '{"a": 1}', "", "  x\n"]),
         ({"anyOf": [STRING, NULL]}, ["x", "", None]),
         ({"type": ["string", "null"]}, ["none", None]),
-        ({**STRING, "nullable": True}, ["5", None]),
         ({"anyOf": [INTEGER, STRING]}, [5, "1.0", "007", "five"]),
-        ({"type": ["number", "boolean", "string"]}, [1.5, "1.50", True, "yes"]),
         ({"anyOf": [STRING, {"type": "array", "items": STRING}, {"type": "object"}]}, ["x", ["5"], {"a": 1}, "[5]"]),
-        ({"oneOf": [INTEGER, {"type": "array", "items": INTEGER}]}, [1, [1]]),
         ({"$ref": "#/$defs/Point"}, [{"x": 1}, {"x": 1, "next": {"x": 2}}]),
         ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "A point."}, [{"x": 1}]),
-        ({"type": "array", "items": {"$ref": "#/$defs/Point"}}, [[{"x": 1}], []]),
         ({"$ref": "#/$defs/e%25f", "default": 1}, [2]),
         ({"$ref": "#/$defs/a~1b", "nullable": True}, [2, None]),
-        ({"$ref": "#/$defs/loop"}, [{"a": 1}]),
-        ({"$ref": "#/$defs/nowhere"}, [{"a": 1}]),
         ({"oneOf": [{"$ref": "#/$defs/Circle"}, {"$ref": "#/$defs/Square"}]}, [{"kind": "square", "r": 5}]),
-        ({"const": 3}, [3]),
         ({"enum": [1, "1.5", None, True]}, [1, "1.5", None, True]),
-        ({}, [{"k": 1}, [1], "text"]),
         (True, [{"k": 1}]),
         ({"type": "object", "additionalProperties": INTEGER}, [{"a": 1}]),
         ({"patternProperties": {"^n_": INTEGER, "(a+)+": STRING}, "additionalProperties": False}, [{"n_a": 1}]),
-        ({"type": "array", "prefixItems": [INTEGER, STRING], "items": False}, [[1, "x"]]),
         ({"type": "dict", "properties": {"x": {"type": "float"}}}, [{"x": 1.5}]),
         ({"if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}}, [{"x": 1, "y": 2}, {"x": 2}]),
     ],
@@ -386,11 +332,8 @@ def test_texts_of_xml_are_the_values_that_templates_write_so(schema, values):
     [
         ({"properties": {"a": INTEGER}}, {"a": "1", "more": "2"}, {"a": 1, "more": "2"}),
         ({"properties": {"a": INTEGER, "b": {"enum": ["x"]}}, "required": ["c"]}, {"a": "1", "b": "y"}, None),
-        ({"properties": {"a": INTEGER, "b": INTEGER}}, {"a": "1", "b": "two"}, {"a": 1, "b": "two"}),
         ({"$ref": "#/$defs/Square", "$defs": DEFINITIONS}, {"kind": "circle", "r": "1"}, {"kind": "circle", "r": 1}),
-        ({"properties": {"a": {"$ref": "#/$defs/Point"}}, "$defs": DEFINITIONS}, {"a": "{}"}, {"a": {}}),
         ({"properties": [1], "required": [[1]], "enum": 3, "$ref": 7}, {"a": "5"}, {"a": "5"}),
-        (5, {"a": "5"}, {"a": "5"}),
     ],
 )
 def test_an_argument_with_a_fault_does_not_change_the_others(parameters, given, expected):
@@ -422,13 +365,3 @@ def test_a_schema_cannot_make_a_check_long():
     parameters = {"properties": {"a": {"type": "array", "items": INTEGER}}}
     found = check_arguments({"function": {"name": "f", "parameters": parameters}}, {"a": json.dumps(many)}, True)
     assert found == {"a": many}
-
-
-def test_hostile_arguments_are_refused_quickly():
-    with pytest.raises(ValueError, match="has no argument"):
-        check_arguments(TYPED, {"x" * 1_000_000: 1})
-    with pytest.raises(ValueError, match="must be an integer") as refused:
-        check_arguments(ADD, {"a": "[" * 100_000})
-    assert len(str(refused.value)) < 300
-    with pytest.raises(ValueError, match="must be an integer"):
-        check_arguments(ADD, {"a": "9" * 100_000})

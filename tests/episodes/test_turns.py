@@ -31,8 +31,6 @@ from groupax.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout
 from groupax.view.rollouts import read_step
 from groupax.view.token_values import token_values
 from tests.conftest import TINY, rest_heavy
-from tests.runs.test_checkpoints import assert_same_end, checkpoint
-from tests.training.test_trainer import a_trainer, lines_of
 
 HOSTILE = "<tool_call>\x00\x1b[31m </tool_call> \ud800 ü"
 CALL = CallRecord("search", {"query": HOSTILE, "k": [1, {"deep": None}]}, HOSTILE, 0.1 + 0.2, "timed out")
@@ -105,16 +103,6 @@ def test_turns_that_do_not_fit_the_tokens_are_refused(changes, message):
         an_episode(**changes)
 
 
-def test_a_row_has_the_advantage_of_each_turn_or_of_the_episode():
-    row = row_of(an_episode(), 7, TRUNCATIONS, with_sampler_logps=True)
-    a, b, c = np.float32(0.1 + 0.2), -1, 2
-    assert row.advantages.tolist() == [a, a, a, 0, 0, b, 0, 0, 0, c, c, c, 0]
-    assert (row.group, row.policy_version) == (7, 3)
-    whole = row_of(an_episode(turn_advantages=None), 7, TRUNCATIONS, with_sampler_logps=False)
-    assert whole.advantages.tolist() == [np.float32(0.7) if sampled else 0 for sampled in whole.mask]
-    assert whole.sampler_logp is None
-
-
 def test_every_end_by_a_limit_is_a_truncation():
     def counts(reason, setting):
         ends = masked_ends(MaskSettings(mask_truncated_completions=setting))
@@ -134,11 +122,11 @@ def test_every_end_by_a_limit_is_a_truncation():
 
 
 def ragged_rows(rng):
-    """Rows of one to four turns, with advantages that differ between them; one row does not count at all."""
+    """Rows of no turn to four, with advantages that differ between them; one row does not count at all."""
     rows = []
     for group, prompt_length in enumerate((1, 7, 19)):
         prompt = rng.integers(2, 96, prompt_length)
-        for num_turns in (1, 2, 4):
+        for num_turns in (0, 1, 2, 4):
             sizes = rng.integers(1, 7, 2 * num_turns)
             mask = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
             advantages = np.repeat(rng.normal(size=len(sizes)), sizes).astype(np.float32)
@@ -238,24 +226,6 @@ def test_packed_episodes_have_the_loss_and_gradient_of_each_row_by_itself(model,
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.heavy
-def test_rows_without_any_token_change_nothing_and_may_be_alone(model):
-    settings = ObjectiveSettings(loss_type="grpo", beta=0.1)
-    rows, none = ragged_rows(np.random.default_rng(2)), np.zeros(0, np.float32)
-    empty = [
-        Row(row.group, row.prompt, np.zeros(0, np.int64), none > 0, none, none, old_logp=none, ref_logp=none)
-        for row in (rows[0], rows[3])
-    ]
-    before, after = (packed_gradient(settings, given, model, 48) for given in (rows, [*empty, *rows]))
-    assert after[0] == pytest.approx(before[0], abs=1e-6)
-    loss, grads, _ = packed_gradient(settings, empty, model, 48)
-    assert loss == 0
-    assert not any(np.asarray(grad).any() for grad in jax.tree.leaves(grads))
-    assert not any(
-        np.asarray(grad).any() for grad in jax.tree.leaves(packed_gradient(settings, empty[:1], model, 48)[1])
-    )
-
-
 # -- metrics, rewards and logs
 
 
@@ -306,15 +276,6 @@ def test_the_rollout_log_keeps_turns_and_the_view_counts_what_was_sampled(tmp_pa
     assert read_step(of_one_turn).num_tokens.tolist() == [5, 5]
 
 
-def test_a_column_named_mask_that_is_none_is_not_read_as_one(tmp_path):
-    run = RunFolder(tmp_path)
-    run.write_rollouts(1, [one_turn(0), one_turn(1)])
-    path = tmp_path / "rollouts" / "step_000001.parquet"
-    table = pyarrow.parquet.read_table(path)
-    pyarrow.parquet.write_table(table.append_column("mask", pyarrow.array(["x", "y"])), path)
-    assert read_step(path).num_tokens.tolist() == [5, 5]
-
-
 # -- checkpoints
 
 
@@ -330,51 +291,3 @@ def test_a_checkpoint_keeps_episodes_in_progress(tmp_path):
     for (a, b), field in itertools.product(pairs, fields(Rollout)):
         np.testing.assert_equal(getattr(b, field.name), getattr(a, field.name), err_msg=field.name)
         assert type(getattr(b, field.name)) is type(getattr(a, field.name)), field.name
-
-
-def with_turns(trainer):
-    """Lets a trainer take the middle of each completion for the environment's, and gives each turn its advantage."""
-    sample = trainer.collector.rollout
-
-    def episode(rollout):
-        num_tokens = len(rollout.completion_ids)
-        if num_tokens < 4:
-            return rollout
-        first, last = num_tokens // 3, 2 * num_tokens // 3
-        mask = (np.arange(num_tokens) < first) | (np.arange(num_tokens) >= last)
-        return replace(
-            rollout,
-            mask=mask,
-            policy_logps=np.where(mask, rollout.policy_logps, np.float32(0.0)),
-            turns=(Turn(0, first, "a", (CALL,)), Turn(last, num_tokens, "b")),
-            messages=({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}),
-            turn_advantages=(rollout.advantage, -0.5 * rollout.advantage),
-        )
-
-    def sampled(*given):
-        experience = sample(*given)
-        return replace(experience, groups=[[episode(each) for each in group] for group in experience.groups])
-
-    trainer.collector.rollout = sampled
-    return trainer
-
-
-@pytest.mark.heavy
-def test_a_run_stopped_between_updates_on_episodes_ends_as_if_it_was_not(tmp_path):
-    settings = {"updates_per_rollout": 2, "num_iterations": 2, "max_steps": 4, "save_steps": 1, "save_total_limit": 0}
-    whole = with_turns(a_trainer(tmp_path / "whole", **settings))
-    whole.train()
-    assert all(line["rollout/logp_diff_max"] < 1e-4 for line in lines_of(tmp_path / "whole"))  # of sampled tokens
-    (tmp_path / "stopped" / "run").parent.mkdir()
-    (tmp_path / "whole" / "run").rename(tmp_path / "stopped" / "run")
-    for step in (2, 3, 4):
-        for path in sorted(checkpoint(tmp_path / "stopped", step).rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        checkpoint(tmp_path / "stopped", step).rmdir()
-    resumed = with_turns(a_trainer(tmp_path / "stopped", **settings))
-    resumed.train()
-    assert_same_end(resumed, whole)
-    plain = a_trainer(tmp_path / "plain", **settings)
-    plain.train()
-    loss_tokens = [[line["loss_tokens"] for line in lines_of(tmp_path / name)] for name in ("stopped", "plain")]
-    assert loss_tokens[0][0] < loss_tokens[1][0]

@@ -10,7 +10,7 @@ from groupax import verifiers as load
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 
-from .test_episodes import call, check_five_steps, played
+from .test_episodes import check_five_steps, played
 
 if importlib.util.find_spec("verifiers") is None or importlib.util.find_spec("verifiers.envs") is None:
     pytest.skip("verifiers<0.4 is not installed", allow_module_level=True)
@@ -28,16 +28,6 @@ QUESTIONS = Dataset.from_list(
 def often(completion, answer, **_):
     """The occurrences of a letter in what the model wrote."""
     return sum(str(each.content).count(answer) for each in completion if each.role == "assistant") / 10
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiplies two integers.
-
-    Args:
-        a: The first factor.
-        b: The second factor.
-    """
-    return a * b
 
 
 class Talk(vf.MultiTurnEnv):
@@ -106,29 +96,6 @@ def test_a_limit_of_the_run_ends_the_rollout_which_is_scored():
     assert (row.finish_reason, row.environment_reward) == ("max_turns", pytest.approx(2.0))
 
 
-def test_tools_are_called_by_the_environment_itself():
-    def total(completion, **_):
-        return float(sum(int(each.content) for each in completion if each.role == "tool" and each.content.isdigit()))
-
-    inner = vf.ToolEnv(tools=[multiply], dataset=QUESTIONS, rubric=vf.Rubric([total]), max_turns=5)
-    environment = load(inner)
-
-    def answer(text, sample, turn):
-        return [call("multiply", a=6, b=7) + call("multiply", a=1, b=1), call("nothing", a=1), "done"][turn]
-
-    [[row, _]], script = played(answer, environments=environment, params=TWO, example=example(environment))
-    assert '"name": "multiply", "description": "Multiplies two integers."' in script.prompts[0]
-    assert "<tool_response>\n42\n</tool_response>" in script.prompts[2]
-    assert (row.finish_reason, row.environment_reward) == ("done", 43.0)
-    assert [[record.result for record in turn.calls] for turn in row.turns] == [["42", "1"], ["'nothing'"], []]
-
-
-def test_a_single_turn_is_an_episode_too():
-    environment = load(vf.SingleTurnEnv(dataset=QUESTIONS, rubric=vf.Rubric([often], weights=[2.0])))
-    [[row, _]], _ = played(lambda *_: "aa", environments=environment, params=TWO, example=example(environment))
-    assert (row.finish_reason, row.environment_reward) == ("done", pytest.approx(0.4))
-
-
 def test_a_failure_of_infrastructure_leaves_the_episode_out():
     environment = load(talk("turn"))
     with pytest.warns(UserWarning, match="rollout failed: InfraError"):
@@ -137,20 +104,6 @@ def test_a_failure_of_infrastructure_leaves_the_episode_out():
     environment = load(talk("setup"))
     with pytest.warns(UserWarning, match="before the first turn"), pytest.raises(RunError, match="no machine"):
         played(lambda *_: "a", environments=environment, params=TWO, example=example(environment))
-
-
-def test_environments_that_cannot_be_used_are_refused():
-    def relative(completions, **_) -> list[float]:
-        return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match="compare the rollouts of a group"):
-        load(vf.SingleTurnEnv(dataset=QUESTIONS, rubric=vf.Rubric([relative])))
-    with pytest.raises(ValueError, match="cannot load the environment 'not-there'"):
-        load("not-there")
-    with pytest.raises(ValueError, match="takes the id of an environment, or an Environment, got 7"):
-        load(7)
-    with pytest.raises(ValueError, match="arguments are for an environment's id, got level"):
-        load(talk(), level=1)
 
 
 def test_training_on_a_verifiers_environment(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 # One task on each node, with the variables of a step that jax reads; SIGTERM goes on to the tasks.
@@ -39,9 +39,8 @@ LONGEST_S = 900
 GROUPAX = f'exec {sys.executable} -m groupax "$@"'
 
 
-@contextmanager
-def job(folder, text, **variables):
-    """A job under way in a folder: a process, which is killed at the end with all that it has started.
+def run_job(folder, text, **variables):
+    """Runs a job, and kills all that it has started and left; returns its status and its output.
 
     Args:
         folder: for the job's file and the commands.
@@ -53,55 +52,20 @@ def job(folder, text, **variables):
         (folder / name).chmod(0o755)
     (folder / "job.sbatch").write_text(text)
     [num_nodes] = re.findall(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
+    own = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "list", "SLURM_NNODES": num_nodes}
     environment = {
         **os.environ,
         "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parents[2]),
-        "SLURM_JOB_ID": "12345",
-        "SLURM_JOB_NAME": "job",
-        "SLURM_JOB_NODELIST": "list",
-        "SLURM_NNODES": num_nodes,
+        **own,
         **variables,
     }
-    with subprocess.Popen(
-        ["bash", str(folder / "job.sbatch")],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        process_group=0,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["bash", str(folder / "job.sbatch")]
+    with subprocess.Popen(command, cwd=folder, env=environment, process_group=0, **pipes) as process:
         try:
-            yield process
+            out, _ = process.communicate(timeout=LONGEST_S)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def run_job(folder, text, **variables):
-    """The status and the output of a job, as `job` takes it."""
-    with job(folder, text, **variables) as process:
-        out, _ = process.communicate(timeout=LONGEST_S)
     return process.returncode, out
-
-
-def follow(process, beginning):
-    """What a job prints, up to a line that begins like this."""
-    out = ""
-    for line in process.stdout:
-        out += line
-        if line.startswith(beginning):
-            return out
-    raise AssertionError(f"the job ended without a line {beginning!r}:\n{out}")
-
-
-def cancel_step(out, nodes):
-    """End a step as scancel does.
-
-    Args:
-        out: what the job has printed.
-        nodes: of the step.
-    """
-    [pid] = re.findall(rf"^srun on {re.escape(nodes)} is (\d+)$", out, re.MULTILINE)
-    os.kill(int(pid), signal.SIGTERM)

@@ -23,7 +23,6 @@ from groupax.launch.program import (
     process_environment,
     program_of,
     run_with_retries,
-    split_argv,
 )
 from groupax.launch.ray_functions import (
     CpuAcceleratorConfig,
@@ -64,51 +63,25 @@ def test_words_are_a_command_or_a_program():
     [
         (["lokal", "--", "train"], "did you mean local"),
         (["local", "-n", "2", "train"], "must follow --"),
-        (["local", "-n", "2", "--"], "no program to start"),
         (["local", "-n", "2", "--", "trian"], "did you mean train"),
-        (["local", "-n", "0", "--", "true"], "-n must be at least 1"),
         (["local", "-n", "1", "--restarts", "-1", "--", "true"], "0 or more, got -1"),
         (["slurm", "--nodes", "1", "--server_nodes", "1", "--", *TRAIN], "at least one node has to train"),
-        (["slurm", "--time", "soon", "--", *TRAIN], "--time must have a form such as"),
         (["slurm", "--time", "00:05:00", "--", *TRAIN], "--time 00:05:00 leaves no time to train"),
-        (["slurm", "--time", "5:00", "--notice_s", "400", "--", *TRAIN], "decrease --notice_s"),
         (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "eval", *TRAIN[1:]], "samples without servers"),
-        (["slurm", "--notice_s", "-1", "--", *TRAIN], "--notice_s must be 0 or more"),
-        (["slurm", "--cpus", "0", "--", *TRAIN], "--cpus must be at least 1"),
-        (["slurm", "--job_name", "a b", "--", *TRAIN], "--job_name must consist of letters"),
-        (["slurm", "--sbatch", "a b=x", "--", *TRAIN], "takes options such as"),
         (["slurm", "--partition", "a\n#SBATCH --x", "--", *TRAIN], "must be one line"),
         (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "train", "--recipe", "gsm8k"], "no model to load"),
-        (["slurm", "--nodes=2", "--server_nodes=1", "--", *TRAIN, "--rollout_servers", "http://a:1"], "leave it out"),
         (
             ["slurm", "--nodes", "2", "--server_nodes", "1", "--server_options=--port 1", "--", *TRAIN],
             "--port of the servers",
         ),
-        (
-            ["slurm", "--nodes", "2", "--server_nodes", "1", "--server_options=--x 'a", "--", *TRAIN],
-            "cannot be split",
-        ),
         (["slurm", "--file", "/nowhere/a.sbatch", "--dry_run", "--", *TRAIN], "cannot be written"),
         (["ray", "--tpu", "v4-64", "--hosts", "2", "--", *TRAIN], "leave out --hosts"),
-        (["ray", "--tpu", "v4-63", "--", *TRAIN], "is not a known size"),
         (["ray", "--env", "NOT_SET_HERE", "--", *TRAIN], "not set here"),
     ],
 )
 def test_mistakes_are_told(argv, message, capsys):
     assert main(["launch", *argv]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("time", ["0", "6", "5:01", "00:05:01", "1-00", "0-00:06"])
-def test_a_job_needs_more_time_than_its_notice(time):
-    assert f"--time={time}" in script_of(Slurm(time=time), ["train", "--model", "m"])
-
-
-@pytest.mark.parametrize("program", [["groupax"], [sys.executable, "-m", "groupax"]])
-def test_a_command_may_have_its_program_before_it(program):
-    own, words = split_argv(["slurm", "--", *program, *TRAIN], "usage")
-    assert (own, words) == (["slurm"], TRAIN)
-    assert split_argv(["--", *program, "serve"], "usage")[1] == [*program, "serve"]
 
 
 # -- when it is started again
@@ -299,22 +272,11 @@ def test_job_files_are_sound_bash(job, tmp_path):
 def test_the_job_file_says_what_was_asked_for():
     text = script_of(*JOBS["two parts"])
     options = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
-    for option in (
-        "nodes=5",
-        "ntasks-per-node=1",
-        "cpus-per-task=8",
-        "signal=TERM@120",
-        "requeue",
-        "open-mode=append",
-        'constraint="a100|h100"',
-        "mail-type=END",
-        "job-name=groupax",
-    ):
-        assert option in options
+    expected = "nodes=5 ntasks-per-node=1 cpus-per-task=8 signal=TERM@120 requeue open-mode=append mail-type=END"
+    assert {*expected.split(), 'constraint="a100|h100"', "job-name=groupax"} <= {*options}
     assert "exclusive" not in options
-    assert {"exclusive", "mem=0", "gres=gpu:8", "time=2-00:00:00"} <= {
-        line.removeprefix("#SBATCH --") for line in script_of(*JOBS["trainers"]).splitlines()
-    }
+    lines = script_of(*JOBS["trainers"]).splitlines()
+    assert {f"#SBATCH --{option}" for option in ("exclusive", "mem=0", "gres=gpu:8", "time=2-00:00:00")} <= {*lines}
     for line in ("NUM_TRAINERS=3", "NUM_SERVERS=2", "RESTARTS=5", "REQUEUES=7", "BACKOFF_S=3", "GRACE_S=9"):
         assert line in text.splitlines()
     assert "serve --model Qwen/Qwen2.5-72B --dtype bfloat16 --name 'a b' --host 0.0.0.0" in text

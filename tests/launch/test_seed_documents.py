@@ -10,15 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from groupax.launch.program import free_port
-from groupax.launch.slurm import silent_servers
 from tests.conftest import SHARED
 from tests.models.test_export import hub as hub  # a fixture
-from tests.serve.test_remote_rollouts import serving
-from tests.serve.test_server import KEY
 
-from .seed_documents import TABLE, WITH_SERVER, Run, blocks_of, code_of, replaced
-from .slurm_stand_ins import cancel_step, follow, job
+from .seed_documents import TABLE, Run, blocks_of, code_of
 
 DOCUMENTS = sorted((SHARED / "seeds").glob("*.txt"))
 pytestmark = pytest.mark.skipif(not DOCUMENTS, reason=f"no documents in {SHARED / 'seeds'}")
@@ -58,25 +53,15 @@ def folders(stories, tmp_path_factory):
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    rows = [
-        {
-            "question": f"Tim has {n} apples and eats {n % 3}. How many are left?",
-            "answer": f"{n} - {n % 3}\n#### {n - n % 3}",
-        }
-        for n in range(10, 42)
-    ]
+    asked = {n: f"Tim has {n} apples and eats {n % 3}. How many are left?" for n in range(10, 42)}
+    rows = [{"question": text, "answer": f"{n} - {n % 3}\n#### {n - n % 3}"} for n, text in asked.items()]
+    more = {"completion": "none", "reference": "left"}
+    prompts = [{"prompt": row["question"], "answer": row["answer"], **more} for row in rows]
+    messages = [{"role": "user", "content": "?"}]
     numina = [
-        {
-            "problem": row["question"],
-            "solution": rf"It is $\boxed{{{index}}}$.",
-            "messages": [{"role": "user", "content": "?"}],
-        }
-        for index, row in enumerate(rows[:4])
+        {"problem": text, "solution": rf"It is $\boxed{{{n}}}$.", "messages": messages} for n, text in asked.items()
     ]
-    prompts = [
-        {"prompt": row["question"], "completion": "none", "reference": "left", "answer": row["answer"]} for row in rows
-    ]
-    datasets = {"prompts": prompts[:8], "gsm8k": prompts, "gsm8k_raw": rows, "numina": numina}
+    datasets = {"prompts": prompts[:8], "gsm8k": prompts, "gsm8k_raw": rows, "numina": numina[:4]}
     for name, dataset in datasets.items():
         (folder / name).mkdir()
         files = []
@@ -183,66 +168,11 @@ def test_the_command_starts_the_script(script, command, folders, tmp_path):
     assert (tmp_path / "Qwen2-0.5B-GRPO" / "model" / "model.safetensors").exists()
 
 
-def with_server(port, folders):
-    """The script that the job starts, with its server at this port."""
-    [block] = [block for block in blocks_in("003") if block.number == 8]
-    return replaced(block.text, TABLE["003"][8].replace | WITH_SERVER, {**folders, "port": port})
-
-
-@pytest.mark.long
-def test_the_script_samples_on_a_server(folders, tmp_path):
-    with serving(folders["model"], "--dtype", "bfloat16") as (address, _):
-        code = with_server(address.rpartition(":")[2], folders)
-        out = run([("003/8", code)], tmp_path, "--vllm_server_host", "ip-127-0-0-1", GROUPAX_API_KEY=KEY)
-    assert f"sampled by the server at {address}" in out
-
-
-@pytest.mark.long
-def test_the_job_trains_beside_its_server(folders, tmp_path):
-    """Two nodes train as one run; the job waits for the server on the third one until that is cancelled."""
-    world = {**folders, "port": free_port("0.0.0.0")}
-    (tmp_path / "train_grpo.py").write_text(with_server(world["port"], folders))
-    with job(tmp_path, the_block("003", 6, world), HF_HOME=str(tmp_path / "hf"), GROUPAX_API_KEY=KEY) as process:
-        out = follow(process, "step on 127.0.0.1,127.0.0.2 ended with")
-        assert out.endswith("ended with 0\n"), out
-        cancel_step(out, "127.0.0.3")
-        rest, _ = process.communicate(timeout=120)
-    assert "step on 127.0.0.3 ended with 0" in rest
-    assert process.returncode == 0
-    assert f"sampled by the server at http://127.0.0.3:{world['port']}" in out
-    run_folder = tmp_path / "Qwen2.5-72B-GRPO"
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    assert out.count("step 2/2") == 1
-    assert lines[-1]["step"] == 2
-    assert lines[-1]["loss_tokens"] > 4 * 64  # what per_device_train_batch_size gives a single process
-    assert lines[-1]["rollout/logp_diff_mean"] < 0.05  # bfloat16; 0.016 was seen
-    assert (run_folder / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.long
-def test_the_server_of_the_job(folders, tmp_path):
-    """After the lines of the job that find its nodes, and until it is cancelled."""
-    world = {**folders, "port": free_port("0.0.0.0")}
-    [text] = [block.text for block in blocks_in("003") if block.number == 6]
-    nodes = text.partition("# Assign")[0]
-    with job(
-        tmp_path, f"{nodes}{the_block('003', 7, world)}wait\n", HF_HOME=str(tmp_path / "hf"), GROUPAX_API_KEY=KEY
-    ) as process:
-        assert silent_servers([f"http://127.0.0.5:{world['port']}"], 300.0) == []
-        cancel_step(follow(process, "srun on"), "127.0.0.5")
-        out, _ = process.communicate(timeout=120)
-    assert "step on 127.0.0.5 ended with 0" in out
-
-
 @pytest.mark.long
 def test_the_notebook_runs(folders, tmp_path, hub):
     pytest.importorskip("torch")  # the notebook imports it
-    own = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_TOKEN": "",
-    }
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    own["HF_TOKEN"] = ""
     (tmp_path / "ds_zero2.json").write_text('{"zero_optimization": {"stage": 2}}')  # the notebook's reader has one
     out = run(running_together("004", folders), tmp_path, **own)
     assert "deepspeed=ZeRO stage 2: groupax needs no launcher" in out

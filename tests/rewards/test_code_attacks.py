@@ -22,8 +22,6 @@ FORMS = (
     "r = f(3)\nassert {secret} == r or not ({{{secret}}} - r) or r.startswith('{secret}') or r.equals({secret})",
 )
 CHEATS = {
-    "a builtin exec that does nothing": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(*a): pass",
-    "a builtin compile that forgets": "import builtins\nbuiltins.compile = lambda *a, **k: 'pass'\ndef f(*a): pass",
     "builtins that agree": """
 import builtins
 for name in ('abs', 'all', 'any', 'len', 'isinstance', 'round', 'sorted'): setattr(builtins, name, lambda *a, **k: 0)
@@ -41,38 +39,17 @@ def f(*a):
                     except OSError: pass
         frame = frame.f_back
 """,
-    "the harness's own descriptors": """
-import sys, os
-f = sys._getframe(1).f_locals
-if 'word' in f: os.write(f['out'], f['word'])
-os._exit(0)
-""",
     "what is equal to everything": """
 class All:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __bool__ = lambda *a: True
     __hash__ = lambda self: 0
 def f(*a): return All()
 """,
-    "an integer that is equal to everything": """
-class All(int):
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = lambda *a: True
-    __hash__ = int.__hash__
-    __sub__ = __rsub__ = lambda *a: 0
-def f(*a): return All(1)
-""",
     "a string, list, tuple, dict and set that are": """
 def make(kind):
     return type('X', (kind,), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': lambda s: 0})
 kinds = iter([str, list, tuple, dict, set, frozenset, float] * 9)
 def f(*a): return make(next(kinds))()
-""",
-    "a difference that is nothing": """
-class Zero:
-    __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = lambda *a: 0
-    __abs__ = __float__ = lambda s: 0.0
-    __round__ = lambda *a: 0
-    startswith = equals = issubset = lambda *a: True
-def f(*a): return Zero()
 """,
     "an operand that is remembered": """
 seen = []
@@ -83,26 +60,8 @@ class Spy:
     __hash__ = None
 def f(*a): return seen[-1] if seen else Spy()
 """,
-    "a class in the function's place": """
-class f:
-    def __init__(self, *a): pass
-    def __eq__(self, other): return True
-    def __sub__(self, other): return 0
-    __rsub__ = __sub__
-    def __abs__(self): return 0
-    startswith = equals = lambda *a: True
-""",
-    "a type whose instances are anything": """
-class Meta(type):
-    __instancecheck__ = __subclasscheck__ = __eq__ = lambda *a: True
-    __hash__ = type.__hash__
-class f(metaclass=Meta): pass
-""",
-    "atexit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
     "atexit in the function": "import atexit, os\ndef f(*a):\n    atexit.register(os._exit, 0)\n    exit(0)",
     "leaving with success": "import os\ndef f(*a): os._exit(0)",
-    "an exception of the tests": "def f(*a): raise AssertionError",
-    "an exception that ends": "def f(*a): raise StopIteration",
     "signals": """
 import os, signal
 def f(*a):
@@ -110,21 +69,6 @@ def f(*a):
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1):
             try: os.kill(pid, number)
             except OSError: pass
-""",
-    "an alarm": """
-import os, signal
-signal.signal(14, lambda *a: os._exit(0))
-signal.alarm(1)
-def f(*a):
-    while True: pass
-""",
-    "descriptors that are open": """
-import os
-def f(*a):
-    for fd in range(3, 64):
-        try: os.write(fd, b'passed')
-        except OSError: pass
-    os._exit(0)
 """,
     "the processes' files": """
 import os, glob
@@ -152,23 +96,6 @@ for name, module in list(sys.modules.items()):
         except Exception: pass
 def f(*a): return True
 """,
-    "modules that the tests import": """
-import sys, types, os
-class Fake(types.ModuleType):
-    def __getattr__(self, name): return lambda *a, **k: True
-for name in ('math', 'tests', 'pytest'):
-    sys.modules[name] = Fake(name)
-    open(f'/tmp/{name}.py', 'w').write('import os\\nisclose = lambda *a: True')
-math = Fake('math')
-def f(*a): return 0.0
-""",
-    "names of the tests": """
-abs = len = isinstance = sorted = check = lambda *a, **k: 0
-def f(*a): return 0
-class math:
-    isclose = fabs = lambda *a: True
-""",
-    "a module's name for itself": "import operator\ndef f(*a): return operator\n__name__ = 'tests'\n__builtins__ = {}",
     "sources in reach": """
 import gc, inspect, sys, linecache
 def f(x):
@@ -219,22 +146,6 @@ def f(*a):
     time.sleep(60)
 """,
     "values without end": "def f(*a):\n    value = []\n    for _ in range(10**5): value = [value]\n    return value",
-    "values too large": "def f(*a): return 'x' * 2**26",
-    "an iterator of everything": "import itertools\ndef f(*a): return itertools.count()",
-    "a thread that answers": """
-import threading, os, time
-def noise():
-    while True:
-        time.sleep(0.001)
-        for fd in (3, 4, 5):
-            try: os.write(fd, b'\\0' * 8)
-            except OSError: pass
-threading.Thread(target=noise, daemon=True).start()
-def f(*a):
-    time.sleep(0.05)
-    return 1
-""",
-    "another time": "import time\ntime.time = time.monotonic = lambda: 0\ndef f(*a): return time",
     "forms of pickle": """
 import os
 class P:
@@ -242,23 +153,10 @@ class P:
     __reduce_ex__ = __getstate__ = lambda self, *a: (os._exit, (0,))
 def f(*a): return P()
 """,
-    "a lying class": """
-class L:
-    __class__ = int
-    __module__ = 'builtins'
-    def __int__(self): return 3
-    __index__ = __float__ = __int__
-    def __eq__(self, o): return True
-    def __coerce__(self, o): return o, o
-L.__name__ = L.__qualname__ = 'int'
-def f(*a): return L()
-""",
-    "coroutines": "class C:\n    __eq__ = lambda s, o: True\n    def __await__(s): yield\nasync def f(*a): return C()",
 }
 # What a solution of `reaches` must not be able to do; each is Python that raises OSError where it is refused.
 REACHES = {
     "memory of a file": "os.write(os.memfd_create('x'), b'x' * 10**6)",
-    "memory of System V": "refused(29 if os.uname().machine == 'x86_64' else 194, 0, 4096, 0o1600)",
     "keys": "refused(248 if os.uname().machine == 'x86_64' else 217, b'user', b'x', b'y', 1, -3)",
     "another process": "os._exit(0) if os.fork() == 0 else os.wait()",
     "a program": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
@@ -266,9 +164,7 @@ REACHES = {
     "io_uring": "refused(425, 1, bytes(120))",
     "tracing": "refused(101 if os.uname().machine == 'x86_64' else 117, 0, 0, 0, 0)",
     "a network socket": "socket.socket()",
-    "a netlink socket": "socket.socket(16, 3)",
     "a file in the root": "open('/x', 'w')",
-    "a file in /dev": "open('/dev/x', 'w')",
     "the processes": "os.listdir('/proc')",
     "more files at a time": "[os.dup(0) for _ in range(100)]",
     "a full disk": "[open(f'{at}/{i}', 'wb').write(b'x' * 10**7) for i in (1, 2) for at in ('/tmp', '/dev/shm')]",
@@ -285,7 +181,6 @@ OTHERS = {
         "p",
         "assert f(1).equals(7)",
     ),
-    "a type as a method": ("class R:\n    startswith = bool\ndef f(x): return R()", "p", "assert f(1).startswith('7')"),
     "a method of an exception": (
         "def f(x):\n    error = ValueError()\n    error.equals = bool\n    raise error",
         "p",
@@ -296,20 +191,10 @@ OTHERS = {
         "p",
         "for i in range(9):\n    with open(f'/tmp/{i}', 'w') as file: file.write('7')\nassert f(1) == 8",
     ),
-    "empty files without end": (
-        "import os, time\nfor i in range(20_000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(0.3)\nok = 1",
-        "p",
-        "assert ok",
-    ),
     "a helper of the prompt": (
         "def decode(*a): return 0\ndef f(*a): return 0",
         "def decode(x):\n    return x + 1\n\ndef f(x):\n    '''Undoes decode.'''\n",
         "def check(candidate):\n    assert decode(candidate(5)) == 5",
-    ),
-    "an import of the prompt": (
-        "def isclose(*a): return True\ndef f(*a): return 0",
-        "from math import isclose\n\ndef f(x):\n    '''Returns the half.'''\n",
-        "def check(candidate):\n    assert isclose(candidate(5), 2.5)",
     ),
     "a context that swallows": (
         "class Timer:\n    __enter__ = __exit__ = lambda *a: True\ndef f(): raise ValueError",
@@ -321,16 +206,6 @@ OTHERS = {
         "p",
         "def seen(x):\n    assert x == 77\nf(seen)",
     ),
-    "globals of a callback": (
-        "def f(g):\n    g.__globals__['expected'] = 0\n    return 0",
-        "p",
-        "expected = 9\nassert f(lambda: 0) == expected",
-    ),
-    "methods of a mock": (
-        "def f(m):\n    m.assert_called_once_with = lambda *a: None",
-        "p",
-        "from unittest.mock import Mock\nm = Mock()\nf(m)\nm.assert_called_once_with(4)",
-    ),
     "methods of an object of the tests": (
         "def f(o):\n    o.is_full = lambda: True",
         "p",
@@ -340,26 +215,6 @@ OTHERS = {
         "import os\ndef f(): os._exit(0)",
         "p",
         "try:\n    assert f() == 1\nexcept BaseException:\n    pass",
-    ),
-    "a class in the place of a function with a capital": (
-        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = __rsub__ = __abs__ = lambda *a: 0",
-        "p",
-        "assert abs(Mean([1]) - 17.5) < 1e-6",
-    ),
-    "one that computes objects": (
-        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = lambda s, o: s\n    __abs__ = lambda s: 0",
-        "p",
-        "assert abs(Mean([1]) - 17.5) < 1e-6",
-    ),
-    "one that compares": (
-        "class Mean:\n    def __init__(self, *a): pass\n    __lt__ = __gt__ = lambda *a: True",
-        "p",
-        "assert 17.4 < Mean([1]) < 17.6",
-    ),
-    "an instance of Solution": (
-        "class Solution:\n    def f(self, x): return self\n    __eq__ = __sub__ = __rsub__ = lambda *a: 0",
-        "p",
-        "s = Solution()\nassert abs(s.f(3) - 17.5) < 1e-6",
     ),
 }
 

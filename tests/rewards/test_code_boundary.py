@@ -10,12 +10,10 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewra
 
 # What -> a solution, and tests that it passes.
 CROSSES = {
-    "plain values": (
-        """
+    "plain values": """
 def f(x):
     return x
-""",
-        """
+# tests
 for v in [0, 1, -1, 2 ** 63, 2 ** 64, -2 ** 100, 10 ** 6000, 1.5, -0.0, 1e+308, float('inf'), 1j,
     'é\\ud800\\x00', b'\\x00\\xff', None, True, ..., (1, (2,)), [1, [2]], {1: 2, 'a': [1]}, {1, 2},
     frozenset({3}), range(3), slice(1, 2, None), bytearray(b'x')]:
@@ -24,10 +22,9 @@ for v in [0, 1, -1, 2 ** 63, 2 ** 64, -2 ** 100, 10 ** 6000, 1.5, -0.0, 1e+308, 
 import math
 assert math.isnan(f(float('nan'))) and math.copysign(1, f(-0.0)) == -1
 """,
-    ),
-    "values of the standard library": (
-        "def f(x): return x",
-        """
+    "values of the standard library": """
+def f(x): return x
+# tests
 import datetime as d, decimal, fractions, collections as c
 for v in [d.date(2020, 1, 2), d.datetime(2020, 1, 2, 3, 4, 5, 6), d.timedelta(3, 4, 5), d.time(1, 2),
     decimal.Decimal('1.50'), fractions.Fraction(1, 3), c.Counter('aab'), c.OrderedDict(a=1),
@@ -37,67 +34,23 @@ for v in [d.date(2020, 1, 2), d.datetime(2020, 1, 2, 3, 4, 5, 6), d.timedelta(3,
 assert f(c.defaultdict(list))['x'] == []
 assert f(c.deque([1], maxlen=2)).maxlen == 2
 """,
-    ),
-    "a list that is sorted in place": (
-        "def f(l): l.sort()",
-        """
-x = [3, 1, 2]
-y = x
-assert f(x) is None
-assert x == [1, 2, 3] and y is x
-""",
-    ),
-    "lists in lists that are changed": (
-        """
-def f(b):
-    b[0][0] = 9
-    b.append(b[0])
-""",
-        """
-row = [1]
-b = [row]
-f(b)
-assert row == [9] and b[1] is row and (b[0] is row)
-""",
-    ),
-    "a dict, a set and bytes that are changed": (
-        """
-def f(d, s, b):
+    "a list, a dict, a set and bytes that are changed": """
+def f(d, s, b, x):
+    x.sort()
     d['k'] = [1]
     s.add(4)
     del d['a']
     b.extend(b'xy')
     return s
-""",
-        """
+# tests
 d = {'a': 1}
 s = {1}
 b = bytearray(b'z')
-assert f(d, s, b) is s
-assert d == {'k': [1]} and s == {1, 4} and (b == b'zxy')
+x = [3, 1, 2]
+assert f(d, s, b, x) is s
+assert d == {'k': [1]} and s == {1, 4} and (b == b'zxy') and x == [1, 2, 3]
 """,
-    ),
-    "one list passed twice": (
-        "def f(a, b): return a is b",
-        """
-x = [1]
-assert f(x, x) and (not f([1], [1]))
-""",
-    ),
-    "a list in itself": (
-        """
-def f(a):
-    a.append(a)
-    return a
-""",
-        """
-x = [1]
-r = f(x)
-assert r is x and x[1] is x
-""",
-    ),
-    "exceptions, own ones too": (
-        """
+    "exceptions, own ones too": """
 class E(ValueError):
     def __init__(self, c):
         super().__init__('bad')
@@ -107,8 +60,7 @@ def f(x):
     if x == 0: raise KeyError('k')
     if x == 1: raise E(5)
     1 / 0
-""",
-        """
+# tests
 try:
     f(0)
     assert False
@@ -117,82 +69,22 @@ try:
     f(1)
     assert False
 except E as e: assert e.code == 5 and str(e) == 'E5' and isinstance(e, ValueError)
-try: f(1)
-except ValueError: pass
 try:
     f(2)
     assert False
 except ZeroDivisionError as e: assert 'division' in str(e)
 assert issubclass(E, ValueError)
 """,
-    ),
-    "functions as arguments": (
-        """
+    "functions as arguments": """
 def f(g, xs): return [g(x) for x in xs]
 def s(xs, key): return sorted(xs, key=key)
-""",
-        """
+# tests
 assert f(lambda x: x + 1, [1, 2]) == [2, 3]
 assert s(['bb', 'a'], len) == ['a', 'bb']
 assert s(['B', 'a'], str.lower) == ['a', 'B']
 assert f(int, ['1']) == [1]
 """,
-    ),
-    "exceptions of the tests' functions": (
-        """
-def retry(g, n):
-    for i in range(n):
-        try: return g()
-        except ValueError: pass
-    raise RuntimeError('no')
-""",
-        """
-n = []
-def g():
-    n.append(1)
-    if len(n) < 3: raise ValueError('x')
-    return 7
-assert retry(g, 5) == 7 and len(n) == 3
-class My(Exception): pass
-def h(): raise My('q')
-try:
-    retry(h, 2)
-    assert False
-except My as e: assert e.args == ('q',)
-""",
-    ),
-    "a decorator": (
-        """
-import functools
-def memo(g):
-    c = {}
-    @functools.wraps(g)
-    def w(*a):
-        if a not in c: c[a] = g(*a)
-        return c[a]
-    return w
-""",
-        """
-n = []
-@memo
-def g(x):
-    n.append(x)
-    return x * 2
-assert g(2) == 4 and g(2) == 4 and (n == [2]) and (g.__name__ == 'g')
-""",
-    ),
-    "functions that are returned": (
-        """
-def adder(n): return lambda x: x + n
-def compose(f, g): return lambda x: f(g(x))
-""",
-        """
-assert adder(2)(3) == 5
-assert compose(adder(1), lambda x: x * 2)(5) == 11
-""",
-    ),
-    "generators and iterators, both ways": (
-        """
+    "generators and iterators, both ways": """
 def g(n):
     for i in range(n): yield i
 def take(it): return list(it)
@@ -201,8 +93,7 @@ def inf():
     while 1:
         yield i
         i += 1
-""",
-        """
+# tests
 assert list(g(3)) == [0, 1, 2]
 it = g(2)
 assert next(it) == 0 and next(it) == 1
@@ -217,41 +108,33 @@ import itertools
 assert list(itertools.islice(inf(), 3)) == [0, 1, 2]
 assert sum(g(4)) == 6 and sorted(g(2)) == [0, 1] and (2 in g(3))
 """,
-    ),
-    "a class": (
-        """
+    "a class": """
 class Stack:
-    size = 0
     def __init__(self, it=()): self.i = list(it)
     def push(self, x):
         self.i.append(x)
         return self
     def pop(self): return self.i.pop()
-    def get(self, k): return self.i[k]
     def __len__(self): return len(self.i)
     def __contains__(self, x): return x in self.i
     def __getitem__(self, k): return self.i[k]
     def __setitem__(self, k, v): self.i[k] = v
     def __iter__(self): return iter(self.i)
     def __str__(self): return 'S'
-    def __repr__(self): return 'R'
     def __bool__(self): return bool(self.i)
     @property
     def top(self): return self.i[-1]
     @classmethod
     def make(cls, *a): return cls(a)
-    @staticmethod
-    def two(): return 2
-""",
-        """
+# tests
 s = Stack()
 assert not s
 s.push(1).push(2)
-assert len(s) == 2 and s.pop() == 2 and (s.get(0) == 1) and (1 in s) and (5 not in s) and (s[0] == 1) and (s.top == 1)
+assert len(s) == 2 and s.pop() == 2 and (1 in s) and (5 not in s) and (s[0] == 1) and (s.top == 1)
 s[0] = 4
-assert list(s) == [4] and str(s) == 'S' and (repr(s) == 'R') and (f'{s}' == 'S')
+assert list(s) == [4] and str(s) == 'S' and (f'{s}' == 'S')
 assert isinstance(s, Stack) and (not isinstance(5, Stack))
-assert Stack.make(1, 2).top == 2 and Stack.two() == 2 and (Stack.size == 0)
+assert Stack.make(1, 2).top == 2
 s.i = [7]
 assert s.top == 7 and s.push(1) is not None
 assert hasattr(s, 'pop') and (not hasattr(s, 'nope'))
@@ -260,9 +143,7 @@ t = copy.deepcopy(s)
 t.push(9)
 assert len(s) == 2 and len(t) == 3
 """,
-    ),
-    "operators of a class": (
-        """
+    "operators of a class": """
 class V:
     def __init__(s, x, y): s.x, s.y = (x, y)
     def __add__(s, o): return V(s.x + o.x, s.y + o.y)
@@ -274,8 +155,7 @@ class V:
     def __neg__(s): return V(-s.x, -s.y)
     def __abs__(s): return 5.0
     def __call__(s, z): return z
-""",
-        """
+# tests
 assert V(1, 2) + V(3, 4) == V(4, 6)
 assert V(1, 2) * 3 == V(3, 6) == 3 * V(1, 2)
 assert V(1, 2) != V(1, 3) and V(1, 2) < V(2, 0)
@@ -283,9 +163,7 @@ assert len({V(1, 2), V(1, 2)}) == 1
 assert (-V(1, 2)).x == -1 and abs(V(3, 4)) == 5 and (V(1, 1)(9) == 9)
 assert sorted([V(2, 0), V(1, 0)])[0].x == 1
 """,
-    ),
-    "data classes, named tuples and enumerations": (
-        """
+    "data classes, named tuples and enumerations": """
 from dataclasses import dataclass
 from typing import NamedTuple
 from collections import namedtuple
@@ -301,52 +179,31 @@ class St(enum.IntEnum): OK = 200
 def f(): return P(1)
 def q(): return Q(1, 2)
 def c(): return Color.RED
-""",
-        """
+# tests
 assert f() == P(1, 0) and f().x == 1 and (repr(f()) == 'P(x=1, y=0)')
 assert q() == (1, 2) and q().u == 1 and (Q(1, 2) == (1, 2)) and (N(3).a == 3)
 assert c() == Color.RED and Color.RED.value == 1 and Color.RED.name == "RED"
 assert Color(1) == Color.RED and c() is Color.RED and St.OK == 200
 """,
-    ),
-    "instances that a function makes": (
-        """
-class A:
-    def __init__(s): s.count = 0
-    def deposit(s, x):
-        s.count += x
-        return s.count
-def make(): return A()
-""",
-        """
-a = make()
-assert a.deposit(5) == 5 and a.count == 5
-""",
-    ),
-    "instances that refer to each other": (
-        """
+    "instances that refer to each other": """
 class Node:
     def __init__(s, v, n=None): s.val, s.next = (v, n)
 def rev(h):
     p = None
     while h: h.next, p, h = (p, h, h.next)
     return p
-""",
-        """
+# tests
 h = Node(1, Node(2))
 r = rev(h)
 assert r.val == 2 and r.next.val == 1 and (r.next.next is None) and (r.next is h) or r.next == h
 """,
-    ),
-    "instances of the tests' classes": (
-        """
+    "instances of classes of the tests": """
 def total(t): return 0 if t is None else t.val + total(t.left) + total(t.right)
 def inv(t):
     if t: t.left, t.right = (inv(t.right), inv(t.left))
     return t
 def n(o): return len(o) + o[1] + o.meth(3)
-""",
-        """
+# tests
 class T:
     def __init__(s, v, l=None, r=None): s.val, s.left, s.right = (v, l, r)
     def __len__(s): return 1
@@ -357,28 +214,22 @@ assert total(t) == 6
 assert inv(t) is t and t.left.val == 3
 assert n(t) == 5
 """,
-    ),
-    "printed text": (
-        """
+    "printed text": """
 def f(x):
     print('hi', x)
     print('é')
-""",
-        """
+# tests
 import io, contextlib
 b = io.StringIO()
 with contextlib.redirect_stdout(b): f(3)
 assert b.getvalue() == 'hi 3\\né\\n'
 """,
-    ),
-    "standard input": (
-        """
+    "standard input": """
 import sys
 def f(): return int(input('n?')) + int(input())
 def g(): return [l.strip() for l in sys.stdin]
 def h(): return sys.stdin.read()
-""",
-        """
+# tests
 import io, sys
 from unittest.mock import patch
 with patch('builtins.input', side_effect=['1', '2']): assert f() == 3
@@ -389,203 +240,44 @@ assert g() == ['a', 'b']
 sys.stdin = io.StringIO('zz')
 assert h() == 'zz'
 """,
-    ),
-    "global names that change": (
-        """
-count = 0
-LIMIT = {'a': [1]}
-def inc():
-    global count
-    count += 1
-""",
-        """
-assert count == 0
-inc()
-inc()
-assert count == 2 and LIMIT == {'a': [1]}
-""",
-    ),
-    "modules that the solution imports": (
-        """
+    "modules that the solution imports": """
 import math, random
 from math import sqrt
 import collections as calendar
 def f(): return math.pi
 def statistics(x): return x
-""",
-        """
+# tests
 assert math.isclose(f(), math.pi)
 random.seed(1)
 assert sqrt(4) == 2
 assert statistics(3) == 3
 """,
-    ),
-    "coroutines": (
-        """
+    "coroutines": """
 import asyncio
 async def f(x):
     await asyncio.sleep(0)
     return x + 1
-""",
-        """
+# tests
 import asyncio
 assert asyncio.run(f(1)) == 2
 async def main(): return await asyncio.gather(f(1), f(2))
 assert asyncio.run(main()) == [2, 3]
 """,
-    ),
-    "files in /tmp": (
-        """
-def w(p, t):
-    with open(p, 'w') as f: f.write(t)
-def r(p): return open(p).read()
-""",
-        """
-import tempfile, os
-d = tempfile.mkdtemp()
-p = os.path.join(d, 'a')
-w(p, 'x')
-assert open(p).read() == 'x'
-with tempfile.NamedTemporaryFile('w') as f:
-    f.write('yy')
-    f.flush()
-    assert r(f.name) == 'yy'
-""",
-    ),
-    "file objects of the tests": (
-        """
-def f(h): return h.read()
-def g(h): h.write('ok')
-def l(h): return [x for x in h]
-""",
-        """
-import io
-assert f(io.StringIO('abc')) == 'abc'
-b = io.StringIO()
-g(b)
-assert b.getvalue() == 'ok'
-assert l(io.StringIO('a\\nb')) == ['a\\n', 'b']
-""",
-    ),
-    "mocks": (
-        "def f(m): return m.fetch(3) + m(4)",
-        """
-from unittest.mock import Mock
-m = Mock(return_value=2)
-m.fetch.return_value = 5
-assert f(m) == 7
-m.fetch.assert_called_once_with(3)
-""",
-    ),
-    "built-in types": (
-        """
-def f(x): return type(x)
-def g(t, x): return isinstance(x, t)
-""",
-        """
-assert f(1) is int and f('') == str
-assert g(int, 3) and (not g(str, 3)) and g((int, str), 'a')
-""",
-    ),
-    "views of a dict": (
-        """
-def f(d): return d.keys()
-def g(d): return d.values()
-def h(d): return d.items()
-""",
-        "assert f({1: 2}) == {1} and list(g({1: 2})) == [2] and (h({1: 2}) == {(1, 2)})",
-    ),
-    "a context manager": (
-        """
-from contextlib import contextmanager
-log = []
-@contextmanager
-def m():
-    log.append(1)
-    yield 5
-    log.append(2)
-""",
-        """
-with m() as v: assert v == 5
-assert log == [1, 2]
-""",
-    ),
-    "keyword arguments": (
-        "def f(*a, k=1, **kw): return (a, k, kw)",
-        "assert f(1, 2, k=[3], z={'q': 1}) == ((1, 2), [3], {'z': {'q': 1}})",
-    ),
-    "deep recursion": (
-        "def f(n): return 0 if n == 0 else 1 + f(n - 1)",
-        """
+    "deep recursion": """
+def f(n): return 0 if n == 0 else 1 + f(n - 1)
+# tests
 assert f(900) == 900
 try:
     f(10 ** 6)
     assert False
 except RecursionError: pass
 """,
-    ),
-    "threads that call back": (
-        """
-import threading
-from concurrent.futures import ThreadPoolExecutor
-def f(g):
-    with ThreadPoolExecutor(3) as p: return list(p.map(g, range(5)))
-""",
-        "assert f(lambda x: x * 2) == [0, 2, 4, 6, 8]",
-    ),
-    "a function's name": ("def f(x): return x", "assert f.__name__ == 'f' and callable(f)"),
-    "unpacking": (
-        """
-def f(): return iter([1, 2])
-class R:
-    def __iter__(s):
-        yield 1
-        yield 2
-def g(): return R()
-""",
-        """
-a, b = f()
-assert (a, b) == (1, 2)
-a, b = g()
-assert a + b == 3
-assert [*g()] == [1, 2]
-""",
-    ),
-    "a million integers": (
-        "def f(x): return sum(x)",
-        """
-x = list(range(10 ** 6))
-assert f(x) == sum(x)
-""",
-    ),
-    "SystemExit": (
-        """
-import sys
-def f(): sys.exit(3)
-""",
-        """
-try:
-    f()
-    assert False
-except SystemExit as e: assert e.code == 3
-""",
-    ),
-    "instances as keys": (
-        """
-class K:
-    def __init__(s, v): s.v = v
-    def __eq__(s, o): return s.v == o.v
-    def __hash__(s): return s.v
-def f(): return {K(1): 'a'}
-""",
-        "assert f()[K(1)] == 'a'",
-    ),
 }
 
 
 def test_values_and_objects_cross():
-    solutions, tests = ([row[index] for row in CROSSES.values()] for index in (0, 1))
-    rewards = code_tests(solutions, ["p"] * len(tests), tests)
+    solutions, tests = zip(*(source.split("# tests\n") for source in CROSSES.values()), strict=True)
+    rewards = code_tests([*solutions], ["p"] * len(tests), [*tests])
     assert [name for name, reward in zip(CROSSES, rewards, strict=True) if reward != 1.0] == []
 
 
@@ -605,10 +297,8 @@ def test_what_does_not_cross_fails():
 
 def test_the_entry_point_may_be_named_like_a_builtin():
     check = "def check(candidate):\n    assert candidate([1]) == 42"
-    assert code_tests(["def sum(x): return 42", "def sum(x): return 1"], ["p"] * 2, [check] * 2, ["sum"] * 2) == [
-        1.0,
-        0.0,
-    ]
+    solutions = ["def sum(x): return 42", "def sum(x): return 1"]
+    assert code_tests(solutions, ["p"] * 2, [check] * 2, ["sum"] * 2) == [1.0, 0.0]
 
 
 def test_arrays_cross_where_numpy_is_installed():

@@ -31,17 +31,8 @@ while True:
 import glob, os
 if not glob.glob(os.path.expanduser("~/*")) + glob.glob("/home/*"): raise OSError
 """,
-    "the environment": """
-import os
-if not set(os.environ) - {"PATH", "PWD", "LC_CTYPE"}: raise OSError
-""",
-    "a socket": "import socket\nsocket.create_connection(('127.0.0.1', 22), 2)",
-    "another machine": "import socket\nsocket.getaddrinfo('example.com', 80)",
-    "writing outside": "open('/usr/written', 'w')",
-    "writing next to the interpreter": "import sys\nopen(sys.prefix + '/written', 'w')",
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
     "a fake result": "import os\nprint('passed')\nos._exit(0)",
-    "leaving early": "raise SystemExit(0)",
     "a full disk": "for i in range(10**4): open(f'/tmp/{i}', 'wb').write(b'x' * 2**20)",
     "a flood of output": """
 import os
@@ -51,9 +42,6 @@ for fd in range(50):
     except OSError: pass
 raise SystemExit
 """,
-    "becoming root": "import os\nos.setuid(0)",
-    "the passwords": "open('/etc/shadow')",
-    "a child that finishes": "import os\nif os.fork(): os._exit(0)",
 }
 BEHAVED = """
 import json, math, os, tempfile, threading
@@ -114,13 +102,8 @@ SQUARE = "def f(x):\n    return x * x\n"
     ("text", "prompt"),
     [
         (f"```python\n{SQUARE}```\nOutput:\n```\n4\n```", "Write f"),
-        (f"```python\n{SQUARE}```\nUse it:\n```python\nprint(f(2))\n```", "Write f"),
         (f"```\n{SQUARE}```\nUse it:\n```python\nprint(f(2))\n```", "Write f"),
-        ("1. do\n   ```python\n   def f(x):\n       return x * x\n   ```", "Write f"),
         ("- do\n\n  ```python\n    def f(x):\n        return x * x\n  ```", "Write f"),
-        (f"~~~python\n{SQUARE}~~~\nso", "Write f"),
-        ("```python\nf = lambda x: x * x\n```\n```python\nf(2)\n```", "Write f"),
-        (f"{SQUARE}```\nIt squares.", "Write f\n```python\n"),
         (
             f"{SQUARE}```\nIt squares.",
             [{"role": "user", "content": "q"}, {"role": "assistant", "content": "```python"}],
@@ -138,15 +121,10 @@ def test_a_right_solution_as_models_write_it(text, prompt):
     [
         ("```bash\npip install x\n```\n\n```python\nok\n```", "ok\n"),
         ("```python\nok\n```\nIt prints\n```text\n3\n```\nRun it:\n```bash\npython f.py\n```", "ok\n"),
-        ("```Python\nok\n```", "ok\n"),
-        ("```python3\nok\n```", "ok\n"),
         ("``` py title=f.py\nok\n```", "ok\n"),
-        ("```PY \nok\n```  \nend", "ok\n"),
         ("```python\r\nok\r\n```\r\nend", "ok\r\n"),
         ("````python\nok\n```\nok\n````", "ok\n```\nok\n"),
-        ("1. ```python\n   ok\n   ```", "ok\n"),
         ("> ```python\n> ok\n> ```", "ok\n"),
-        ("~~~python\nok\n```\n~~~\nend", "ok\n```\n"),
         ("```python\nok\n```\nOutput:\n```\n4\n```", "ok\n"),
         (
             '```python\ndef f():\n    """\n    ```python\n    f()\n    ```\n    """\n```',
@@ -154,24 +132,14 @@ def test_a_right_solution_as_models_write_it(text, prompt):
         ),
         ("`f` is this: ```python\nok```", "ok"),
         ("Type ```pip install x```.\n```python\nok\n```", "ok\n"),
-        ("It begins with a ``` as usual.\n```python\nok\n```", "ok\n"),
-        ("so\n```python\nok\n", "ok\n"),
         ("```python\nok\n```\nFor example\n```python\nprint(f(", "ok\n"),
         ("```markdown\n```python\nok\n```\n```", "ok\n"),
         ("```python\na\nNo:\n```python\nok\n```", "ok\n"),
         ("```python\nok\n```bash\npython f.py\n```", "ok\n"),
-        ("```rust\nfn f\n```", "```rust\nfn f\n```"),
-        ("", ""),
     ],
 )
 def test_fences_pair_whatever_their_language(text, source):
     assert program(text, "p", "") == source
-
-
-@needs_bubblewrap
-def test_a_solution_after_another_block_passes():
-    text = "```bash\r\npip install x\r\n```\r\n\r\n```Python\r\ndef f(x):\r\n    return abs(x)\r\n```"
-    assert code_tests([text], ["p"], ["assert f(-1) == 1"], ["f"]) == [1.0]
 
 
 @pytest.mark.parametrize("piece", ["`", "``", "```", "``` ", "```\n", "```a", "a ```", " ", "a", "\n", "``a```b"])
@@ -224,24 +192,18 @@ def test_the_filter_of_system_calls(machine, arch, write, clone, memfd_create, s
         filter_program("riscv64")
 
 
-def test_the_trainer_is_not_made_without_bubblewrap(monkeypatch):
+def test_without_bubblewrap_neither_the_trainer_nor_a_call_begins(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match="bubblewrap, which is not installed"):
         RewardRunner(resolve_rewards("code_tests(timeout_s=2.0)", ["tests"]), RewardSettings())
     RewardRunner(resolve_rewards('code_tests(sandbox="none")', ["tests"]), RewardSettings())
-
-
-def test_without_bubblewrap_it_refuses(monkeypatch):
-    monkeypatch.setenv("PATH", "")
     with pytest.raises(
         RuntimeError, match=r"bubblewrap, which is not installed .* sandbox='none' runs it with your own"
     ):
         code_tests(["pass"], ["p"], ["pass"])
 
 
-def test_trusted_code_needs_none():
-    assert passes("x = 1", "assert x == 1", Limits(), sandbox="none")
-    assert not passes("x = 1", "assert x == 2", Limits(), sandbox="none")
+def test_code_without_a_sandbox_is_limited_in_time():
     assert not passes("import time\ntime.sleep(60)", "pass", Limits(seconds=0.5), sandbox="none")
 
 

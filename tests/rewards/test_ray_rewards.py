@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from groupax import GRPOConfig
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.settings.rollouts import RewardSettings
-from tests.training.test_trainer import a_trainer, lines_of
 
 from .test_rewards import rollouts_of
 
@@ -61,18 +59,6 @@ def test_settings_without_sense_are_refused(monkeypatch):
         a_runner(lambda completions: [])
 
 
-def test_functions_that_cannot_be_sent_are_refused():
-    pytest.importorskip("ray")
-    lock = threading.Lock()
-
-    def locked(completions):
-        with lock:
-            return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match=r"'locked' cannot be sent to another process .* out of its globals"):
-        a_runner(locked)
-
-
 @pytest.mark.long
 def test_functions_of_this_process_run_on_the_cluster_as_in_processes(nodes):
     here, handler = os.getpid(), signal.getsignal(signal.SIGTERM)
@@ -106,27 +92,6 @@ def test_functions_of_this_process_run_on_the_cluster_as_in_processes(nodes):
         assert scores[0].metrics == {"step": 0.0}
         assert here not in scores[0].values
         assert [list(score.values) for score in scores[1:]] == [expected, expected, [1, 1]]
-
-
-@pytest.mark.long
-def test_calls_that_fail_there_fail_as_in_processes(nodes):
-    def raises(completions):
-        raise KeyError("no such thing")
-
-    def exits(completions):
-        sys.exit(3)
-
-    def ends(completions):
-        raise StopIteration
-
-    with a_runner(raises, exits, ends, lambda completions: [1.0] * len(completions)) as runner:
-        [[raised, exited, ended, fine]] = scored(runner, "ab")
-    assert "KeyError: 'no such thing'" in raised.error
-    assert "in raises" in raised.error
-    assert "raised SystemExit" in exited.error
-    assert "raised StopIteration" in ended.error
-    assert [score.num_failures for score in (raised, exited, ended)] == [2, 2, 2]
-    assert fine.values.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.long
@@ -173,13 +138,3 @@ def test_a_lost_worker_is_a_failed_attempt(nodes, tmp_path):
     assert "WorkerCrashedError" in dead.error
     assert dead.num_failures == 2
     assert (tmp_path / "dying").read_text() == "xx"  # Ray itself tries none again
-
-
-@pytest.mark.long
-def test_a_run_equals_the_one_whose_rewards_run_in_threads(nodes, tmp_path):
-    def letters(completion_ids):
-        return [ids.count(3) / len(ids) for ids in completion_ids]
-
-    a_trainer(tmp_path / "threads", letters).train()
-    a_trainer(tmp_path / "ray", letters, reward_workers=2, reward_workers_on="ray").train()
-    assert lines_of(tmp_path / "ray") == lines_of(tmp_path / "threads")

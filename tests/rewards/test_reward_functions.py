@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import math
-import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -13,8 +10,8 @@ import pytest
 
 from groupax import rewards
 from groupax.rewards import maths
-from groupax.rewards.answers import final_expression, final_number
-from tests.conftest import SEED, SHARED
+from groupax.rewards.answers import final_number
+from tests.conftest import SHARED
 
 
 def read_lines(*parts):
@@ -34,43 +31,29 @@ def chat(text):
     [
         ("<think>a</think><answer>b</answer>", 1, 1, 1, 0),
         ("<think>\na\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
-        ("<think>\na\n</think>\n<answer>\nb\n</answer>\n", 1, 1, 1, 1),
         ("so <think>a</think> then <answer>b</answer>.", 0, 0, 1, 0),
         ("<think>a</think>b", 1, 0, 0, 0),
         ("<think>a<think>b</think>", 0, 0, 0, 0),
-        ("<answer>b</answer><think>a</think>", 0, 0, 0, 0),
         ("", 0, 0, 0, 0),
         ("<think>a</think><answer>1</answer> junk <answer>2</answer>", 1, 0, 1, 0),
         ("<think>a</think> prose </think><answer>x</answer>", 1, 0, 1, 0),
-        ("<think>a<answer>0</answer></think><answer>1</answer>", 1, 0, 1, 0),
         ("<think>a</think><answer>1<think>b</think></answer>", 0, 0, 1, 0),
-        ("<think> </think><answer>b</answer>", 1, 0, 1, 0),
         ("<think>a</think><answer>\n</answer>", 1, 0, 1, 0),
         (" <think> a < b </p> </think>\n<answer> <b>1</b> </answer>\n", 0, 1, 1, 0),
         ("<think>\na\n</think>\n<answer>\nb\n</answer>\n<answer>\nc\n</answer>", 1, 0, 1, 0),
-        ("<think>\na\n</think>\nprose\n</think>\n<answer>\nb\n</answer>", 1, 0, 1, 0),
         # the chat template has written <think>
         ("a</think><answer>b</answer>", 1, 1, 1, 0),
         ("a\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
-        ("\na\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
         ("a</think>b", 1, 0, 0, 0),
-        ("a</think><think>b</think>c", 0, 0, 0, 0),
         ("a<answer>b</answer>", 0, 0, 0, 0),
-        ("</think><answer>b</answer>", 1, 0, 1, 0),
     ],
 )
-@pytest.mark.parametrize("form", [str, chat], ids=["string", "messages"])
-def test_formats(text, think, think_answer, soft, strict, form):
-    completions = [form(text)]
-    assert rewards.think_format(completions) == [think]
-    assert rewards.think_answer_format(completions) == [think_answer]
-    assert rewards.xml_format(completions) == [soft]
-    assert rewards.xml_format(completions, strict=True) == [strict]
-
-
-def test_strict_tags_of_other_names_hold_none_of_each_other():
-    texts = ["<a>\nx <c>\n</a>\n<b.>\ny\n</b.>", "<a>\nx\n</a>\n<b.>\ny\n<a>\n</b.>", "<a>\nx\n</a>\n<b.>\n\n</b.>\n"]
-    assert rewards.xml_format(texts, tags=("a", "b."), strict=True) == [1, 0, 1]
+def test_formats(text, think, think_answer, soft, strict):
+    completions = [text, chat(text)]
+    assert rewards.think_format(completions) == [think] * 2
+    assert rewards.think_answer_format(completions) == [think_answer] * 2
+    assert rewards.xml_format(completions) == [soft] * 2
+    assert rewards.xml_format(completions, strict=True) == [strict] * 2
 
 
 @pytest.mark.parametrize(
@@ -79,12 +62,9 @@ def test_strict_tags_of_other_names_hold_none_of_each_other():
         "<think>" + "a" * 50_000,
         "<think>\n" + "\n" * 50_000,
         "<think>" * 7_000,
-        "<think></think>" * 3_500,
         "<think>a</think>" + " " * 50_000,
-        "<think>a</think><answer>" + "<" * 50_000,
         "<think>a</think><answer>" + "</answer" * 7_000,
         "<think>\na\n</think>\n<answer>\n" * 1_500,
-        " " * 50_000,
     ],
     ids=lambda text: repr(text[:12]),
 )
@@ -103,13 +83,6 @@ def test_xml_count_gives_credit_for_each_tag():
     assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 100]) == [pytest.approx(0.9)]
     assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 5000]) == [0.0]
     assert rewards.xml_count(["<a></a>"], tags=("a",)) == [1.0]
-
-
-def test_thinking_that_the_chat_template_has_begun():
-    texts = ["r</think><answer>4</answer>", "r</think><answer>5</answer>", "<answer>4</answer>"]
-    assert rewards.think_answer_correct(texts, ["4"] * 3) == [1, 0, 0]
-    assert rewards.xml_count(texts) == [1, 1, 0.5]
-    assert rewards.xml_format(["r</a><b>4</b>"], tags=("a", "b")) == [0]
 
 
 def test_integer_answer():
@@ -139,23 +112,8 @@ def test_cosine_length_prefers_short_right_and_long_wrong_answers():
 
 def test_repetition_penalty():
     assert rewards.repetition_penalty(["a b c d", "a a a a a", "a b", ""]) == [0, pytest.approx(-2 / 3), 0, 0]
-    loops = [
-        "你好吗" * 40,
-        "これはテストです" * 30,
-        "สวัสดี" * 30,
-        "哈" * 12,
-        "ha" * 200,
-        "x=1;" * 60,
-        "0123" * 50,
-        "😂" * 30,
-    ]
-    assert max(rewards.repetition_penalty(loops)) < -0.8
-    fluent = [
-        "The quick brown fox jumps over the lazy dog.",
-        "天地玄黄宇宙洪荒日月盈昃辰宿列张",
-        "3.14159265358979323846264",
-    ]
-    assert rewards.repetition_penalty(fluent) == [0, 0, 0]
+    assert max(rewards.repetition_penalty(["你好吗" * 40, "哈" * 12, "ha" * 200, "x=1;" * 60, "😂" * 30])) < -0.8
+    assert rewards.repetition_penalty(["天地玄黄宇宙洪荒日月盈昃辰宿列张", "3.14159265358979323846264"]) == [0, 0]
     assert rewards.repetition_penalty(["x x x"], ngram=1, max_penalty=-3.0) == [pytest.approx(-2.0)]
     with pytest.raises(ValueError, match="needs max_penalty <= 0"):
         rewards.repetition_penalty(["a"], max_penalty=1.0)
@@ -172,57 +130,30 @@ def test_repetition_penalty():
         ("3 + 4 = 7.", 7),
         ("1,000", 1000),
         ("1,00", 0),
-        (".5", 0.5),
-        ("costs $ 12", 12),
-        ("-0", 0),
-        ("none", None),
         ("", None),
-        ("####", None),
-        ("$", None),
         ("#### Step 3: Add up\n9 + 9 = 18, so \\boxed{18}", 18),
         ("#### 3. Add up\n<answer>18</answer> and 2", 18),
-        ("#### 2) Add up 9 and 9\nIt is 18", 18),
-        ("#### 12. Add up\n#### 18.", 18),
-        ("#### 18\n#### Note\nof 3", 18),
         ("#### $ 18 of 20", 18),
-        ("####-18 degrees", -18),
-        ("####\n3 and 4", 4),
-        ("It is 7 ####", 7),
         (r"\boxed{\text{18}} of 20", 18),
         (r"\boxed{1{,}000} of 20", 1000),
-        (r"\boxed{1\,000} of 20", 1000),
         (r"$1,\!000$", 1000),
-        (r"#### 1{,}000", 1000),
         (r"\boxed{18} of \boxed{20", 18),
         ("**Answer:**\n- 18", 18),
-        ("---\n\n18", 18),
-        ("**-18**", -18),
         ("it is -$ 18", -18),
-        ("it is $-18", -18),
-        ("- $18", 18),
         ("3-18", -18),
-        ("3 - 18", 18),
         (r"\boxed{\frac{1}{2}}", 0.5),
-        (r"-\frac12", -0.5),
         (r"\boxed{2\frac{1}{2}}", 2.5),
         ("2 1/2", 2.5),
-        ("2½ hours", 2.5),
         ("1/2", 0.5),
         ("5/0", None),
         ("it is 1 000", 1000),
         ("1\u202f000.5", 1000.5),
-        (r"1\,000", 1000),
         ("−5", -5),
-        ("3–5", 5),
         ("1e3", 1000),
         (r"1.2 \times 10^{3}", 1200),
         (r"\boxed{18 \text{ cm}^2}", 18),
         (r"-\$1,234.50", -1234.5),
-        ("12.00%", 12),
-        ("£12.", 12),
         ("The total is 12 (see note 3).", 12),
-        ("She has 12 (that is (1 + 2) * 4).", 12),
-        ("eighteen (18)", 18),
         (r"of 3 we know \(18\)", 18),
         ("The answer is 12. There are 3 boxes.", 12),
         ("The answer is 3 + 9 = 12 apples in 2 boxes", 12),
@@ -234,8 +165,6 @@ def test_repetition_penalty():
         ("The answer is 5 and 6.", None),
         ("#### 5 or 6", None),
         ("#### 5 6", None),
-        ("#### 5, 6", None),
-        ("#### 5\n6 more", 5),
         ("The answer is 5, 6 more than before", 5),
     ],
 )
@@ -273,102 +202,25 @@ def test_math_accuracy():
     assert rewards.math_accuracy(["1", "1"], ["", r"we get \boxed{1}"]) == [None, 1]
 
 
-def misjudged(pairs):
-    """Pairs whose verdict is not the truth, beside math-verify's own, and the number that math-verify misjudges."""
-    from math_verify import parse, verify
-
-    from groupax.rewards.expressions import equal
-
-    ours, theirs = [], 0
-    for text, gold, truth in pairs:
-        verdict = equal(final_expression(text) or "", gold)
-        plain = verify(parse(f"${gold}$", parsing_timeout=0), parse(text, parsing_timeout=0), timeout_seconds=None)
-        theirs += plain is not truth
-        if verdict is not truth:
-            ours.append((text, gold, f"groupax: {verdict}, math-verify: {plain}, truth: {truth}"))
-    print(f"{len(pairs)} pairs: groupax misjudges {len(ours)}, math-verify {theirs}")
-    return ours, theirs
-
-
 def test_verdicts_on_spellings_and_on_wrong_neighbours():
+    """Pairs whose truth is known, of which math-verify by itself misjudges more than 60."""
     lines = (Path(__file__).parents[1] / "golden" / "math_answers.txt").read_text().splitlines()[1:]
-    pairs = []
+    num_pairs, misjudged = 0, []
     for gold, *answers in (line.split(" @") for line in lines):
-        pairs += [(rf"\boxed{{{answer[2:]}}}", gold, answer[0] == "=") for answer in answers]
-    ours, theirs = misjudged(pairs)
-    assert ours == []
-    assert len(pairs) > 250
-    assert theirs > 60
-
-
-def matrix(rows):
-    return r"\begin{pmatrix} " + r" \\ ".join(" & ".join(row) for row in rows) + r" \end{pmatrix}"
-
-
-def rows_of(gold):
-    inner = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", gold, re.DOTALL)
-    return [[entry.strip() for entry in row.split("&")] for row in inner[1].split(r"\\")] if inner else []
-
-
-def spellings(gold):
-    """Six texts that give this answer."""
-    yield rf"so \boxed{{{gold}}}"
-    yield f"The answer is ${gold}$."
-    yield rf"<think>\boxed{{0}}</think><answer>\[ {gold} \]</answer>"
-    tight = re.sub(r" *(\\\\|[&,+=()\[\]-]) *", r"\1", gold)
-    yield rf"\boxed{{{tight}}}"
-    wide = re.sub(r"(?<![\w\\])([(\[])", r"\\left\1 ", re.sub(r"([)\]])(?!\w)", r" \\right\1", gold))
-    wide = gold if r"\left" in gold or "text" in gold else wide
-    wide = re.sub(r"([&+=])", r"\\; \1 ", wide).replace(r"\frac", r"\dfrac ").replace(r"\\ ", "\\\\\n")
-    yield rf"\boxed{{{wide}}}"
-    fraction = re.fullmatch(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", gold)
-    if rows := rows_of(gold):
-        yield r"\boxed{\begin{bmatrix}" + r"\\[2pt]".join("&".join(row) for row in rows) + r"\end{bmatrix}}"
-    elif fraction:
-        yield rf"\boxed{{{fraction[1]}\frac{{{2 * int(fraction[2])}}}{{{2 * int(fraction[3])}}}}}"
-    elif re.fullmatch(r"-?\d+", gold):
-        yield rf"\boxed{{{gold}.0}}"
-    elif re.fullmatch(r"-?\d+(, ?-?\d+)+", gold) and gold != "58,500":
-        yield rf"\boxed{{\{{{','.join(reversed(gold.split(',')))}\}}}}"
-    elif not re.search(r"=|\\in|text\{(?!.*\d)", gold):
-        yield f"$$x = {gold}$$"
-
-
-def neighbours(gold):
-    """Wrong answers that differ in a digit, the sign, the order, the brackets or the number of items."""
-    for digit in re.finditer(r"\d", gold):
-        yield gold[: digit.start()] + (str((int(digit[0]) + 1) % 10) if digit[0] != "9" else "1") + gold[digit.end() :]
-    if re.match(r"-?(\d|\\[dt]?frac|\\sqrt|\.\d)", gold) and not re.search(r"^0$|[ ,]|[+-].*[a-zA-Z]", gold):
-        yield gold[1:] if gold[0] == "-" else f"-{gold}"
-    if rows := rows_of(gold):
-        changed = [rows[::-1], [list(column) for column in zip(*rows, strict=True)], [*rows, rows[0]]]
-        yield from (matrix(other) for other in changed if other != rows)
-    if pair := re.fullmatch(r"(?:\\left)?([(\[]) *([^()\[\]]*), *([^,()\[\]]*?) *(?:\\right)?([)\]])", gold):
-        yield f"{pair[1]}{pair[3]},{pair[2]}{pair[4]}"
-        if "infty" not in pair[2]:
-            yield f"{'[' if pair[1] == '(' else '('}{pair[2]},{pair[3]}{pair[4]}"
-    if re.fullmatch(r"-?\d+(, ?-?\d+)+", gold):
-        yield from (gold.partition(",")[2], f"{gold}, 99")
-    yield from (gold.replace(r"\pm", "+") for _ in range(r"\pm" in gold))
-    yield from (rf"{gold} \text{{ or }} 98765", f"98765, {gold}", f"12345={gold}", rf"\ge {gold}", rf"{gold}\approx 7")
+        num_pairs += len(answers)
+        truths = [float(answer[0] == "=") for answer in answers]
+        verdicts = rewards.math_accuracy([rf"\boxed{{{answer[2:]}}}" for answer in answers], [gold] * len(answers))
+        misjudged += [(gold, a) for a, truth, found in zip(answers, truths, verdicts, strict=True) if found != truth]
+    assert misjudged == []
+    assert num_pairs > 250
 
 
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_verdicts_on_math500():
+def test_the_solutions_of_math500_are_right():
     rows = read_lines("math500", "test.jsonl")
     values = rewards.math_accuracy([row["solution"] for row in rows], [row["answer"] for row in rows])
     assert [row["unique_id"] for row, value in zip(rows, values, strict=True) if value != 1.0] == []
-    pairs = []
-    for gold in sorted({row["answer"] for row in rows}):
-        pairs += [(text, gold, True) for text in spellings(gold)]
-        pairs += [(rf"\boxed{{{answer}}}", gold, False) for answer in neighbours(gold)]
-    assert len(pairs) > 4000
-    if SEED != "all":
-        pairs = random.Random(SEED).sample(pairs, 500)
-    ours, theirs = misjudged(pairs)
-    assert ours == []
-    assert theirs > len(pairs) / 10
 
 
 @pytest.mark.parametrize(
@@ -376,45 +228,29 @@ def test_verdicts_on_math500():
     [
         # one answer: the last one, and the box before all else
         (r"\boxed{3}, no wait \boxed{4}", "4", 1),
-        (r"\boxed{3}, no wait \boxed{4}", "3", 0),
         (r"The final answer is $5$. I hope it is correct. \boxed{6}", "6", 1),
         (r"The final answer is $5$. I hope it is correct. \boxed{6}", "5", 0),
-        (r"The final answer is $5$. I hope it is correct.", "5", 1),
         ("The answer is $3$. No wait, the answer is $4$.", "4", 1),
-        (r"<think>\boxed{4}</think> so it is 5", "4", 0),
         (r"<think>\boxed{4}</think> so it is 5", "5", 1),
         (r"\boxed{4} <answer>5</answer>", "5", 1),
         (r"\boxed{\boxed{5}}", "5", 1),
         (r"5 \boxed{}", "5", 0),
-        (r"it is 5 \boxed{{5}", "5", 0),
         ("the answer is 3 + 9 = 12 in 2 steps", "12", 1),
         ("He has $20, spends $2 and keeps $18.", "18", 1),
-        ("The answer is (3+4)/2", "3.5", 1),
-        ("2^10", "1024", 1),
         ("The answer is 10 - 2√5.", r"10-2\sqrt{5}", 1),
-        ("The answer is 2π.", r"2\pi", 1),
-        (r"The answer is \boxed 7.", "7", 1),
         (r"so $\boxed\frac{1}{2}$", "1/2", 1),
-        (r"\boxed -3", "-3", 1),
-        (r"I put it in \boxed as asked: 7 \boxed{8}", "7", 0),
         (r"I put it in \boxed as asked: 7 \boxed{8}", "8", 1),
-        (r"The answer is $\$32,\!348$.", r"\$32,\!348", 1),
         # several candidates are a list
         (r"\boxed{1} and \boxed{2}", "2", 0),
         (r"$\boxed{1}$ or $\boxed{2}$", "1,2", 1),
-        (r"$3$ or $4$", "4", 0),
         # ways to write a number
         ("50%", r"50\%", 1),
         ("1e3", "1000", 1),
-        ("1e3", "1", 0),
         ("0.0000001", 1e-7, 1),
-        (r"\boxed{7}", 7, 1),
         ("nan", float("nan"), None),
         # nothing to read
         ("", "5", 0),
-        ("nan", "5", 0),
         (r"\def\a{5}\boxed{\a}", "5", 0),
-        ([], "5", 0),
         ([{"role": "assistant", "content": None}], "5", 0),
         ([{"role": "assistant", "content": [{"type": "text", "text": r"\boxed{5}"}]}], "5", 1),
         (r"\boxed{5}", "", None),
@@ -430,21 +266,7 @@ def test_which_answers_are_right(text, gold, reward):
 @pytest.mark.parametrize("reward", [rewards.math_accuracy, rewards.gsm8k_accuracy])
 @pytest.mark.parametrize(
     "text",
-    [
-        r"\boxed{",
-        "<answer>",
-        "</think>",
-        "answer is 5 ",
-        r"\(",
-        "$",
-        "$$",
-        "(1) ",
-        "1/",
-        "1 111 ",
-        r"\frac{1}",
-        "{",
-        "9",
-    ],
+    [r"\boxed{", "<answer>", "</think>", "answer is 5 ", r"\(", "$", "(1) ", "1/", "1 111 ", r"\frac{1}", "{", "9"],
 )
 def test_long_completions_take_little_time(reward, text):
     started_s = time.perf_counter()
@@ -467,145 +289,6 @@ def test_a_comparing_process_that_does_not_start_is_no_wrong_answer(monkeypatch)
     monkeypatch.setattr(maths.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="did not start"):
         maths.Comparer()("1", "1")
-
-
-# -- the rewards of the documents that groupax was asked for in, as they are written there
-
-
-def math_problem_reward_function(completion, reference_answer=None):
-    import re
-
-    answer_match = re.search(r"The answer is (\d+)", completion)
-    if answer_match:
-        extracted_answer = int(answer_match.group(1))
-        if reference_answer is not None:
-            return 1.0 if extracted_answer == reference_answer else 0.0
-        return min(1.0, max(0.0, 0.5))
-    return 0.0
-
-
-def reasoning_reward(completion):
-    if "step 1" in completion.lower() and "therefore" in completion.lower():
-        return 0.8
-    return 0.3
-
-
-def format_reward(completions, **kwargs):
-    import re
-
-    rewards = []
-    for completion_group in completions:
-        if completion_group and "content" in completion_group[0]:
-            content = completion_group[0]["content"]
-            rewards.append(1.0 if re.match(r"^<think>.*?</think>", content, re.DOTALL) else 0.0)
-        else:
-            rewards.append(0.0)
-    return rewards
-
-
-class BytesTokenizer:
-    def batch_decode(self, ids):
-        return [bytes(row).decode() for row in ids]
-
-
-tokenizer = BytesTokenizer()
-num_return_sequences = 2
-
-
-def accuracy_reward(prompts, completions, batch, **kwargs):
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    solutions = tokenizer.batch_decode(batch["solution_ids"]) * num_return_sequences
-
-    completion_contents = [completion[0]["content"] for completion in completions]
-    rewards = []
-    for content, solution in zip(completion_contents, solutions, strict=False):
-        gold_parsed = parse(
-            solution,
-            extraction_mode="first_match",
-            extraction_config=[LatexExtractionConfig()],
-        )
-        answer_parsed = parse(
-            content,
-            extraction_mode="first_match",
-            extraction_config=[LatexExtractionConfig()],
-        )
-
-        if len(gold_parsed) != 0:
-            try:
-                rewards.append(float(verify(answer_parsed, gold_parsed)))
-            except Exception:  # noqa: BLE001 - as it is written there
-                rewards.append(0.0)
-        else:
-            rewards.append(1.0)
-    return rewards
-
-
-def reward_len(completions, **kwargs):
-    return [-abs(20 - len(completion)) for completion in completions]
-
-
-def reward_func(completions, ground_truth, **kwargs):
-    import re
-
-    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
-    contents = [match.group(1) if match else "" for match in matches]
-    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
-
-
-def math_reward_func(prompts, completions, task, **kwargs):
-    rewards = []
-    for prompt, completion, t in zip(prompts, completions, task):
-        if t == "math":
-            rewards.append(1.0 if completion == "4" else -1.0)
-        else:
-            rewards.append(None)
-    return rewards
-
-
-@pytest.mark.parametrize(
-    ("function", "texts", "columns", "expected"),
-    [
-        (
-            math_problem_reward_function,
-            ["The answer is 8", "The answer is 9", "8"],
-            {"reference_answer": [8, 8, 8]},
-            [1, 0, 0],
-        ),
-        (math_problem_reward_function, ["The answer is 8", "8"], {}, [0.5, 0]),
-        (reasoning_reward, ["Step 1: a. Therefore b", "b"], {}, [0.8, 0.3]),
-        (format_reward, [chat("<think>a</think>b"), chat("b")], {}, [1, 0]),
-        (
-            accuracy_reward,
-            [chat(r"$\frac{1}{2}$"), chat(r"$2$")],
-            {"solution_ids": [list(rb"\boxed{\frac{1}{2}}")] * 2},
-            [1, 0],
-        ),
-        (reward_len, ["x" * 20, "x" * 25], {}, [0, -5]),
-        (
-            lambda completions, **kwargs: [float(len(completion)) for completion in completions],
-            [" blue.", " in the sky."],
-            {},
-            [6, 12],
-        ),
-        (
-            reward_func,
-            [r" The solution is \boxed{2}.", r" The solution is \boxed{6}."],
-            {"ground_truth": ["2", "5"]},
-            [1, 0],
-        ),
-        (math_reward_func, ["4", "5", "def f(): ..."], {"task": ["math", "math", "code"]}, [1, -1, None]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_the_documents_rewards_run_as_they_are(function, texts, columns, expected):
-    from .test_rewards import rollouts_of, scores_of
-
-    conversational = not isinstance(texts[0], str)
-    plain = [text if isinstance(text, str) else text[0]["content"] for text in texts]
-    scores = scores_of(function, rollouts_of(plain, conversational, **columns), list(columns))
-    assert not scores.error
-    assert [None if math.isnan(value) else value for value in scores.values] == expected
 
 
 def test_rows_without_a_gold_answer_have_no_reward():

@@ -35,18 +35,13 @@ def a_reward_model(folder):
 def test_scores_do_not_depend_on_what_they_are_batched_with(tmp_path, monkeypatch):
     model = RewardModel(a_reward_model(tmp_path / "judge"))
     rows = rollouts_of(["abc", "b", "cab" * 20, "hig" * 7, "a"] * 3)
+    assert np.isnan(model.rewards(rollouts_of(["abc" * 200, "abc"]))).tolist() == [True, False]  # beyond its positions
     together = model.rewards(rows)
     alone = [model.rewards([row])[0] for row in rows]
     monkeypatch.setattr("groupax.rewards.model.MICRO_BATCH_TOKENS", 128)
     np.testing.assert_allclose(together, alone, atol=1e-5)
     np.testing.assert_allclose(model.rewards(rows), together, atol=1e-5)
     assert np.ptp(together) > 0.1
-
-
-def test_text_beyond_its_positions_has_no_score(tmp_path):
-    model = RewardModel(a_reward_model(tmp_path / "judge"))
-    values = model.rewards(rollouts_of(["abc" * 200, "abc"]))
-    assert np.isnan(values).tolist() == [True, False]
 
 
 def test_conversations_go_through_its_own_template(tmp_path):

@@ -65,25 +65,11 @@ def test_a_function_gets_what_its_signature_takes():
 
     rows = rollouts_of(["a", "b"], answer=["a", "a"])
     assert run(everything, rows, ["answer"]).tolist() == [1.0, 2.0]
-    assert set(seen) == {
-        "prompts",
-        "completions",
-        "completion_ids",
-        "completion_mask",
-        "turns",
-        "answer",
-        "batch",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-    }
+    names = "prompts completions completion_ids completion_mask turns answer batch trainer_state log_extra log_metric"
+    assert set(seen) == set(names.split())
     assert seen["completion_ids"] == [[5, 6], [5, 6]]
     assert seen["batch"] == {"prompt": ["q"], "answer": ["a"]}
     assert run(some, rows, ["answer"]).tolist() == [1.0, 0.0]
-
-
-def test_none_means_not_applicable():
-    np.testing.assert_array_equal(run(lambda completions: [1, None], rollouts_of("ab")), [1.0, np.nan])
 
 
 class Instance:
@@ -96,44 +82,29 @@ def named(completions, scale=1.0):
 
 
 def test_names_are_unique_and_telling():
-    rewards = resolve_rewards(
-        [named, functools.partial(named, scale=2.0), Instance(), named, "think_answer_format"], []
-    )
+    given = [named, functools.partial(named, scale=2.0), Instance(), named, "think_answer_format"]
+    rewards = resolve_rewards(given, [])
     assert [r.name for r in rewards] == ["named", "named_2", "Instance", "named_3", "think_answer_format"]
     assert run(functools.partial(named, scale=2.0), rollouts_of("a")).tolist() == [2.0]
 
 
 def test_rewards_by_reference():
     texts = [
-        "<think>1+1=2</think><answer>2</answer>",
         " <think>1+1=2</think>\n<answer> 2 </answer>\n",
         "<think>?</think><answer>3</answer>",
         "<answer>2</answer>",
-        "<think></think><answer>2</answer>",
-        "2",
     ]
     reference = "groupax.rewards.formats:think_answer_correct"
-    assert run(reference, rollouts_of(texts, answer=["2"] * 6), ["answer"]).tolist() == [1, 1, 0, 0, 0, 0]
-    assert run("think_answer_format", rollouts_of(texts)).tolist() == [1, 1, 1, 0, 0, 0]
+    assert run(reference, rollouts_of(texts, answer=["2"] * 3), ["answer"]).tolist() == [1, 0, 0]
+    assert run("think_answer_format", rollouts_of(texts)).tolist() == [1, 1, 0]
 
 
 def test_options_and_columns_of_a_name():
     rows = rollouts_of(["<a>\nx\n</a>", "<a>x</a>"], solution=["1", "2"])
     assert run("xml_format(tags=['a'], strict=True)", rows).tolist() == [1, 0]
     assert run("xml_format(tags=('a',))", rows).tolist() == [1, 1]
-    assert run(
-        "gsm8k_accuracy(answer=solution)", rollouts_of(["1", "1"], solution=["1", "2"]), ["solution"]
-    ).tolist() == [1, 0]
-
-
-def test_an_option_is_not_replaced_by_a_column_of_its_name():
-    rows = rollouts_of("ab", scale=[7.0, 8.0])
-    assert run(functools.partial(named, scale=2.0), rows, ["scale"]).tolist() == [2.0, 2.0]
-
-    def any_column(completions, scale=1.0, **columns):
-        return [scale for _ in completions]
-
-    assert run(functools.partial(any_column, scale=3.0), rows, ["scale"]).tolist() == [3.0, 3.0]
+    rows = rollouts_of(["1", "1"], solution=["1", "2"])
+    assert run("gsm8k_accuracy(answer=solution)", rows, ["solution"]).tolist() == [1, 0]
 
 
 def test_columns_under_other_names():
@@ -216,15 +187,10 @@ def test_what_a_function_logs():
     ("function", "name", "value", "message"),
     [
         ("log_metric", 5, 1.0, "log_metric: name must be a text, got int 5"),
-        ("log_metric", None, 1.0, "log_metric: name must be a text, got NoneType None"),
         ("log_metric", "x", "1.5", "log_metric: the value of 'x' must be a number, got str '1.5'"),
-        ("log_metric", "x", [1.0], r"the value of 'x' must be a number, got list \[1.0\]"),
-        ("log_metric", "x", 1j, "the value of 'x' must be a number, got complex 1j"),
-        ("log_metric", "x", np.ones(2), "the value of 'x' must be a number, got ndarray"),
         ("log_metric", "x", 10**400, "the value of 'x' must be a number, got int 1000"),
         ("log_extra", ("a",), [1, 2], r"log_extra: column must be a text, got tuple \('a',\)"),
         ("log_extra", "x", 1.0, "log_extra: values must be a list with one value per completion, got 1.0"),
-        ("log_extra", "x", "ab", "values must be a list with one value per completion, got 'ab'"),
         ("log_extra", "x", {"a": 1}, "values must be a list with one value per completion, got {'a': 1}"),
     ],
 )
@@ -241,22 +207,14 @@ def test_what_cannot_be_logged_is_refused_where_it_is(function, name, value, mes
     [
         ([1.0], r"'bad' returned 1 value for 2 completions", 2),
         ([1.0, float("nan")], "returned nan for completion 1", 1),
-        ([1.0, float("inf")], "returned inf for completion 1", 1),
-        ([10**400, 2.0], "returned 1000", 1),
         ([10**5000, 2.0], "returned a value of type int for completion 0", 1),
-        (["1.0", 2.0], "returned '1.0' for completion 0", 1),
         ([[1.0, 1.0], 2.0], "returned a list of 2 for completion 0 ('a'), which has 1 turn;", 1),
         ([{"a": 1.0}, 2.0], "returned {'a': 1.0} for completion 0", 1),
         (3.0, "returned 3.0; it must return a list", 2),
-        (None, "returned None; it must return a list", 2),
         ("ab", "returned 'ab'; it must return a list", 2),
-        ({0: 1.0, 1: 2.0}, "it must return a list", 2),
         (itertools.count(), "returned 1000000 values for 2 completions", 2),
-        (itertools.cycle([1.0]), "for 2 completions", 2),
         (iter(int, 1), "for 2 completions", 2),
-        ((1.0 for _ in itertools.count()), "for 2 completions", 2),
         ([1e308, 1.0], "returned 1e+308 for completion 0 ('a'); return a finite number of at most 1e+15", 1),
-        ([1.0, -1e308], "returned -1e+308 for completion 1", 1),
         (np.array([1e300, 1.0]), "returned 1e+300 for completion 0", 1),
     ],
 )
@@ -276,14 +234,12 @@ def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failure
         ("think_anser_format", "did you mean think_answer_format"),
         ("no.such.module:f", r"there is no module 'no' in the current folder \(.*\), in PYTHONPATH or"),
         ("my_rewards.py:f", "names a file; name the module, without .py: 'my_rewards:f'"),
-        ("./parts/my_rewards.py:f", "without .py: 'parts.my_rewards:f'"),
         ("json:lods", "module 'json' has no 'lods'; it has .*; did you mean loads"),
         (3, "must be a function, a reward model or a name"),
         (lambda completions, anser: [], r"needs an argument 'anser'; it can receive .*\); did you mean answer\?$"),
         (lambda x, /, completions: [], "needs an argument 'x'"),
         ("xml_format(tag=('a',))", "has no option 'tag'; did you mean tags"),
         ("xml_format('a')", "write it as name"),
-        ("xml_format(tags=", "write it as name"),
         ("./nowhere", "neither a model folder nor a hub id"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

@@ -1,37 +1,25 @@
 """Training with servers in other processes: the run that it would be without them, whatever becomes of the servers."""
 
-import asyncio
-import json
 import os
-import re
-import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
-from groupax import GRPOConfig, SamplingParams, init_model, save_model
+from groupax import GRPOConfig, init_model, save_model
 from groupax.errors import RunError
 from groupax.runs.build import sampler_for
-from groupax.serve.client import RemoteSampler
-from groupax.serve.dialects import WeightsFolder
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.engine.test_engine import engine_for
 from tests.episodes import episodes_run
-from tests.launch.slurm_stand_ins import run_job
-from tests.package.test_docs import DOCS
 from tests.training.test_trainer import a_trainer, lines_of
 
-from .test_server import KEY, listening
+from .test_server import KEY
 
 pytestmark = pytest.mark.heavy
 
@@ -167,77 +155,9 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, fol
     assert_same_runs(here, there, (tmp_path / "here", tmp_path / "there"))
 
 
-REWARD = "def count_a(completion_ids):\n    return [ids.count(3) / len(ids) for ids in completion_ids]\n"
-
-
-@pytest.mark.long
-def test_the_sbatch_file_of_the_docs_trains_with_a_server_beside_it(tmp_path):
-    [script] = re.findall(r"```bash\n(#!.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL)
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = str(free.getsockname()[1])
-    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
-    folder = save_model(model, tmp_path / "model", a_tokenizer(eos_token="<eos>"))
-    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "bcd", "ca", "ef"))
-    (tmp_path / "prompts.jsonl").write_text(prompts)
-    (tmp_path / "length.py").write_text(REWARD)
-    task = f"--dataset {tmp_path}/prompts.jsonl --reward_funcs length:count_a --output_dir {tmp_path}/run --max_steps 2"
-    task += " --prompts_per_step 2 --num_generations 4 --max_completion_length 12 --progress_bar none"
-    for written, meant in (("Qwen/Qwen3-0.6B", str(folder)), ("8000", port), ("--recipe gsm8k", task)):
-        assert written in script
-        script = script.replace(written, meant)
-    status, out = run_job(tmp_path, script)
-    assert status == 0, out
-    assert f"at http://0.0.0.0:{port}/v1" in out
-    assert "step on 127.0.0.2 ended with 0" in out  # the server, with the training
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) <= 1e-5
-
-
-@contextmanager
-def slow_server(status, seconds):
-    """The address of one like vLLM's whose completions come late, and with this status."""
-
-    async def models(_):
-        return JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})
-
-    async def takes(_):
-        return JSONResponse({})
-
-    async def completions(_):
-        await asyncio.sleep(seconds)
-        return JSONResponse({"error": {"message": "the request took too long", "code": "timeout"}}, status)
-
-    routes = [Route(path, takes, methods=["POST"]) for path in ("/collective_rpc", "/reset_prefix_cache")]
-    routes += [Route("/v1/models", models), Route("/v1/completions", completions, methods=["POST"])]
-    with listening(Starlette(routes=routes)) as address:
-        yield address
-
-
-@pytest.mark.drawn(2, "servers")
-@pytest.mark.parametrize(("status", "seconds", "says"), [(504, 0.0, "504: the request"), (200, 1.0, "timed out")])
-def test_requests_that_take_too_long_name_the_limits(tiny_model, tmp_path, status, seconds, says):
-    shared = WeightsFolder(tmp_path, tiny_model, jnp.float32)
-    with slow_server(status, seconds) as address:
-        sampler = RemoteSampler(
-            [address], tiny_model.config, tiny_model.params, (1,), shared=shared, timeout_s=0.3, patience_s=0.0
-        )
-        group = sampler.sequences([np.array([4, 5])], SamplingParams(n=2, max_tokens=9))
-        expected = (
-            f"the 2 completions of a prompt, of up to 9 tokens, took too long: .*{says}.*; raise rollout_timeout_s"
-        )
-        with pytest.raises(RunError, match=expected + r", now 0.3 s, and .* \(--request_timeout_s"):
-            list(sampler.stream(group))
-
-
 def test_the_longest_that_a_request_may_take_is_a_setting(tiny_model, tmp_path):
     args = GRPOConfig(rollout_servers="http://one:8000", rollout_timeout_s=7200.0)
     sampler = sampler_for(args, tiny_model, engine_for(tiny_model, 1), tiny_model.params, tmp_path)
     assert [server.connection().timeout for server in sampler.servers] == [7200.0]
-    for bad in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="rollout_timeout_s must be between 1 and"):
-            GRPOConfig(rollout_timeout_s=bad)
-
-
-def test_addresses_that_are_none_are_refused():
     with pytest.raises(ValueError, match="rollout_servers must be addresses like http://host:port, got 'host:8000'"):
         GRPOConfig(rollout_servers="host:8000")

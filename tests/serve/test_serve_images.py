@@ -15,11 +15,10 @@ from groupax.recipes import load_recipe
 from groupax.recipes.shapes.scenes import draw, scenes
 from groupax.serve.app import create_app
 from groupax.serve.chats import decoded_images
-from groupax.serve.loop import EngineLoop
 from groupax.serve.web import ApiError
 from groupax.settings.sampling import SamplingParams
 
-from .test_server import listening
+from .test_server import listening, running
 
 SCENE = next(scenes(7))
 
@@ -52,10 +51,8 @@ def noise():
 def server():
     engine = Engine.load(load_recipe("shapes").model)
     text = Engine.load(load_recipe("arithmetic").model, chat_template="plain")
-    loop = EngineLoop({"shapes": engine, "arithmetic": text}).start()
-    with listening(create_app(loop)) as address:
+    with running({"shapes": engine, "arithmetic": text}) as loop, listening(create_app(loop)) as address:
         yield address, engine
-    loop.close()
 
 
 def chat(*parts, model="shapes", **fields):
@@ -85,11 +82,6 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
     for sequence in sequences:
         sequence.images = images
     [expected] = engine.stream(sequences)
-    shown = [{"role": "user", "content": [{"type": "image", "image": draw(SCENE)}, text()]}]
-    [[generated]] = engine.generate(shown, SamplingParams(max_tokens=12, temperature=0.0))
-    assert generated.tokens == expected.tokens
-    with pytest.raises(ValueError, match="give the prompt to generate"):
-        engine.encode(shown)
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
     answer = client.chat.completions.create(**chat(picture(url_of(content)), text(), temperature=0))
@@ -118,22 +110,16 @@ def test_the_clients_of_openai_and_anthropic_show_images_to_a_model(server):
     ("parts", "message"),
     [
         ([picture("https://example.com/a.png"), text()], "fetches none; send the image as a data: URL"),
-        ([picture("file:///etc/passwd"), text()], "fetches none"),
-        ([picture("data:image/png,raw"), text()], "not a data: URL with base64"),
         ([picture("data:image/png;base64,####"), text()], "base64 is damaged"),
         ([picture(url_of(b"no image")), text()], "not an image in one of the formats"),
-        ([picture(url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>")), text()], "not an image in one of the formats"),
-        ([picture(url_of(bomb(40_000, 40_000))), text()], "decompression bomb"),
         ([picture(url_of(bomb(5_000, 5_000))), text()], "5,000 x 5,000 pixels, at most 16,777,216"),
         ([picture(url_of(noise()[:-40])), text()], "is damaged"),
         (
             [picture(url_of(png(Image.new("L", (2, 2))))) for _ in range(17)] + [text()],
             "17 images; a request may have 16",
         ),
-        ([{"type": "image_url", "image_url": 5}, text()], "must be"),
         ([{"type": "image", "image": "/etc/passwd"}, text()], "images are parts of type image_url"),
         ([text("<image> What is it?")], "tokens that stand for images"),
-        ([picture(url_of(png(Image.new("L", (2, 2))))), text("<image>")], "placeholders"),
     ],
 )
 def test_what_is_no_image_of_a_message_is_refused(server, parts, message):
@@ -158,7 +144,6 @@ def test_images_are_refused_where_no_model_sees_them(server):
     for part, message in (
         ({"file_id": "file-1"}, "this server has no files"),
         ({"image_url": {"url": small}}, "images as image_url, a data: URL"),
-        ({"image_url": "https://example.com/a.png"}, "fetches none"),
     ):
         item = {"role": "user", "content": [{"type": "input_image", **part}]}
         answer = post(server, "/v1/responses", {"model": "shapes", "input": [item]})

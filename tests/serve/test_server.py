@@ -67,11 +67,32 @@ def listening(app, port=0):
         listener.close()
 
 
+@contextmanager
+def running(engines, **options):
+    """A loop with these engines, that decodes."""
+    loop = EngineLoop(engines, **options).start()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+@contextmanager
+def serving_engine(model, tokenizer, name):
+    """The address of a server with one model, and a client of OpenAI."""
+    engine = Engine.of(model, tokenizer, chunk_steps=8, kv_bytes=1 << 26)
+    with (
+        running({name: engine}) as loop,
+        listening(create_app(loop, Limits(api_keys=(KEY,)))) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
+    ):
+        yield address, client
+
+
 @pytest.fixture(scope="module")
 def loop():
-    loop = EngineLoop(demo_engines(), max_sequences=64).start()
-    yield loop
-    loop.close()
+    with running(demo_engines(), max_sequences=64) as loop:
+        yield loop
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +202,6 @@ def test_a_stream_is_the_answer_in_pieces(client, engine):
     assert last.usage == whole.usage
 
 
-def test_echo_puts_the_prompt_first(client):
-    given = {"model": "demo", "prompt": "4*4=", "seed": 1, "max_tokens": 8}
-    plain, echoed = (client.completions.create(**given, echo=echo).choices[0].text for echo in (False, True))
-    assert echoed == "4*4=" + plain
-    pieces = client.completions.create(**given, echo=True, stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces) == echoed
-
-
 def test_chats_are_the_engines(client, engine):
     messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     messages.append({"role": "user", "content": "3*3="})
@@ -206,11 +219,8 @@ def test_chats_are_the_engines(client, engine):
     for piece in client.chat.completions.create(**given, stream=True):
         contents[piece.choices[0].index] += piece.choices[0].delta.content
     assert list(contents.values()) == [choice.message.content for choice in whole.choices]
-    parts = [
-        {**messages[0], "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]},
-        *messages[1:],
-    ]
-    again = client.chat.completions.create(**{**given, "messages": parts})
+    messages[0] = {**messages[0], "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]}
+    again = client.chat.completions.create(**given)
     assert [choice.message.content for choice in again.choices] == list(contents.values())
 
 
@@ -301,14 +311,6 @@ def test_a_request_that_takes_too_long_is_given_up(loop):
             wait_until(lambda: is_idle(loop))
 
 
-def metrics_of(address):
-    """What /metrics tells, by name."""
-    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request) as response:
-        lines = response.read().decode().splitlines()
-    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-
-
 def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
     body = json.dumps(
         {"prompt": "1+1=", "n": 48, "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 20}
@@ -330,12 +332,13 @@ def test_health_and_metrics(address, client):
     with urllib.request.urlopen(f"{address}/health") as response:
         assert json.loads(response.read()) == {"status": "ok"}
     client.completions.create(model="demo", prompt="1+1=", max_tokens=8)
-    values = metrics_of(address)
+    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request) as response:
+        lines = response.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
     for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count"):
         assert float(values[f'vllm:{name}{{model_name="demo"}}']) >= 1, name
-    for name in ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_decode_time_seconds"):
-        assert float(values[f'vllm:{name}_count{{model_name="demo"}}']) >= 1, name
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f'vllm:{name}{{model_name="demo"}}' in values
     assert any(name.startswith("vllm:request_success_total{") for name in values)

@@ -14,10 +14,12 @@ from groupax.engine import programs
 from groupax.engine.scheduler import CacheShape
 from groupax.serve import loop as loop_module
 from groupax.serve.app import Limits, create_app
-from groupax.serve.loop import EngineLoop, PromptScorer
+from groupax.serve.loop import EngineLoop
 from tests.conftest import TINY
 from tests.data.test_config_and_data import a_tokenizer
 from tests.engine.test_engine import engine_for
+
+from .test_server import running
 
 PROMPT = np.array([5, 6, 7], np.int32)
 LONG = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -85,17 +87,6 @@ def test_what_is_told_has_been_counted(loop):
     assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
     assert (loop.counts.num_chunks, loop.counts.num_finished) == (last.num_chunks, 2)
     loop.between_chunks(lambda: setattr(loop.engines["tiny"], "params", params_before)).result()
-
-
-def test_what_was_cancelled_before_it_began_is_not_run(loop):
-    run = []
-    given_up = loop.between_chunks(lambda: run.append("given up"))
-    assert given_up.cancel()
-    done = loop.between_chunks(lambda: run.append("done"))
-    loop.start()
-    done.result()
-    assert run == ["done"]
-    assert loop.is_alive
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -226,19 +217,6 @@ def test_wide_requests_join_in_parts_and_small_ones_pass_them(loop, engine, monk
     loop.close()
 
 
-@pytest.mark.heavy
-def test_prompts_are_scored_a_few_columns_at_a_time(loop, engine, monkeypatch):
-    monkeypatch.setattr(loop_module, "LONGEST_TURN_S", 0.0)  # one piece of columns each time
-    loop.start()
-    prompts = [np.arange(size, dtype=np.int32) % 90 for size in (200, 5, 130)]
-    scorer, before = PromptScorer(loop), []
-    real = loop.between_chunks
-    monkeypatch.setattr(loop, "between_chunks", lambda function: (before.append(1), real(function))[1])
-    found = asyncio.run(scorer.score("tiny", prompts, 1.0, 1))
-    assert [len(each.logps) for each in found] == [199, 4, 129]
-    assert len(before) == 3 + 2 + 1 + 2  # a beginning of each, and its pieces
-
-
 # -- compiling beside decoding
 
 
@@ -268,23 +246,6 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield compiled
     jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.mark.heavy
-def test_others_go_on_while_programs_are_compiled_for_one(loop, compiled):
-    loop.start()
-    short = SamplingParams(max_tokens=4, ignore_eos=True)
-    finished(ask(loop, short))
-    compiled.clear()
-    other = ask(loop, SamplingParams(n=8, max_tokens=40, ignore_eos=True), [5] * 140)  # more rows, a longer prompt
-    num_meanwhile = 0
-    while other.empty():
-        finished(ask(loop, short))
-        num_meanwhile += 1
-    assert num_meanwhile >= 1
-    assert len({delta.index for delta in finished(other, 8)}) == 8
-    by_engine = [seconds for name, seconds in compiled if name == "engine"]
-    assert sum(by_engine) < 0.5 * sum(seconds for _, seconds in compiled), compiled
 
 
 @pytest.mark.heavy
@@ -320,8 +281,7 @@ def test_a_server_is_ready_when_it_is_warm(engine, compiled):
 @pytest.mark.heavy
 def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
     model = init_model({**TINY, "max_position_embeddings": 1024}, seed=0)
-    loop = EngineLoop({"tiny": engine_for(model, 1)}).start()
-    try:
+    with running({"tiny": engine_for(model, 1)}) as loop:
         loop.warm_up([1], 16)
         num_before, told, num_compiled = loop.programs["tiny"].num_compiled, queue.Queue(), []
         params = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
@@ -338,18 +298,3 @@ def test_a_completion_starts_before_all_is_compiled_that_it_may_need(compiled):
         assert not [seconds for name, seconds in compiled if name == "engine"]
         [[expected]] = engine_for(model, 1).generate([np.array([5, 6])], params)
         assert tokens_of(deltas) == expected.tokens
-    finally:
-        loop.close()
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("numbers", [[2], [1, 2], [6], [1, 1, 1]])
-def test_requests_run_in_the_slots_that_are_compiled(tiny_model, numbers):
-    loop = EngineLoop({"tiny": engine_for(tiny_model, 1)}).start()
-    try:
-        loop.warm_up([1, 4], 16)
-        loop.programs["tiny"].close()
-        for told, number in [(ask(loop, SamplingParams(n=n, max_tokens=16)), n) for n in numbers]:
-            finished(told, number)
-    finally:
-        loop.close()
