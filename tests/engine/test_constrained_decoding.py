@@ -1,4 +1,4 @@
-"""Completions that match an expression or a schema: their tokens, log-probs, distribution and limits."""
+"""Completions that match an expression or a schema: which texts that allows, log-probs, distribution and limits."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Which sequence sits in which slot: host logic alone."""
+"""Which sequence sits in which slot, and how long chunks are: host logic alone."""
 
 from dataclasses import replace
 

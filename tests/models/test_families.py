@@ -213,9 +213,6 @@ def test_two_tables_that_differ_are_refused(family, change):
         read_config({**hf, "rope_scaling": yarn})
 
 
-# -- softcaps
-
-
 # -- mixtures of experts
 
 
@@ -315,9 +312,6 @@ def test_layers_that_predict_tokens_ahead_are_left_out():
 def test_models_with_images_whose_text_part_is_not_supported_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config({"model_type": "mistral3", "text_config": {}, **change})
-
-
-# -- costs
 
 
 # -- against PyTorch

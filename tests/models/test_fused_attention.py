@@ -1,5 +1,5 @@
 """Attention by kernels gives what the plain form gives. On this CPU the kernels' work is done by other operations:
-splash's by pallas' interpreter, and of cuDNN's only the call is the same, which XLA then computes."""
+splash's by pallas' interpreter, cuDNN's by XLA."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs to compile for, which may be absent: their names, figures and targets."""
+"""NVIDIA GPUs to compile for, which may be absent: their figures, and programs that are compiled for them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Products of factors of fewer bits, of 4-bit and of grouped matrices, and the memory that programs take."""
+"""Products of factors of fewer bits, of 4-bit and of grouped matrices, norms, and the memory that programs take."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Weights over the wire: what arrives is what was sent, or nothing; completions from servers are those made here."""
+"""Weights over the wire: what arrives is what was sent, or nothing."""
 
 import json
 import threading

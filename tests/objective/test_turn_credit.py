@@ -1,4 +1,4 @@
-"""Credit of turns and rewards per turn: the gradient is the exact one, and an episode counts once, or not at all."""
+"""Credit of turns, rewards per turn and the leave-one-out baseline: exact gradients, and episodes that count once."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Models split over a mesh: the same numbers as on one device, and what cannot be split."""
+"""Models split over a mesh and layers as a loop: the same numbers as on one device and one by one."""
 
 import json
 import subprocess

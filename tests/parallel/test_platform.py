@@ -1,4 +1,4 @@
-"""What is traced goes by the mesh's platform, not by the machine that traces."""
+"""Programs are traced for the mesh's platform; what is recorded of processors, and the flags of XLA for GPUs."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Training several adapters of one base in one run."""
+"""Several adapters of one base, trained in one run and decoded in one batch."""
 
 import json
 import urllib.error

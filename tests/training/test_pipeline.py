@@ -151,6 +151,3 @@ def test_rewards_that_need_signals_get_the_main_thread(tmp_path):
     trainer = ahead(tmp_path, needing_signals, eval_steps=2)
     trainer.train()
     assert all(line["rewards/needing_signals/failures"] == 0 for line in steps_of(tmp_path))
-
-
-# -- turns

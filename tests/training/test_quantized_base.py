@@ -1,4 +1,4 @@
-"""A base in fewer bits: what it takes, that gradients pass it, that adapters learn on it."""
+"""A base in fewer bits, and checkpoints that have it: gradients pass it, and adapters learn on it."""
 
 import json
 
