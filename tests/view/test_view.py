@@ -311,22 +311,6 @@ def test_endless_lines_are_left_out(tmp_path, monkeypatch):
     assert tail.num_bad_lines == 1
 
 
-def test_the_groups_of_a_step_and_their_completions(port):
-    found = ask(port, "step", run="alpha", step=3)
-    equal, odd, hostile = found["groups"]
-    assert [group["zero_variance"] for group in found["groups"]] == [True, False, False]
-    assert [group["disagree"] for group in found["groups"]] == [False, True, False]
-    assert (equal["num_truncated"], equal["mean_tokens"], equal["lengths"]) == (1, 4.5, [3, 4, 5, 6])
-    assert odd["totals"] == pytest.approx([n / G + 2 * (1 - n / G) for n in range(G)])  # reward_weights are 1 and 2
-    assert hostile["preview"] == HOSTILE
-    for text, matching in (("PROMPT 1", [1]), ("be brief", [1]), ("answer 2 of", [0, 1]), ("nowhere", [])):
-        assert ask(port, "step", run="alpha", step=3, q=text)["matching"] == matching
-    row = ask(port, "group", run="alpha", step=3, prompt=1)["rows"][3]
-    assert row["rewards"] == {"right": 0.75, "<b>brief</b>": 0.25}
-    assert (row["total"], row["advantage"], row["finish_reason"], row["num_tokens"]) == (1.25, 1.5, "length", 6)
-    assert row["extra"] == {"note": HOSTILE}
-
-
 def test_tokens_with_their_numbers(port):
     def tokens(channel, **more):
         return ask(port, "tokens", run="alpha", step=3, prompt=1, channel=channel, **more)
