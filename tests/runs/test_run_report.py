@@ -155,9 +155,6 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "has not come to a logged step" in capsys.readouterr().err
 
 
-# -- curves
-
-
 def test_a_curve_goes_through_its_values_leaves_gaps_and_keeps_extremes():
     drawn = curve("a <title>", [1.0, 2.0, 3.0, 4.0], {"x": [0.0, 1.0, float("nan"), 0.5]})
     assert drawn.count("<polyline") == 1

@@ -470,19 +470,12 @@ def test_hits_are_newest_first_and_exported_with_their_full_texts(port):
         ("step", {"run": "alpha", "step": 99}, 404, "step 99 has no rollout log"),
         ("step", {"run": "alpha", "step": 7}, 400, "step_000007.parquet cannot be read"),
         ("step", {"run": "alpha", "step": "9" * 5000}, 400, "not a non-negative integer"),
-        ("step", {"run": "alpha", "step": "../../x"}, 400, "not a non-negative integer"),
         ("step", {"run": "nobody", "step": 1}, 404, "there is no run 'nobody'"),
-        ("step", {"run": "../alpha", "step": 1}, 404, "there is no run"),
         ("series", {"run": "alpha", "name": "reward", "by": "x"}, 400, "x"),
         ("search", {"run": "alpha"}, 400, "q is empty"),
-        ("export", {"run": "alpha"}, 400, "q is empty"),
         ("search", {"run": "alpha", "q": "(", "regex": "1"}, 400, "'(' is not a regular expression"),
-        ("search", {"run": "alpha", "q": "a" * 1001, "regex": "1"}, 400, "more than 1000 characters"),
         ("search", {"run": "alpha", "end": "x"}, 400, "end='x' is none of truncated, complete"),
-        ("search", {"run": "alpha", "min_reward": "x"}, 400, "min_reward='x' is not a number"),
         ("tokens", {"run": "alpha", "step": 3, "prompt": 1, "channel": "x"}, 404, "has no 'x' per token"),
-        ("prompts", {"run": "alpha", "order": "x"}, 400, "order='x' is none of frequent"),
-        ("items", {"run": "alpha", "name": "step_000005.eval", "show": "x"}, 400, "none of all, solved"),
         ("differences", {"run": "alpha", "name": "step_000005.eval"}, 404, "no evaluation ''"),
         ("group", {"run": "alpha", "step": 1, "prompt": 50}, 404, "no prompt 50; it has 3"),
         ("text", {"run": "alpha", "step": 1, "prompt": 0, "sample": 50}, 404, "no sample 50; it has 4"),
@@ -593,9 +586,6 @@ def test_the_chart_library_is_the_one_that_was_vendored():
     for name, digest in recorded["sha256"].items():
         assert sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest
     assert recorded["version"] in (STATIC / "vendor" / "uPlot.iife.min.js").read_text()[:200]
-
-
-# -- groups of a step
 
 
 def a_step(prompt_index, rewards):
