@@ -23,9 +23,6 @@ def a_trainer(folder, tmp_path, eval_dataset=None, callbacks=None, reward_funcs=
     return trl.GRPOTrainer(str(folder), reward_funcs, config, PROMPTS, eval_dataset, callbacks=callbacks)
 
 
-# -- logs and reports
-
-
 def test_the_last_line_of_a_log_is_about_the_run_and_the_steps_since_the_line_before(tmp_path):
     seen = []
 
@@ -73,9 +70,6 @@ def test_metrics_and_the_state_are_printed_and_saved_as_by_transformers(tmp_path
     assert read["trainer_state"]["global_step"] == 3
 
 
-# -- streams
-
-
 def test_what_a_stream_cannot_be_used_for_is_refused():
     def reader(**settings):
         return Streams(trl.GRPOConfig("out", **settings), 1)
@@ -91,9 +85,6 @@ def test_what_a_stream_cannot_be_used_for_is_refused():
         dispatching.training_rows(stream)
     assert reader().training_rows(PROMPTS) is PROMPTS
     assert evaluation_rows({"a": stream, "b": PROMPTS}) == {"a": [{"prompt": "0"}], "b": PROMPTS}
-
-
-# -- evaluation
 
 
 @pytest.mark.heavy

@@ -37,9 +37,6 @@ def test_a_subclass_adds_fields_and_attributes():
         MyConfig(curiculum="hard")
 
 
-# -- model_init_kwargs
-
-
 def resolved(model, quantized=None, **kwargs):
     return resolve_model(model, trl.GRPOConfig(model_init_kwargs=kwargs), quantized)
 
@@ -66,9 +63,6 @@ def test_arguments_of_loading_that_change_the_model_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             resolved("owner/name", quantized, **kwargs)
-
-
-# -- with TRL's own
 
 
 @pytest.mark.parity

@@ -46,9 +46,6 @@ def an_item(key, solved, answers=None, rewards=None, counts_votes=True):
     return Item(key, 0, "p", {}, completions, counts_votes)
 
 
-# -- pass@k and maj@k
-
-
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     for n, right in itertools.product(range(1, 7), range(7)):
         if right > n:
@@ -119,9 +116,6 @@ def test_accuracy_rewards_exist():
         find_correctness_reward("count_b", rewards)
 
 
-# -- intervals
-
-
 def test_wilson_is_wilson_and_student_is_student():
     estimate = mean_share([1.0] * 8 + [0.0] * 2)
     np.testing.assert_allclose((estimate.low, estimate.high), (0.490162, 0.943318), atol=1e-5)  # Wilson (1927)
@@ -143,10 +137,18 @@ def coverage(draw, estimate, truth, num_runs=2000):
     return float(np.mean(covered))
 
 
-@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("N", [50, 500])
-def test_greedy_intervals_cover_19_times_in_20(p, N):
-    found = coverage(lambda rng: rng.binomial(1, p, size=N).astype(float), mean_share, p)
+GREEDY = [
+    (lambda rng, p=p, N=N: rng.binomial(1, p, size=N).astype(float), mean_share, p)
+    for p in (0.02, 0.1, 0.5, 0.9)
+    for N in (50, 500)
+]
+
+
+@pytest.mark.parametrize(
+    ("draw", "estimate", "truth"), [*GREEDY, (lambda rng: rng.exponential(2.0, size=200) - 1.0, mean_value, 1.0)]
+)
+def test_intervals_of_shares_and_rewards_cover_19_times_in_20(draw, estimate, truth):
+    found = coverage(draw, estimate, truth)
     assert 0.925 <= found <= 0.99, found
 
 
@@ -163,14 +165,6 @@ def test_intervals_of_sampled_items_cover_19_times_in_20(a, b, k):
 
     found = coverage(draw, lambda values: mean_share(values, n), truth)
     assert 0.925 <= found <= 0.99, found
-
-
-def test_intervals_of_rewards_cover_19_times_in_20():
-    found = coverage(lambda rng: rng.exponential(2.0, size=200) - 1.0, mean_value, 1.0)
-    assert 0.925 <= found <= 0.965, found
-
-
-# -- two evaluations of the same items
 
 
 def test_mcnemar_is_the_binomial_test():
@@ -249,9 +243,6 @@ def test_totals_of_other_reward_functions_are_not_compared():
     assert found.metrics_after == ("rewards/more/mean",)
 
 
-# -- items and their files
-
-
 def test_items_without_a_verdict_are_left_out_of_pass_at_k():
     items = [an_item("a", [True, False]), an_item("b", [None, None]), an_item("c", [False, False])]
     found = estimates(items)
@@ -290,9 +281,6 @@ def test_sets_have_names():
         sources_by_name(["a/test.jsonl", "b/test.jsonl"])
 
 
-# -- the report of a run
-
-
 @pytest.mark.parametrize(
     ("solved", "rewards", "start", "end"),
     [
@@ -329,9 +317,6 @@ def test_rewards_that_may_mean_correct_are_found():
     items = [an_item("a", [None], rewards=[1.0]), an_item("b", [None, None], rewards=[0.0, None])]
     assert binary_rewards(items) == ["r"]
     assert binary_rewards([*items, an_item("c", [None], rewards=[0.5])]) == []
-
-
-# -- through the trainer
 
 
 def starts_right(completions, gold):

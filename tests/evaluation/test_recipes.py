@@ -276,15 +276,11 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     ("argv", "message"),
     [
         (["eval", "--recipe", "gsm8k", "--n", "2"], "at --temperature 0 all completions of a prompt are the same"),
-        (["eval", "--recipe", "gsm8k", "--limit", "0"], "--limit must be at least 1"),
         (["eval", "--dataset", "x.jsonl"], "--model is missing"),
-        (["eval", "--model", "m", "--dataset", "x.jsonl"], "--reward_funcs is missing"),
         (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
         (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
         (["eval", "--config", "x.yaml"], "there is no --config here: give what it has of --model, --dataset"),
         (["compare", "nowhere", "nothing"], "nowhere is missing"),
-        (["train", "--recipe", "gsm8k", "--model", "nowhere", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(argv, message, capsys):

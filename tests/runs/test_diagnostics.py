@@ -153,9 +153,6 @@ def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
     assert num_unscored_steps(a_history()) == num_unscored_steps([]) == 0
 
 
-# -- runs
-
-
 @pytest.mark.heavy
 def test_a_run_without_any_reward_ends_and_says_why(tmp_path, caplog):
     def nothing(completions):

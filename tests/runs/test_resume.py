@@ -79,9 +79,6 @@ def stopped_at(trainer, step, number=signal.SIGTERM):
     return stopped.value
 
 
-# -- exact
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("step", [2, 5])
 def test_a_run_stopped_by_a_signal_goes_on_exactly(tmp_path, whole, step):
@@ -245,9 +242,6 @@ def test_a_notice_of_maintenance_stops_the_run(tmp_path, monkeypatch):
     assert steps_in(tmp_path) == ["step_000002"]
 
 
-# -- kill -9
-
-
 class Killed:
     """Runs `stopped_run` in processes and kills them."""
 
@@ -336,9 +330,6 @@ def test_killed_at_twenty_random_moments_it_goes_on_exactly(tmp_path):
     log = check_killed(tmp_path, 20, {}, seed=1)
     print({phase: log.count(phase) for phase in log})
     assert {"rollout", "reward", "update", "checkpoint"} <= set(log)
-
-
-# -- other devices
 
 
 @pytest.mark.heavy

@@ -161,9 +161,6 @@ def test_what_reward_functions_log_becomes_a_column_of_a_simple_type(values, kin
     assert (str(column.type), column.to_pylist()) == (kind, wanted)
 
 
-# -- the budget
-
-
 def test_files_beyond_the_budget_go_evenly_but_for_the_first_the_newest_and_the_best():
     sizes = dict.fromkeys(range(1, 101), 10)
     left = sorted(sizes.keys() - set(to_remove(sizes, 210)))

@@ -54,9 +54,6 @@ def a_holder(folder, *options):
     return process
 
 
-# -- one run at a time
-
-
 @pytest.mark.heavy
 def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
     run = tmp_path / "run"
@@ -96,9 +93,6 @@ def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(tmp_path, mon
     monkeypatch.setattr(fcntl, "flock", failing)
     with pytest.warns(UserWarning, match="cannot be locked .*; nothing stops a second run"):
         RunLock(tmp_path).release()
-
-
-# -- a folder that disappears
 
 
 def remove(run):
@@ -157,9 +151,6 @@ def started_folder(path):
     folder.start({})
     folder.write_metrics({"step": 1.0})
     return folder
-
-
-# -- starts that came to nothing
 
 
 def failing(completion_ids):
@@ -226,9 +217,6 @@ def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys):
     said = capsys.readouterr().err
     assert said.startswith("stopped (SIGTERM) before training started; nothing was saved. Start it")
     assert said.count("\n") == 1
-
-
-# -- flags as other libraries have them
 
 
 @pytest.mark.parametrize(

@@ -254,9 +254,6 @@ def test_trackers_that_cannot_be_are_refused_before_the_start(report_to, message
         a_trainer(tmp_path, report_to=report_to)
 
 
-# -- services with programs of their own
-
-
 def wandb_records(path):
     """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format of blocks and fragments."""
     from wandb.proto import wandb_internal_pb2
