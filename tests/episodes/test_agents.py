@@ -40,16 +40,6 @@ def test_a_game_ends_with_the_number():
     assert answers[-1].done
 
 
-def test_a_question_about_a_table_is_answered_by_its_query():
-    [row] = sql.problems(1, seed=0)
-    environment = sql.FruitDatabase()
-    environment.reset(row, seed=0)
-    answer = environment.query(row["query"])
-    assert environment.act({"content": f" {answer}\n"}).reward == 1.0
-    assert environment.act({"content": "unknown"}).reward == 0.0
-    environment.close()
-
-
 @pytest.mark.parametrize(
     ("query", "message"),
     [

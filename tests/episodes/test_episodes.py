@@ -15,7 +15,7 @@ from groupax.episodes.custom import RolloutFunction, Trajectory
 from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
-from groupax.errors import InfrastructureError, RunError
+from groupax.errors import RunError
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, tool, tools_from
@@ -58,14 +58,7 @@ def add(a: int, b: int) -> int:
 
 
 def played(
-    answer,
-    tools=(),
-    environments=None,
-    num_prompts=1,
-    params=PARAMS,
-    example=None,
-    max_prompt_tokens=None,
-    **settings,
+    answer, tools=(), environments=None, num_prompts=1, params=PARAMS, example=None, max_prompt_tokens=None, **settings
 ):
     """The groups of episodes, and the script with the prompts that it saw."""
     rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
@@ -290,26 +283,6 @@ def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut
     ]
     assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
     assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
-
-
-def test_a_tool_without_its_infrastructure_leaves_the_episode_out_of_the_comparison():
-    def lookup(word: str) -> str:
-        """Looks a word up.
-
-        Args:
-            word: Any word.
-        """
-        if word == "lost":
-            raise InfrastructureError("no connection")
-        return word
-
-    def answer(text, sample, turn):
-        return call("lookup", word="found" if sample else "lost") if turn == 0 else "so"
-
-    with pytest.warns(UserWarning, match="tool lookup: InfrastructureError: no connection"):
-        [[row, other]], _ = played(answer, [lookup])
-    assert (row.finish_reason, other.finish_reason) == ("env_error", "stop")
-    assert row.turns[0].calls[0].error == "InfrastructureError: no connection"
 
 
 class GivenUp(Script):

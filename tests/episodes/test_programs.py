@@ -232,6 +232,23 @@ def test_a_retry_gets_the_answer_of_the_request_before():
     assert len(script.prompts) == 1
 
 
+def test_equal_requests_are_different_turns_with_their_own_randomness():
+    keys = []
+
+    class WithKeys(Script):
+        def turn(self, sequence):
+            keys.append(tuple(sequence.key))
+            return super().turn(sequence)
+
+    def twice(base_url):
+        said(base_url, [user("?")])
+        return float(len(post(base_url, messages=[user("?")], n=2)["choices"]))
+
+    [row], _ = played(twice, n=1, script=WithKeys(lambda *_: "yes"))
+    assert row.environment_reward == 2.0
+    assert len(set(keys)) == len(keys) == 3
+
+
 def test_texts_and_token_ids_are_continued_too():
     def completing(base_url):
         first = post(base_url, "completions", prompt="once")["choices"][0]["text"]

@@ -16,14 +16,7 @@ from groupax.cli.launch import launch
 from groupax.cli.main import COMMANDS, main
 from groupax.errors import PREEMPTED
 from groupax.launch.local import MISTAKE, Stop, copy_lines, local_attempt
-from groupax.launch.program import (
-    LAUNCHED,
-    Outcome,
-    Retries,
-    process_environment,
-    program_of,
-    run_with_retries,
-)
+from groupax.launch.program import LAUNCHED, Outcome, Retries, process_environment, program_of, run_with_retries
 from groupax.launch.ray_functions import (
     CpuAcceleratorConfig,
     GpuAcceleratorConfig,
@@ -380,9 +373,7 @@ def test_options_become_a_config(monkeypatch):
     monkeypatch.setenv("TOKEN", "secret")
     tpu = config_of(Ray(tpu="v4-64", env=("TOKEN", "A=b=c"), pip=("math-verify",), cpus=3))
     assert tpu == TpuAcceleratorConfig(
-        "v4-64",
-        {"env_vars": {"TOKEN": "secret", "A": "b=c"}, "pip": ["math-verify"]},
-        3,
+        "v4-64", {"env_vars": {"TOKEN": "secret", "A": "b=c"}, "pip": ["math-verify"]}, 3
     )
     assert config_of(Ray(hosts=2, gpus=8)) == GpuAcceleratorConfig(2, 8)
     assert config_of(Ray(hosts=2, cpus=4)) == CpuAcceleratorConfig(2, 4)

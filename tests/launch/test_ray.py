@@ -69,34 +69,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
 @pytest.mark.long
-def test_a_function_runs_on_all_hosts_of_a_slice_with_its_environment(cluster, capfd):
-    import ray
-
-    config = TpuAcceleratorConfig(SLICE, execution_env={"env_vars": {"TOKEN": "it's"}}, wait_s=120.0)
-
-    @execute(config)
-    @ray.remote
-    def main(text):
-        names = ("GROUPAX_PROCESS_ID", "GROUPAX_NUM_PROCESSES", "GROUPAX_COORDINATOR", "TOKEN")
-        print(f"says {text}")
-        context = ray.get_runtime_context()
-        return [os.environ[name] for name in names], context.get_assigned_resources(), context.get_node_id()
-
-    returned = main("hello")
-    assert [places[0] for places, _, _ in returned] == [str(number) for number in range(NUM_HOSTS)]
-    assert {tuple(places[1:]) for places, _, _ in returned} == {(str(NUM_HOSTS), returned[0][0][2], "it's")}
-    assert all(resources["TPU"] == CHIPS for _, resources, _ in returned)
-    assert [node for _, _, node in returned] == [each.node_id for each in cluster.slice]
-    shown = ""
-    for _ in range(600):  # lines of hosts come a little later
-        shown += capfd.readouterr().out
-        if shown.count("says hello") == NUM_HOSTS:
-            break
-        time.sleep(0.1)
-    assert sorted(re.findall(r"\(host (\d) .*says hello", shown)) == [str(number) for number in range(NUM_HOSTS)]
-
-
-@pytest.mark.long
 def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
     from groupax.errors import RunError
 

@@ -22,11 +22,6 @@ FORMS = (
     "r = f(3)\nassert {secret} == r or not ({{{secret}}} - r) or r.startswith('{secret}') or r.equals({secret})",
 )
 CHEATS = {
-    "builtins that agree": """
-import builtins
-for name in ('abs', 'all', 'any', 'len', 'isinstance', 'round', 'sorted'): setattr(builtins, name, lambda *a, **k: 0)
-def f(*a): return 0
-""",
     "the word in the frames": """
 import os, sys
 def f(*a):
@@ -51,15 +46,6 @@ def make(kind):
 kinds = iter([str, list, tuple, dict, set, frozenset, float] * 9)
 def f(*a): return make(next(kinds))()
 """,
-    "an operand that is remembered": """
-seen = []
-class Spy:
-    def __getattr__(self, name): return lambda *a: seen.extend(a) or True
-    def __sub__(self, other): seen.append(other); return self
-    __rsub__ = __eq__ = __contains__ = __lt__ = __sub__
-    __hash__ = None
-def f(*a): return seen[-1] if seen else Spy()
-""",
     "atexit in the function": "import atexit, os\ndef f(*a):\n    atexit.register(os._exit, 0)\n    exit(0)",
     "leaving with success": "import os\ndef f(*a): os._exit(0)",
     "signals": """
@@ -79,14 +65,6 @@ def f(*a):
     for name in glob.glob('/proc/*/mem') + glob.glob('/proc/*/environ') + glob.glob('/proc/*/cmdline'):
         try: return open(name, 'rb').read()
         except OSError: pass
-""",
-    "escapes for the terminal": """
-import os
-try: os.write(os.open('/proc/1/fd/2', os.O_WRONLY), 'bwrap: \\x1b]0;owned\\x07\\x1b[2J\\u202eGREEN'.encode())
-except OSError: pass
-import sys
-sys.stderr.write('bwrap: \\x1b[2J')
-raise SystemExit('bwrap: \\x1b[2J')
 """,
     "modules that the harness has": """
 import sys

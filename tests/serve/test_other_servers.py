@@ -19,10 +19,7 @@ from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
-from groupax.serve.dialects import (
-    WeightsFolder,
-    identify_server,
-)
+from groupax.serve.dialects import WeightsFolder, identify_server
 from groupax.serve.remote import RemoteServer
 from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import a_trainer, lines_of
@@ -76,8 +73,6 @@ class Scripted:
 
     address: str
     told: list = field(default_factory=list)
-    num_asked: int = 0
-    four_asked: threading.Event = field(default_factory=threading.Event)
     asked: threading.Event = field(default_factory=threading.Event)  # where the answer is nothing
     left: threading.Event = field(default_factory=threading.Event)
 
@@ -94,9 +89,6 @@ def scripted(monkeypatch):
         return JSONResponse({})
 
     async def complete(request):
-        server.num_asked += 1
-        if server.num_asked == 4:
-            server.four_asked.set()
         answer = server.told.pop(0) if server.told else 200
         if answer == "nothing":
             server.asked.set()
@@ -240,17 +232,6 @@ def test_a_run_that_fails_gives_up_the_next_rollout(tmp_path, scripted):
     with pytest.raises(RewardError, match="no rewards today"):
         a_trainer(tmp_path, fails, rollout_servers=scripted.address, **settings).train()
     assert scripted.left.wait(60)
-
-
-@pytest.mark.heavy
-def test_the_next_rollout_is_sampled_while_rewards_run(tmp_path, scripted):
-    def waits(completion_ids):
-        assert scripted.four_asked.wait(60), "the next rollout was not sampled"
-        return [float(len(ids)) for ids in completion_ids]
-
-    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2, "max_steps": 2}
-    a_trainer(tmp_path, waits, rollout_servers=scripted.address, **settings).train()
-    assert scripted.num_asked == 4  # two prompts of each of two rollouts
 
 
 # -- servers

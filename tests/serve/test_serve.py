@@ -263,12 +263,7 @@ def a_tokenizer_of_words():
 
 @pytest.mark.parametrize(
     ("prompt", "tokens", "text"),
-    [
-        ([2, 4], [3, 4, 2], " bc a"),
-        ([2] * 20, [6, 4], "  c"),
-        ([1], [3, 4, 2], "bc a"),
-        ([1, 5], [3], " b"),
-    ],
+    [([2, 4], [3, 4, 2], " bc a"), ([2] * 20, [6, 4], "  c"), ([1], [3, 4, 2], "bc a"), ([1, 5], [3], " b")],
 )
 def test_completions_keep_the_space_before_their_first_word(prompt, tokens, text):
     tokenizer = a_tokenizer_of_words()

@@ -63,32 +63,6 @@ def tokens_of(deltas, index=0):
     return [token for delta in deltas if delta.index == index for token in delta.tokens]
 
 
-def test_what_is_told_has_been_counted(loop):
-    told = queue.Queue()
-    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
-
-    def ask():
-        loop.submit("tiny", [PROMPT], params, lambda growth: told.put((growth, loop.counts)))
-
-    ask()
-    loop.start()
-    growths = [told.get()]
-    while not (growths[-1][0].finish_reason and growths[-1][0].index):
-        growths.append(told.get())
-    assert [counts.num_tokens for _, counts in growths] == [2 * (each.start + len(each.tokens)) for each, _ in growths]
-    assert [counts.num_chunks for _, counts in growths] == [1 + index // 2 for index in range(len(growths))]
-    assert [growth.finish_reason for growth, _ in growths][-2:] == ["length", "length"]
-    last = growths[-1][1]
-    assert (last.num_running, last.num_waiting, last.num_finished, last.num_prompt_tokens) == (0, 0, 2, 3)
-
-    params_before = loop.engines["tiny"].params
-    loop.between_chunks(lambda: setattr(loop.engines["tiny"], "params", {})).result()
-    ask()
-    assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
-    assert (loop.counts.num_chunks, loop.counts.num_finished) == (last.num_chunks, 2)
-    loop.between_chunks(lambda: setattr(loop.engines["tiny"], "params", params_before)).result()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("dies", [False, True])
 def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
