@@ -62,7 +62,7 @@ commands:
   generate   sample completions from a model
   serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
   resume     resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]
-  replay     compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value] [--bundle FILE]
+  replay     compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value]
   bisect     find the step and the rows that a metric went wrong by: groupax bisect RUN_DIR --until 'kl > 1'
   checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
              export [STEP] --to FOLDER

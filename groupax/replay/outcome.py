@@ -294,7 +294,6 @@ class Outcome:
         shares: The shares of its rows in the gradient, if they were asked for.
         moves: Of a step under changes with the same tokens: the KL between the policies before and after the update, in
             the run and under changes.
-        is_forced: Whether the stages after the rollout have the run's completions, as other ones came out.
     """
 
     target: Target
@@ -308,13 +307,6 @@ class Outcome:
     machine: tuple[str, ...]
     shares: Shares | None = None
     moves: tuple[float, ...] = ()
-    is_forced: bool = False
-
-    @property
-    def has_other_tokens(self) -> bool:
-        """True if completions differ from those of the run, where these were kept."""
-        then = self.target.run.table(self.step)
-        return then is not None and then["completion_ids"] != self.columns.get("completion_ids")
 
     @property
     def step(self) -> int:
@@ -344,8 +336,6 @@ def comparison(outcome: Outcome) -> Iterator[str]:
     if outcome.parted_at is not None:
         yield f"  the weights already differ after step {outcome.parted_at}"
     for stage in outcome.stages:
-        if outcome.is_forced and stage.stage == "reward":
-            yield "  from here on with the completions of the run:"
         yield f"  {stage.stage:10} {'equal' if stage.is_equal else f'DIFFERS: {stage.text}'}"
 
 

@@ -56,21 +56,14 @@ def replay_target(
     target: Target,
     make: Make,
     settings: SettingsAt,
-    use: Callable[[ReplayTrainer], Any] | None = None,
-    weights_text: Callable[[ReplayTrainer], str] | None = None,
     why: bool = False,
 ) -> Outcome:
     """Computes a step again and compares it with its record.
-
-    Where other tokens come out of a bundle, whose rewards are known for those of the run alone, the stages after the
-    rollout are computed with the run's.
 
     Args:
         target: The step.
         make: Makes the trainer of the run.
         settings: Returns the settings of the run at a step.
-        use: Called with the trainer before it starts.
-        weights_text: Returns how its weights differ from those of the run, where these are known.
         why: Whether to compute the shares of its rows in the gradient.
 
     Raises:
@@ -79,15 +72,10 @@ def replay_target(
     shares: list[Shares] = []
 
     def prepare(trainer: ReplayTrainer) -> None:
-        if use is not None:
-            use(trainer)
         if why:
             trainer.observe = lambda step, moment: shares.append(shares_of(trainer, step, moment))
 
-    outcome = replay_steps(target, make, settings, prepare, weights_text)[-1]
-    if target.run.is_foreign and outcome.has_other_tokens:
-        of_record = replay_steps(replace(target, stage="reward"), make, settings, prepare, weights_text)[-1]
-        outcome = replace(of_record, target=target, stages=(*outcome.stages[:2], *of_record.stages[2:]), is_forced=True)
+    outcome = replay_steps(target, make, settings, prepare)[-1]
     if why and not has_inputs(outcome):  # today's dataset or rewards are others than the run's
         [of_record] = replay_steps(replace(target, stage="loss"), make, settings, prepare)
         if not has_inputs(of_record):
@@ -100,33 +88,22 @@ def replay_target(
 
 def has_inputs(outcome: Outcome) -> bool:
     """Returns whether the update of a step had the completions, rewards and advantages of the run."""
-    inputs = ("reward", "advantage") if outcome.is_forced else ("rollout", "reward", "advantage")
-    return all(stage.is_equal for stage in outcome.stages if stage.stage in inputs)
+    return all(stage.is_equal for stage in outcome.stages if stage.stage in ("rollout", "reward", "advantage"))
 
 
 def replay_steps(
     target: Target,
     make: Make,
     settings: SettingsAt,
-    use: Callable[[ReplayTrainer], Any] | None = None,
-    weights_text: Callable[[ReplayTrainer], str] | None = None,
+    use: Callable[[ReplayTrainer], Any],
 ) -> list[Outcome]:
-    """Computes the steps of a target again, as `replay_target` does, and returns an outcome of each."""
+    """Computes the steps of a target again, and returns an outcome of each; `use` receives the trainer before."""
     target.check()
     with prepared(target, make, settings) as (ready, args):
         trainer = make(ready, args)
-        if use is not None:
-            use(trainer)
+        use(trainer)
         trainer.train()
-        outcomes = [outcome_of(replace(target, step=step, first=target.steps[0]), trainer) for step in target.steps]
-        text = "" if weights_text is None or outcomes[-1].is_equal else weights_text(trainer)
-        return [*outcomes[:-1], with_weights_text(outcomes[-1], text) if text else outcomes[-1]]
-
-
-def with_weights_text(outcome: Outcome, text: str) -> Outcome:
-    """Returns an outcome whose last stage says how the weights differ."""
-    *stages, update = outcome.stages
-    return replace(outcome, stages=(*stages, replace(update, text=text)))
+        return [outcome_of(replace(target, step=step, first=target.steps[0]), trainer) for step in target.steps]
 
 
 def settings_of(run: RecordedRun, args: GRPOConfig | None = None) -> SettingsAt:

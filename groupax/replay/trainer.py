@@ -16,7 +16,6 @@ from groupax.config import GRPOConfig
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
 from groupax.models.specs import Params
-from groupax.models.weights.saving import save_model
 from groupax.objective.entropy import EntropyState
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
@@ -386,27 +385,9 @@ class ReplayTrainer(GRPOTrainer):
         collector = replace(super().make_collector(), emit=self.emit)
         return ReplayCollector(collector, target.run, targets, target.stage, makes_calls=target.is_changed)
 
-    @property
-    def model_name(self) -> str | None:
-        """Folder or hub id of the model that the run started from; None for one made in memory."""
-        return self.start_model.adapter.base_name if self.start_model.adapter else self.start_model.name
-
-    @property
-    def model_source(self) -> Path | None:
-        """Folder with its files; None for one made in memory."""
-        return self.start_model.source
-
-    def save_start(self, folder: Path) -> None:
-        """Writes the model that the run starts from into a folder, before it has trained."""
-        save_model(self.start_model, folder, self.tokenizer)
-
-    def own_identity(self) -> Identity:
-        """Returns the identity of a run with these arguments, which is known until the trainer has trained."""
-        return super().identity()
-
     def identity(self) -> Identity:
         """Returns the identity that was saved, if only the data differ; says so then."""
-        own = self.own_identity()
+        own = super().identity()
         if self.target.identity is not None:
             return self.target.identity
         saved = self.target.run.checkpoint(self.target.step)

@@ -101,7 +101,6 @@ def why(run: Run, step: int) -> dict[str, Any]:
         "commands": {
             "replay": f"groupax replay {folder} --step {step}",
             "why": f"groupax replay {folder} --step {step} --why",
-            "bundle": f"groupax replay {folder} --step {step} --bundle step_{step}.tar.zst",
         },
     }
 
