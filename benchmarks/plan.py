@@ -219,16 +219,14 @@ def planned(model: Mapping[str, Any], devices: str, flags: str) -> tuple[list[di
 
 
 def markdown(plan: Mapping[str, Any]) -> str:
-    """Returns a plan as a table: memory in GB, kernels, and the least time."""
+    """Returns a plan as a table: memory in GB, and the least time."""
     programs = plan["programs"]
     kinds = [kind for kind in KINDS if any(each["memory"].get(kind, 0) >= 5e6 for each in programs)]
-    has_kernels = any(each["kernels"] is not None for each in programs)
     head = [
         "GB of a device",
         *kinds,
         "total",
         "runs",
-        *(["kernels of a run"] if has_kernels else []),
         "at least, a run",
     ]
     rows = [head, ["---"] * len(head)]
@@ -236,9 +234,8 @@ def markdown(plan: Mapping[str, Any]) -> str:
         bound = max(each["seconds"], key=each["seconds"].get)
         sizes = [each["memory"].get(kind, 0.0) / 1e9 for kind in kinds]
         cells = [f"{size:.2f}" if size >= 0.005 else "" for size in sizes]
-        kernels = [f"{each['kernels']:,.0f}"] if has_kernels else []
         least = f"{milliseconds(each['seconds'][bound])}, {bound}" if each["seconds"][bound] >= 5e-5 else ""
-        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), *kernels, least])
+        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), least])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

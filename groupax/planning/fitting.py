@@ -126,11 +126,11 @@ def _measured(
     stop_early: bool,
 ) -> tuple[Measured, ...]:
     """Compiles the programs of a run, the slowest first, and returns their measurements in order."""
-    platform, memory = target.devices[0].platform, target.chip.memory_bytes if target.chip else None
+    memory = target.chip.memory_bytes if target.chip else None
 
     def compiled(program: Program, num_layers: int) -> Compiled:
         with activities.doing(f"compiling {program.name} for {target.name}, {_layers((num_layers,))}"):
-            return compiler.compiled(program, platform)
+            return compiler.compiled(program)
 
     found: dict[str, Measured] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -39,7 +39,6 @@ from groupax.planning.abstract import (
     struct_with,
 )
 from groupax.planning.counting import bytes_between_hosts
-from groupax.planning.kernels import ACTIVATIONS, LOGITS
 from groupax.rollouts.state import UpdateSchedule, update_schedule
 from groupax.settings.compute import Checkpointing
 from groupax.settings.sampling import SamplingParams, sampling_kind
@@ -49,6 +48,7 @@ from groupax.training.state import apply_update
 from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
 from groupax.types import Row
 
+ACTIVATIONS, LOGITS = "activations", "logits"  # kinds of temporary memory
 _LENGTH = "max_completion_length"
 _UNLIMITED = 1e15  # bytes
 # Settings for which only one value is supported by plans.
