@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.rollouts import REWARD, completion_lengths, list_lengths, weighted_total
+from groupax.view.rollouts import REWARD, completion_lengths, floats, list_lengths, weighted_total
 from groupax.view.runs import Run
 
 BUDGET_S = 0.25  # time limit of a call for distributions; the page asks again
@@ -295,7 +295,7 @@ def step_values(path: Path, weights: Sequence[float] | None) -> dict[str, np.nda
             rewards = [name for name in schema.names if name.startswith(REWARD)]
             plain = [*rewards, *(["advantage"] if "advantage" in schema.names else [])]
             table = file.read(columns=plain, use_threads=False)
-            columns = {name: _floats(table.column(name)) for name in plain}
+            columns = {name: floats(table.column(name)) for name in plain}
             found = {"reward": weighted_total([columns[name] for name in rewards], weights, file.metadata.num_rows)}
             found["length"] = completion_lengths(file, schema, file.metadata.num_rows).astype(np.float64)
             if "advantage" in columns:
@@ -345,11 +345,3 @@ def _sampled(values: np.ndarray) -> np.ndarray:
     if len(known) > MAX_VALUES:
         known = known[np.linspace(0, len(known) - 1, MAX_VALUES).astype(int)]
     return known.astype(np.float32).astype(np.float64)
-
-
-def _floats(column: Any) -> np.ndarray:
-    try:
-        values = column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
-    except (pyarrow.ArrowException, TypeError):
-        return np.full(len(column), np.nan)
-    return np.asarray(values, np.float64)

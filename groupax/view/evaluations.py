@@ -1,10 +1,9 @@
 """Evaluations: items one page at a time, estimates, and the items in which two evaluations differ."""
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from groupax.view.rollouts import SHOWN_CHARACTERS, shown_prompt
 from groupax.view.runs import Tail
 
 PAGE_ITEMS = 25
-MAX_FILES = 6  # whose items stay in memory
 FIRST_AND_LAST = {"before": -1, "after": 1 << 62}  # in the order of evaluations
 KINDS = ("lost", "gained", "same")
 SHOWN = {
@@ -83,95 +81,75 @@ def shown_item(record: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": text[:SHOWN_CHARACTERS], "columns": columns, "completions": completions}
 
 
-class EvaluationTable:
-    """The evaluations of runs, read when they are first asked for and again when their files change."""
+def estimate_rows(files: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Returns a record per evaluation, by set and in the order of training.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: OrderedDict[tuple[Path, int], list[Item]] = OrderedDict()
-        self._rows: dict[tuple[Path, int], dict[str, Any]] = {}
-
-    def rows(self, files: Mapping[str, Path]) -> list[dict[str, Any]]:
-        """Returns a record per evaluation, by set and in the order of training.
-
-        Returns:
-            name, set, when: Name of the evaluation, its set, and the step or `before` or `after`.
-            num_items: Number of items.
-            estimates: Mean and 95 % interval by name of the estimate.
-            fault: Reason why there are no estimates; empty if there are.
-        """
-        found = []
-        for name, path in files.items():
-            when, _, of = name.partition(".")
-            key = (path, path.stat().st_mtime_ns)
-            if key not in self._rows:
-                self._rows[key] = _row(path)
-            found.append({"name": name, "set": of, "when": when, **self._rows[key]})
-        return sorted(found, key=lambda row: (row["set"], _order(row["when"]), row["name"]))
-
-    def differences(
-        self, before: Path, after: Path, show: str, first: int, query: str, num_items: int = PAGE_ITEMS
-    ) -> dict[str, Any]:
-        """Compares two evaluations on their common items.
-
-        Args:
-            before: File of the first evaluation.
-            after: File of the second one.
-            show: Which items to return: `lost`, `gained`, `same` or `all`.
-            first: Number of matching items to skip.
-            query: Text that the prompt or a completion must contain.
-            num_items: Maximum number of items to return.
-
-        Returns:
-            differences: Means, difference with its interval, and p-value by name of the estimate.
-            counts: Number of items by kind.
-            items: Records with `kind`, `before` and `after`, those that lost first.
-            num_shown: Number of matching items.
-
-        Raises:
-            ValueError: A file cannot be read, the evaluations have no item in common, or `show` is unknown.
-        """
-        if show not in (*KINDS, "all"):
-            raise ValueError(f"show={show!r} is none of {', '.join(KINDS)}, all")
-        earlier, later = ({item.key: item for item in self.items(path)} for path in (before, after))
-        found = compare(earlier.values(), later.values())
-        pairs = [(kind_of(item, later[key]), item, later[key]) for key, item in earlier.items() if key in later]
-        pairs.sort(key=lambda pair: KINDS.index(pair[0]))
-        matching = [pair for pair in pairs if show in ("all", pair[0]) and _contains(*pair[1:], query.casefold())]
-        return {
-            "differences": {name: asdict(each) for name, each in found.differences.items()},
-            "counts": {kind: sum(pair[0] == kind for pair in pairs) for kind in KINDS},
-            "items": [
-                {"kind": kind, "before": shown_item(asdict(old)), "after": shown_item(asdict(new))}
-                for kind, old, new in matching[first : first + num_items]
-            ],
-            "num_shown": len(matching),
-            "page": num_items,
-        }
-
-    def items(self, path: Path) -> list[Item]:
-        """Returns the items of an evaluation, or raises a `ValueError` if its file cannot be read."""
-        key = (path, path.stat().st_mtime_ns)
-        with self._lock:
-            if key in self._items:
-                self._items.move_to_end(key)
-                return self._items[key]
-        items = read_items(path)
-        with self._lock:
-            self._items[key] = items
-            while len(self._items) > MAX_FILES:
-                self._items.popitem(last=False)
-        return items
+    Returns:
+        name, set, when: Name of the evaluation, its set, and the step or `before` or `after`.
+        num_items: Number of items.
+        estimates: Mean and 95 % interval by name of the estimate.
+        fault: Reason why there are no estimates; empty if there are.
+    """
+    found = []
+    for name, path in files.items():
+        when, _, of = name.partition(".")
+        found.append({"name": name, "set": of, "when": when, **_row(path, path.stat().st_mtime_ns)})
+    return sorted(found, key=lambda row: (row["set"], _order(row["when"]), row["name"]))
 
 
-def _row(path: Path) -> dict[str, Any]:
+@lru_cache(maxsize=1000)
+def _row(path: Path, version: int) -> dict[str, Any]:
     try:
-        items = read_items(path)
+        items = _items(path, version)
     except ValueError as error:
         return {"num_items": 0, "estimates": {}, "fault": str(error)}
     found = estimates(items).items()
     means = {name: {"value": each.value, "low": each.low, "high": each.high} for name, each in found}
     return {"num_items": len(items), "estimates": means, "fault": ""}
+
+
+@lru_cache(maxsize=6)
+def _items(path: Path, version: int) -> list[Item]:  # noqa: ARG001
+    return read_items(path)
+
+
+def differences(before: Path, after: Path, show: str, first: int, query: str) -> dict[str, Any]:
+    """Compares two evaluations on their common items.
+
+    Args:
+        before: File of the first evaluation.
+        after: File of the second one.
+        show: Which items to return: `lost`, `gained`, `same` or `all`.
+        first: Number of matching items to skip.
+        query: Text that the prompt or a completion must contain.
+
+    Returns:
+        differences: Means, difference with its interval, and p-value by name of the estimate.
+        counts: Number of items by kind.
+        items: Records with `kind`, `before` and `after`, those that lost first.
+        num_shown: Number of matching items.
+
+    Raises:
+        ValueError: A file cannot be read, the evaluations have no item in common, or `show` is unknown.
+    """
+    if show not in (*KINDS, "all"):
+        raise ValueError(f"show={show!r} is none of {', '.join(KINDS)}, all")
+    read = (_items(path, path.stat().st_mtime_ns) for path in (before, after))
+    earlier, later = ({item.key: item for item in items} for items in read)
+    found = compare(earlier.values(), later.values())
+    pairs = [(kind_of(item, later[key]), item, later[key]) for key, item in earlier.items() if key in later]
+    pairs.sort(key=lambda pair: KINDS.index(pair[0]))
+    matching = [pair for pair in pairs if show in ("all", pair[0]) and _contains(*pair[1:], query.casefold())]
+    return {
+        "differences": {name: asdict(each) for name, each in found.differences.items()},
+        "counts": {kind: sum(pair[0] == kind for pair in pairs) for kind in KINDS},
+        "items": [
+            {"kind": kind, "before": shown_item(asdict(old)), "after": shown_item(asdict(new))}
+            for kind, old, new in matching[first : first + PAGE_ITEMS]
+        ],
+        "num_shown": len(matching),
+        "page": PAGE_ITEMS,
+    }
 
 
 def kind_of(before: Item, after: Item) -> str:

@@ -434,7 +434,7 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
     compiler, seconds = Compiler(), {}
     for each in (whole, run):
         [update] = [program for program in each.programs if program.name == "apply_update"]
-        measured = whole_program(config, update).measured(each, [compiler.compiled(update, "cpu")])
+        measured = whole_program(config, update).measured(each, [compiler.compiled(update)])
         assert measured.memory[OTHER] >= 0
         seconds[each] = measured.seconds(chip)["host"]
         assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
@@ -633,12 +633,12 @@ def uncompilable(message):
 def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
     compiler = Compiler()
     full = "RESOURCE_EXHAUSTED: x temporaries (1.50G) exceeds available HBM"
-    compiled = compiler.compiled(uncompilable(full), "tpu")
+    compiled = compiler.compiled(uncompilable(full))
     assert compiled.temporary_bytes == 1.5 * 2**30
-    assert compiler.compiled(uncompilable(full), "tpu") is compiled
+    assert compiler.compiled(uncompilable(full)) is compiled
     for message in ("INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: of threads"):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            compiler.compiled(uncompilable(message), "tpu")
+            compiler.compiled(uncompilable(message))
 
 
 # -- the command

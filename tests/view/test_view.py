@@ -35,7 +35,7 @@ from groupax.types import Rollout
 from groupax.view.curves import heat_map, mean_and_spread, row_means, smoothed, spread_out, thinned
 from groupax.view.evaluations import item_page
 from groupax.view.groups import group_summaries
-from groupax.view.rollouts import Step, StepCache, read_step
+from groupax.view.rollouts import Step, cached_step, read_step
 from groupax.view.runs import Run, Runs, Tail
 from groupax.view.server import make_server
 from groupax.view.token_values import LossBounds, TokenTexts, pushes, token_values
@@ -749,33 +749,6 @@ def test_long_logs_are_read_a_part_at_a_time(tmp_path, monkeypatch):
     assert run.refresh(seconds=-1.0)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"reward": None},
-        {"reward": 1},
-        {"late": 2.5},
-        {"note": "null", "is_good": True, "inner": {"reward": 5}},
-        {"reward": "text"},
-        {"step": None},
-        {"reward": float("nan")},
-    ],
-)
-def test_blocks_of_lines_are_read_like_single_lines(tmp_path, monkeypatch, odd):
-    lines = [{"step": step, "reward": step / 7, "kl": -1e-12, "tokens": 10**12 + step} for step in range(1, 40)]
-    lines.insert(20, {**lines[19], **odd})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("groupax.view.runs.BLOCK_BYTES", 1000)
-    found = []
-    for small_bytes in (0, 10**9):
-        monkeypatch.setattr("groupax.view.runs.SMALL_BYTES", small_bytes)
-        (run := Run(tmp_path)).refresh()
-        state = {name: value for name, value in run.state().items() if name != "age_s"}
-        found.append((state, {name: [each.tolist() for each in run.series(name)] for name in run.metric_names()}))
-    np.testing.assert_equal(*found)
-    assert len(found[0][1]["kl"][0]) >= 39
-
-
 def test_an_expression_that_could_be_tried_for_ages_ends(tmp_path):
     run = write_run(tmp_path / "run", {}, num_steps=1)
     run.write_rollouts(2, [replace(a_rollout(1, 0, 0), text="ü" + "a" * 5000 + "b")])
@@ -887,10 +860,10 @@ def test_a_run_begun_again_in_an_emptied_folder_is_indexed_anew(tmp_path):
 
 
 def test_totals_follow_the_weights(folder):
-    cache, path = StepCache(), folder / "alpha" / "rollouts" / "step_000001.parquet"
+    path = folder / "alpha" / "rollouts" / "step_000001.parquet"
     for weights in ([1.0, 2.0], [1.0, 4.0], None):
         own, others = weights or (1.0, 1.0)
-        totals = cache.read(path, weights).total[G : 2 * G]
+        totals = cached_step(path, weights).total[G : 2 * G]
         assert totals == pytest.approx([own * n / G + others * (1 - n / G) for n in range(G)])
 
 
