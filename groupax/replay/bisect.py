@@ -12,7 +12,7 @@ from groupax.config import GRPOConfig
 from groupax.replay.causes import Cause, Condition, NoCauseError, Search, parsed_condition
 from groupax.replay.outcome import SHOWN_ROWS, Outcome, comparison, shown_number
 from groupax.replay.recorded import RecordedRun, recorded_run
-from groupax.replay.session import arguments_by_name, maker_of, replay_steps, replay_target, settings_of, target_of
+from groupax.replay.session import arguments_by_name, maker_of, replay_steps, settings_of, target_of
 from groupax.replay.trainer import Make, Moment, ReplayTrainer, SettingsAt, Target
 from groupax.runs.step_record import Stage, StepRecord
 from groupax.settings.fields import nearest
@@ -33,7 +33,6 @@ class Bisection:
         outcomes: Steps up to it, computed again, up to the first that is not the recorded one.
         cause: The update and the rows that did it; None if they could not be found.
         why_not: Why not.
-        alone: The step of the cause by itself, with the weights that it had, if it differs and an earlier one does too.
     """
 
     run: RecordedRun
@@ -43,7 +42,6 @@ class Bisection:
     outcomes: Sequence[Outcome]
     cause: Cause | None
     why_not: str = ""
-    alone: Outcome | None = None
 
     @property
     def parted(self) -> Outcome | None:
@@ -70,7 +68,7 @@ def opening(condition: Condition, step: int, before: int) -> str:
         before: Step of the line before it; 0 for none.
     """
     earlier = f"; it does not in the line of metrics before it, that of step {before}" if before else ""
-    return f"{condition} first holds in step {step}{earlier}"
+    return f"{condition.text} first holds in step {step}{earlier}"
 
 
 def bisection_lines(found: Bisection) -> Iterator[str]:
@@ -85,13 +83,12 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         which = f"steps {equal[0]} to {equal[-1]} are" if len(equal) > 1 else f"step {equal[0]} is"
         tools = ", and with tools' answers from the record" if found.has_calls else ""
         yield f"{which} computed as recorded, with the dataset, rewards and settings of today{tools}"
-    for each in (found.parted, found.alone):
-        if each is not None:
-            yield from comparison(each)
+    if found.parted is not None:
+        yield from comparison(found.parted)
     if found.cause is None:
         yield f"the rows that did it were not looked for: {found.why_not}"
     else:
-        yield from cause_lines(found.cause, found.condition.metrics, str(found.condition))
+        yield from cause_lines(found.cause, found.condition)
     step = found.cause.step if found.cause else found.outcomes[-1].step
     if run.command(step) is None:
         yield f"look at it: groupax.replay_step({str(run.folder)!r}, {step}, ..., why=True), then groupax view"
@@ -100,15 +97,9 @@ def bisection_lines(found: Bisection) -> Iterator[str]:
         yield f"look at it: groupax replay {folder} --step {step} --why, then groupax view {folder}"
 
 
-def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]:
-    """Yields the lines of a cause.
-
-    Args:
-        cause: The cause.
-        names: Metrics of the condition.
-        until: The condition.
-    """
-    shown, step = cause.shown_at, cause.step
+def cause_lines(cause: Cause, condition: Condition) -> Iterator[str]:
+    """Yields the lines of a cause."""
+    shown, step, names = cause.shown_at, cause.step, condition.metrics
     yield f"step {shown} under the weights before each step:"
     yield f"  {'step':>6}" + "".join(f"{name:>24}" for name in names)
     for number, metrics in sorted(cause.under.items()):
@@ -123,32 +114,21 @@ def cause_lines(cause: Cause, names: Sequence[str], until: str) -> Iterator[str]
         yield f"{metric} changes from update to update; the largest part of it is that of step {step} ({facts})"
     else:
         yield f"the update of step {step} did it ({facts})"
-    if cause.is_sampled:
-        yield "(its completions are sampled again under each of these weights, so that a part of this is chance)"
     if cause.left_out:
-        groups = dict.fromkeys(shares.rollouts[index].prompt_index for index in cause.group)
-        of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
-        if cause.group and cause.group != cause.left_out:
-            yield f"without the {len(cause.group)} rows of {of} {_values(cause, cause.without_group, names)}"
-        yield f"without these rows of step {step} {_values(cause, cause.without, names)}:"
+        values = ", ".join(f"{name} is {shown_number(cause.without.get(name))}" for name in names)
+        undone = cause.rise.undone(cause.without)
+        values += "" if undone is None else f" (undoes {100 * undone:.0f} %)"
+        yield f"without these rows of step {step} {values}:"
         for index in cause.left_out[:SHOWN_ROWS]:
             yield f"  {shares.place(index)}"
         if len(cause.left_out) > SHOWN_ROWS:
             yield f"  and {len(cause.left_out) - SHOWN_ROWS} more"
     elif cause.is_searched:
-        yield f"{until} stays, or most of it, whichever half of its groups is left out: it is the update as a whole"
-    elif cause.is_own:
-        yield "its completions follow from the weights, so that none of its rows was left out"
+        yield f"{condition.text} stays, or most of it, without either half of its groups: it is the update as a whole"
     else:
         yield "no single update did it, so that none of its rows was left out; --window looks further back"
     yield from shares.lines()
     yield f"({cause.num_updates} updates were computed for this)"
-
-
-def _values(cause: Cause, metrics: Any, names: Sequence[str]) -> str:
-    values = ", ".join(f"{name} is {shown_number(metrics.get(name))}" for name in names)
-    undone = cause.rise.undone(metrics)
-    return values if undone is None else f"{values} (undoes {100 * undone:.0f} %)"
 
 
 OF_INPUTS = ("data", "rollout", "reward", "advantage")  # stages whose results are recorded as they were
@@ -206,11 +186,7 @@ def bisected(run: RecordedRun, condition: Condition, make: Make, settings: Setti
             again, cause, why_not = _replayed(replace(target, stage="loss"), make, settings, condition, before)
             if cause is None:
                 why_not = why_not or _why_not(run, again)
-    alone, at = None, step if cause is None else cause.step
-    if not outcomes[number].is_equal and at != outcomes[number].step:
-        again_alone = replay_target(target_of(run, at), make, settings)
-        alone = None if again_alone.is_equal else again_alone
-    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not, alone)
+    return Bisection(run, condition, step, before, outcomes[: number + 1], cause, why_not)
 
 
 def _why_not(run: RecordedRun, again: Sequence[Outcome]) -> str:

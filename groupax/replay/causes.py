@@ -4,9 +4,8 @@
                                                                 the largest rise, an update's ──────▲
     that update again without half of its groups, without half of these, ...; then rows:   kl 0.02 without row 9
 
-The metrics are those of updates, on rows that stay the same, so that what changes is what the weights do to them. A
-metric of the completions themselves, such as their reward, needs completions of other weights: they are sampled again.
-Where the metric is far from that of the line before under all weights, rows of step N are left out of step N itself.
+The metrics are those of updates, on rows that stay the same, so that what changes is what the weights do to them. Where
+the metric is far from that of the line before under all weights, rows of step N are left out of step N itself.
 
 What is left out counts as a cause only if at least half of the rise is undone without it, not by any crossing of the
 condition's threshold: the rise of an update is from the weights before it to step N, that of step N's own rows from the
@@ -29,7 +28,7 @@ from groupax.replay.trainer import Moment, ReplayTrainer, moment_of, return_to
 from groupax.types import Row
 
 MOST, MUCH = 0.5, 0.25  # parts of a rise: that a cause has, and that an update has whose rows are looked for
-FIXED = ("learning_rate", "epoch", "step")  # metrics that depend on neither weights nor completions
+FIXED = ("learning_rate", "epoch", "step")  # metrics that depend on no weights
 Numbers = Mapping[str, float | None]  # metrics; None for one that is not finite
 
 
@@ -56,35 +55,25 @@ class Term:
 
     def holds(self, metrics: Mapping[str, Any]) -> bool:
         """Returns whether a line of metrics fulfils it; one without the metric does not."""
-        if self.metric not in metrics:
-            return False
-        value = metrics[self.metric]
+        value = metrics.get(self.metric)
         if not self.comparison or value is None:
-            return not self.comparison and value is None
+            return not self.comparison and value is None and self.metric in metrics
         return COMPARISONS[self.comparison](value, self.number)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Terms of which all of one of the parts must hold; as a string, the text that it was."""
+    """Terms of which all of one of the parts must hold, and the text that describes them."""
 
     text: str
     parts: tuple[tuple[Term, ...], ...]
-
-    def __str__(self) -> str:
-        return self.text
 
     def holds(self, metrics: Mapping[str, Any]) -> bool:
         """Returns whether a line of metrics fulfils the condition."""
         return any(all(term.holds(metrics) for term in part) for part in self.parts)
 
     def deciding(self, metrics: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-        """Returns the metric by which a line fulfils the condition, and another line does not.
-
-        Args:
-            metrics: A line that fulfils it.
-            before: The other line; empty if there is none.
-        """
+        """Returns the metric by which a line fulfils the condition, and the line before it, if any, does not."""
         part = next(part for part in self.parts if all(term.holds(metrics) for term in part))
         return next((term.metric for term in part if not term.holds(before)), part[0].metric)
 
@@ -146,15 +135,10 @@ class Cause:
         shown_at: The step that fulfils the condition.
         rise: The rise of the metric that decides.
         under: The metrics of that step under the weights before each step, by the step.
-        is_own: Whether it is that step's own rows.
         is_drift: Whether less than half of the rise under these weights is that of the update of `step`.
         is_searched: Whether rows were left out.
-        is_sampled: Whether completions were sampled again under other weights.
-        group: Indices of the completions of the groups without which it does not fulfil it; empty if no half of the
-            groups did it alone.
-        without_group: Numbers without these.
-        left_out: Indices of the fewest of these completions without which it does not either.
-        without: Numbers without those.
+        left_out: Indices of the fewest completions that were found without which the condition does not hold.
+        without: Numbers without these.
         metrics: Numbers of the update of `step`.
         shares: Shares of the completions of `step` in its gradient.
         num_updates: Updates that were computed to find it.
@@ -164,21 +148,22 @@ class Cause:
     shown_at: int
     rise: Rise
     under: Mapping[int, Numbers]
-    is_own: bool
     is_drift: bool
     is_searched: bool
-    is_sampled: bool
-    group: tuple[int, ...]
-    without_group: Numbers
     left_out: tuple[int, ...]
     without: Numbers
     metrics: Numbers
     shares: Shares
     num_updates: int
 
+    @property
+    def is_own(self) -> bool:
+        """True if it is that step's own rows."""
+        return self.step == self.shown_at
+
 
 class NoCauseError(ValueError):
-    """The metrics of a condition do not follow from weights and completions."""
+    """The metrics of a condition do not follow from an update of the weights."""
 
 
 @dataclass(eq=False)
@@ -198,52 +183,41 @@ class Search:
     moments: Mapping[int, Moment]
     line_before: Mapping[str, Any] = field(default_factory=dict)
     num_updates: int = 0
-    _samples: bool = field(default=False, init=False)  # completions of other weights
     _drops: bool = field(default=False, init=False)  # rows that are left out, which have a gradient that is not finite
 
     def cause(self) -> Cause:
         """Returns the cause.
 
         Raises:
-            NoCauseError: A metric of the condition depends on neither weights nor completions, or on completions that
-                cannot be sampled again.
+            NoCauseError: A metric of the condition is none of updates, or a single step does not fulfil it.
         """
         last = max(self.moments)
-        self._check_metrics(last)
-        under = {step: self._measured(self.moments[step], last) for step in self.moments}
+        under = {step: self._measured(moment, last) for step, moment in self.moments.items()}
+        others = [name for name in self.condition.metrics if name in FIXED or name not in under[last]]
+        if others:
+            raise NoCauseError(f"{others[0]} follows from the settings or the completions, not from an update")
         if not self.condition.holds(under[last]):
-            of_several = "no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)"
-            of_today = (
-                f"sampled and scored today, the completions of step {last} do not: it is what differs that did it"
-            )
-            raise NoCauseError(of_today if self._samples and self.trainer.target.stage == "loss" else of_several)
+            raise NoCauseError("no single step fulfils it, only their mean, which metrics.jsonl has (logging_steps)")
         metric = self.condition.deciding(under[last], self.line_before)
         values = {step: numbers.get(metric) for step, numbers in under.items()}
         holds = {step: self.condition.holds(numbers) for step, numbers in under.items()}
         before = self.line_before.get(metric)
         step, its_part = to_blame(values, holds, before)
-        is_own, is_drift = step == last, its_part is not None and its_part < MOST
-        rise = Rise(metric, before if is_own else values[step], values[last])
+        rise = Rise(metric, before if step == last else values[step], values[last])
         moment = self.moments[step]
         return_to(self.trainer.learner, moment)
         shares = shares_of(self.trainer, step, moment)
         self._drops = bool(np.isnan(shares.influence.norms).any())
-        # completions that are sampled again all follow from the weights, and a small part of a rise is no single row's
-        is_searched = not (is_own and self._samples) and (its_part is None or its_part >= MUCH)
-        found = self._narrowed(step, last, shares, rise) if is_searched else ((), {}, (), {})
-        group, without_group, left_out, without = found
+        is_searched = its_part is None or its_part >= MUCH  # a small part of a rise is no single row's
+        left_out, without = self._narrowed(step, last, shares, rise) if is_searched else ((), {})
         metrics = self._updated(moment, moment.rows)
         return Cause(
             step=step,
             shown_at=last,
             rise=rise,
             under=under,
-            is_own=is_own,
-            is_drift=is_drift,
+            is_drift=its_part is not None and its_part < MOST,
             is_searched=is_searched,
-            is_sampled=self._samples,
-            group=group,
-            without_group=without_group,
             left_out=left_out,
             without=without,
             metrics=metrics,
@@ -251,34 +225,10 @@ class Search:
             num_updates=self.num_updates,
         )
 
-    def _check_metrics(self, last: int) -> None:
-        """Finds whether completions must be sampled again."""
-        fixed = next((name for name in self.condition.metrics if name in FIXED), None)
-        if fixed is not None:
-            raise NoCauseError(f"{fixed} follows from the settings, not from the weights or the completions")
-        moment = self.moments[last]
-        of_update = self._updated(moment, moment.rows)
-        others = [name for name in self.condition.metrics if name not in of_update]
-        unknown = [name for name in others if name not in moment.experience.metrics]
-        if unknown:
-            raise NoCauseError(f"{unknown[0]} follows from neither the weights nor the completions")
-        self._samples = bool(others)
-        collector, args = self.trainer.collector, self.trainer.args
-        if self._samples and (collector.episodes.rules.has_turns or args.max_staleness or moment.experience.num_used):
-            raise NoCauseError(
-                f"{others[0]} is a metric of completions, which are not sampled again under other weights in a run "
-                "with tools, environments, max_staleness or several updates on a rollout"
-            )
-
     def _measured(self, moment: Moment, last: int, left_out: Sequence[int] = ()) -> Numbers:
         """Returns the metrics of the last step under the weights of a moment, without some of its rows."""
         shown = self.moments[last]
-        if not self._samples:
-            return self._updated(replace_state(shown, moment), self._without(shown, left_out))
-        learner, collector = self.trainer.learner, self.trainer.collector
-        return_to(learner, moment)
-        experience = collector.sampled_again(shown.cursor)
-        return {**json_numbers(experience.metrics), **self._updated(moment, experience.next_rows())}
+        return self._updated(replace_state(shown, moment), self._without(shown, left_out))
 
     def _updated(self, moment: Moment, rows: Sequence[Row]) -> Numbers:
         """Returns the metrics of an update at a moment."""
@@ -297,7 +247,8 @@ class Search:
             if any(row.mask.any() for row in rows):
                 self.num_updates += 1
                 learner.update(rows)
-        return self._measured(self._here(self.moments[last]), last)
+        shown = self.moments[last]
+        return self._measured(moment_of(learner, shown.experience, shown.cursor), last)
 
     def _without(self, moment: Moment, left_out: Sequence[int]) -> list[Row]:
         """Returns the rows of a moment as if some completions had never been, nor been compared with the others.
@@ -319,13 +270,8 @@ class Search:
         hidden = {index: replace(rows[index], mask=np.zeros_like(rows[index].mask), is_failure=True) for index in gone}
         return [hidden.get(index, row) for index, row in enumerate(rows)]
 
-    def _here(self, moment: Moment) -> Moment:
-        return moment_of(self.trainer.learner, moment.experience, moment.cursor)
-
-    def _narrowed(
-        self, step: int, last: int, shares: Shares, rise: Rise
-    ) -> tuple[tuple[int, ...], Numbers, tuple[int, ...], Numbers]:
-        """Returns the groups' completions without which the metrics are right, and the fewest of these."""
+    def _narrowed(self, step: int, last: int, shares: Shares, rise: Rise) -> tuple[tuple[int, ...], Numbers]:
+        """Returns the fewest completions without which the metrics are right, by groups and then within one."""
         found: tuple[tuple[int, ...], Numbers] = (), {}
         order = dict(zip(shares.completions, shares.influence.shares, strict=True))
 
@@ -343,10 +289,9 @@ class Search:
             groups.setdefault(shares.rollouts[each].prompt_index, []).append(each)
         by_share = sorted(groups.values(), key=lambda own: _order(sum(order[each] for each in own)))
         halves = halved(by_share, lambda own: cures([each for members in own for each in members]))
-        of_groups = found
         if len(halves) == 1:
             halved(sorted(halves[0], key=lambda each: _order(order[each])), cures)
-        return *of_groups, *found
+        return found
 
 
 def to_blame(

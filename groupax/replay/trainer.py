@@ -143,10 +143,6 @@ class ReplayCollector(Collector):
         experience = self._sampled(cursor) if groups is None else self._replayed(groups, cursor)
         return self.with_logprobs(experience, cursor, num_wanted)
 
-    def sampled_again(self, cursor: Cursor) -> Experience:
-        """Returns the rollout of a cursor, sampled by the present policy."""
-        return self.with_logprobs(self._sampled(cursor), cursor, 1)
-
     def shifts(self, experience: Experience, left_out: Collection[int]) -> list[float]:
         """Returns by how much each completion's advantage changes if some had never been.
 

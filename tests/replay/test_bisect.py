@@ -108,7 +108,7 @@ def test_a_reward_that_was_flipped_once(tmp_path):
     assert "(undoes " in text
     bisection, text = found(tmp_path, trainer, "reward > 2", makes())
     assert bisection.cause is None
-    assert "scored today, the completions of step 4 do not: it is what differs that did it" in text
+    assert "reward follows from the settings or the completions, not from an update" in text
     shares = again(tmp_path / "run", 4, why=True).shares  # of the rows as they were, not with today's reward
     assert max(zip(shares.influence.shares, shares.completions, strict=True))[1] == 1
     shutil.rmtree(tmp_path / "run" / "rollouts")
@@ -132,7 +132,7 @@ def test_a_metric_of_the_settings_has_no_rows(tmp_path):
     trainer.train()
     bisection, text = found(tmp_path, trainer, "learning_rate > 0.001", makes())
     assert bisection.cause is None
-    assert "learning_rate follows from the settings, not from the weights or the completions" in text
+    assert "learning_rate follows from the settings or the completions, not from an update" in text
     with pytest.raises(ValueError, match=r"holds in no step up to 2: kl is .* to "):
         found(tmp_path, trainer, "kl > 100", makes())
 
