@@ -17,7 +17,6 @@ from typing import Any, TextIO
 
 from groupax import __version__
 from groupax.errors import PREEMPTED, PreemptedError, RunError
-from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
@@ -143,7 +142,6 @@ def entry_point() -> None:
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
-    keep_stops()
     warnings.formatwarning = _formatted_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
