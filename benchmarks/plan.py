@@ -98,44 +98,6 @@ GPT_OSS_20B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-QWEN3_VL_8B: dict[str, Any] = {
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "model_type": "qwen3_vl",
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 5000000.0,
-        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
-        "max_position_embeddings": 262144,
-    },
-    "vision_config": {
-        "model_type": "qwen3_vl",
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 4096,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-        "hidden_act": "gelu_pytorch_tanh",
-        "in_channels": 3,
-    },
-}
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -189,12 +151,6 @@ SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
         "v5p-512",
         f"--prompts_per_step 64 {SHORT} --mesh 1,32,8,1,1 --gradient_checkpointing full --decoding_tp 64 "
         "--offload_optimizer",
-    ),
-    "qwen3-vl-8b": (
-        QWEN3_VL_8B,
-        "h100-8",
-        "--prompts_per_step 64 --max_prompt_length 1536 --max_completion_length 1024 --num_generations 8 "
-        "--mesh 1,-1,1,1,1 --gradient_checkpointing full --images 1 --image_tokens 1024",
     ),
     "llama-3.3-70b-h100": (LLAMA_70B, "h100-64", LONG),
     "llama-3.3-70b-v5p": (LLAMA_70B, "v5p-128", LONG),

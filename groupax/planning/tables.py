@@ -17,7 +17,6 @@ KINDS = (
     "policy",
     "base",
     "vision",
-    "images",
     "reference",
     "rollout weights",
     "kv cache",
