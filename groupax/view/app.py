@@ -123,7 +123,7 @@ class Page:
             *(self.overview, self.extremes, self.table, self.names, self.series, self.band, self.timeline),
             *(self.distributions, self.config, self.diagnostics, self.steps, self.step, self.group, self.tokens),
             *(self.text, self.why, self.search, self.prompts, self.prompt, self.evaluations, self.estimates),
-            *(self.differences, self.items, self.csv, self.export, self.image),
+            *(self.differences, self.items, self.export, self.image),
         ]
         files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
         files["/"] = STATIC / "index.html"
@@ -187,17 +187,6 @@ class Page:
                 found[metric] = {"x": x[kept].tolist(), **{name: y[kept].tolist() for name, y in ends.items()}}
                 found[metric]["num_runs"] = len(known)
         return found
-
-    def csv(self, asked: Asked) -> Response:
-        """Returns all points of the metrics `name` of the runs `run` as CSV, at the positions `from` to `to` of `by`.
-
-        With a weight `smooth` the lines have the smoothed value too.
-        """
-        runs = [(name, self.runs[name]) for name in asked.given.getlist("run")]
-        axis, weight = asked.text("by", "step"), asked.number("smooth", 0.0)
-        text = curves.sheet(runs, asked.given.getlist("name"), axis, asked.span, weight)
-        headers = {"content-disposition": "attachment", **NOT_STORED}  # the page names the file
-        return Response(text.encode(errors="backslashreplace"), 200, headers, "text/csv")
 
     def timeline(self, asked: Asked) -> Any:
         """Returns the phases of the `num` steps up to `last` on a time axis, and the shares of phases in all steps."""

@@ -1,7 +1,5 @@
-"""Curves over steps: their positions, smoothing, means and sheets, phases of steps, and distributions as heat maps."""
+"""Curves over steps: their positions, smoothing and means, phases of steps, and distributions as heat maps."""
 
-import csv
-import io
 import math
 import threading
 import time
@@ -23,7 +21,6 @@ NUM_BINS = 32
 OUTERMOST = (0.005, 0.995)  # quantiles at which the bins end
 SHOWN_QUANTILES = (0.1, 0.5, 0.9)
 AXES = ("step", "tokens", "time")
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of what spreadsheets compute
 MAX_STEPS = 200  # of a timeline
 WAIT_S = "time/wait_s"
 COMPILE_S = "time/compile_s"
@@ -127,37 +124,6 @@ def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, 
     highs = first + np.where(np.isnan(padded), -np.inf, padded).argmax(axis=1)
     kept = np.unique(np.concatenate([[0, len(x) - 1], lows, highs]))
     return x[kept], y[kept]
-
-
-def sheet(
-    runs: Sequence[tuple[str, Run]], names: Sequence[str], axis: str, span: tuple[float, float], weight: float
-) -> str:
-    """Returns a CSV file with one line per run, metric and point; a value that is not finite is empty.
-
-    Args:
-        runs: Runs with their names.
-        names: Names of the metrics.
-        axis: Axis that positions are on.
-        span: First and last position.
-        weight: Weight of the earlier values in a further column with smoothed values; 0 for no such column.
-
-    Raises:
-        ValueError: The axis is unknown, or the weight is out of range.
-    """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", "metric", axis, "value", *(["smoothed"] if weight else [])])
-    for name, run in runs:
-        for metric in names:
-            steps, values = run.series(metric)
-            x = positions(run, steps, axis)
-            columns = [x, values, *([smoothed(values, weight)] if weight else [])]
-            # no spreadsheet takes a foreign text for a formula
-            head = [f"'{each}" if each.startswith(FORMULA) else each for each in (name, metric)]
-            for row in np.flatnonzero((x >= span[0]) & (x <= span[1])).tolist():
-                cells = (float(column[row]) for column in columns)
-                writer.writerow([*head, *(f"{value:.12g}" if math.isfinite(value) else "" for value in cells)])
-    return text.getvalue()
 
 
 def timeline(run: Run, last: float, num_steps: int) -> dict[str, Any]:

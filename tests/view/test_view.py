@@ -1,7 +1,6 @@
 """`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
 (tests/view/test_view_page.py)."""
 
-import csv
 import http.client
 import inspect
 import json
@@ -172,7 +171,7 @@ def test_series_are_what_was_logged(port):
     assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
 
 
-def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
+def test_curves_and_marks_have_positions_of_tokens_and_of_time(tmp_path):
     run = RunFolder(tmp_path / "=1+1")
     run.start({})
     for step in (1, 2, 3):
@@ -185,25 +184,9 @@ def test_curves_are_saved_as_a_sheet_with_all_their_points(tmp_path):
         log.write('{"name": "of the future"}\n')
     with serving(run.path) as port:
         ask(port, "runs")
-        asked = [("run", "=1+1"), ("name", "reward"), ("name", 'a,"b"'), ("name", "none"), ("by", "time"), ("from", 6)]
-        status, headers, body = request(port, f"/api/csv?{urlencode(asked)}")
-        assert (status, headers["content-type"].split(";")[0]) == (200, "text/csv")
-        assert headers["content-disposition"] == "attachment"
-        assert list(csv.reader(body.decode().splitlines())) == [
-            ["run", "metric", "time", "value"],
-            ["'=1+1", "reward", "6", ""],  # which a spreadsheet does not compute
-            ["'=1+1", "reward", "9", "0.75"],
-            ["'=1+1", 'a,"b"', "6", "2"],
-            ["'=1+1", 'a,"b"', "9", "2"],
-        ]
-        asked = urlencode({"run": "=1+1", "name": "reward", "smooth": 0.5})
-        rows = list(csv.reader(request(port, f"/api/csv?{asked}")[2].decode().splitlines()))
-        assert rows[0] == ["run", "metric", "step", "value", "smoothed"]
-        assert float(rows[3][4]) == pytest.approx((0.25 * 0.5 + 0.75) / 1.5)
         by_tokens = ask(port, "series", run="=1+1", name="reward", by="tokens")["=1+1"]["reward"]
         assert by_tokens["x"] == [100, 200, 300]
-        assert request(port, "/api/csv?run=nobody")[0] == 404
-        assert request(port, f"/api/csv?{asked}&by=x")[0] == 400
+        assert request(port, "/api/series?run=%3D1%2B1&name=reward&by=x")[0] == 400
         marks = ask(port, "diagnostics", run="=1+1", by="time")["=1+1"]
         assert [(mark["step"], mark["x"]) for mark in marks] == [(2, 6), (None, None)]
 
