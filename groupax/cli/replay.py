@@ -34,8 +34,6 @@ class Replay:
     """Settings that differ, as key=value."""
     reward: tuple[str, ...] | None = None
     """Other reward functions: names of built-in ones, or module:function."""
-    model: str | None = None
-    """Other weights: a folder or hub id. Their optimizer starts afresh."""
     why: bool = False
     """Compute the share of each row in the gradient, and keep it in why/ of the run folder, for groupax view."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = "none"
@@ -59,19 +57,18 @@ def replay(arguments: Sequence[str]) -> int:
     run, step = recorded_run(command.run.rstrip("/")), command.step
     stage: "Stage | None" = "data" if command.stage == "rollout" else command.stage
     own, settings = maker(run, command.progress_bar), settings_of(run)
-    changed = changed_settings(_parsed_changes(command.with_), settings(step), command.model is not None)
-    if not (changed or command.reward or command.model):
+    changed = changed_settings(_parsed_changes(command.with_), settings(step))
+    if not (changed or command.reward):
         outcome = replay_target(target_of(run, step, stage), own, settings, why=command.why)
         print(outcome, flush=True)
         if outcome.shares is not None:
             _print(f"kept in {outcome.shares.write(run.folder)}, for groupax view {shlex.quote(str(run.folder))}")
         return 0 if outcome.is_equal else 1
     if command.why:
-        raise ValueError("--why is about the step as it was; leave out --with, --reward and --model")
-    others = bool(command.reward), command.model is not None
-    target = changed_target(run, step, stage, changed, *others)
-    other = maker(run, command.progress_bar, command.model, command.reward)
-    print(replay_changed(target, own, other, settings, changed, other_weights=others[1]), flush=True)
+        raise ValueError("--why is about the step as it was; leave out --with and --reward")
+    target = changed_target(run, step, stage, changed, bool(command.reward))
+    other = maker(run, command.progress_bar, command.reward)
+    print(replay_changed(target, own, other, settings, changed), flush=True)
     return 0
 
 
@@ -93,15 +90,12 @@ def trained_command(run: "RecordedRun", step: int) -> Train:
     return command
 
 
-def maker(
-    run: "RecordedRun", progress_bar: str, model: str | None = None, rewards: Sequence[str] | None = None
-) -> "Make":
-    """Returns what makes a trainer for a target.
+def maker(run: "RecordedRun", progress_bar: str, rewards: Sequence[str] | None = None) -> "Make":
+    """Returns what makes a trainer for a target by the commands of its run.
 
     Args:
-        run: The recorded run, whose commands it follows.
+        run: The recorded run.
         progress_bar: Display of its progress.
-        model: Another model.
         rewards: Other reward functions.
     """
 
@@ -109,7 +103,7 @@ def maker(
         from groupax.replay.trainer import ReplayTrainer
 
         command = trained_command(run, target.step)
-        command = replace(command, model=model or command.model, reward_funcs=rewards or command.reward_funcs)
+        command = replace(command, reward_funcs=rewards or command.reward_funcs)
         inputs = inputs_of(command)
         tools, environments = inputs.agents.load()
         dataset = inputs.dataset(command)

@@ -1,6 +1,5 @@
 """A recorded run: what its folder has of each step. It is only read."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
 from groupax.settings.run import UNSEEN
 from groupax.storage.buckets import is_remote
+from groupax.storage.folders import read_json
 from groupax.types import Rollout
 
 # Columns that every file of the rollout log has, without a null.
@@ -106,19 +106,9 @@ class RecordedRun:
         return found
 
     def _content(self, name: str) -> Mapping[str, Any]:
-        """Returns the content of a file of the run; empty if it is not there.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Returns the content of a file of the run; empty if it is not there."""
         path = self.folder / name
-        try:
-            content = json.loads(path.read_bytes()) if path.is_file() else {}
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} is damaged: it has {content!r:.80}")
-        return content
+        return read_json(path) if path.is_file() else {}
 
     def checkpoint(self, step: int) -> Saved | None:
         """Returns the newest intact checkpoint at this step or before it; None if the run's own start is nearer.

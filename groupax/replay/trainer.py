@@ -261,7 +261,6 @@ class Target:
         stage: First stage of it that is computed again; those before it are taken from the record.
         first: First step that is computed again from this stage on, with all up to `step`; 0 for `step` alone.
         is_changed: Whether it is repeated under changes, so that it need not be the same run.
-        starts_at: Step after which it starts without a checkpoint, as with other weights; 0 for the run's own start.
         identity: Identity of the run whose state it starts from, if its settings differ from that.
         saves: Whether the state after the step is saved.
     """
@@ -271,7 +270,6 @@ class Target:
     stage: Stage = "data"
     first: int = 0
     is_changed: bool = False
-    starts_at: int = 0
     identity: Identity | None = None
     saves: bool = False
 
@@ -372,7 +370,7 @@ class ReplayTrainer(GRPOTrainer):
         self.target, self.first_step = target, 0
         super().__init__(*arguments, **named)
         self.pipeline = None  # rollouts of earlier policies are sampled when they are needed
-        self.run.hooks = _ReplayHooks(self)
+        self.run.hooks = _ReplayHooks()
 
     def make_collector(self) -> ReplayCollector:
         """Returns a collector of recorded rollouts."""
@@ -456,21 +454,7 @@ class ReplayTrainer(GRPOTrainer):
 
 
 class _ReplayHooks(RunHooks):
-    """Starts after any step, and saves nothing at the end."""
-
-    def __init__(self, trainer: ReplayTrainer) -> None:
-        self.trainer = trainer
-
-    def started(self, run: Run) -> None:
-        del run
-        trainer, start = self.trainer, self.trainer.target.starts_at
-        if start:
-            before = trainer.target.run.records[start]
-            trainer.cursor = Cursor(start, before.num_rollouts, before.num_prompts)
-            trainer.first_step = start
-            learner = trainer.learner
-            for each in learner.each.values() if isinstance(learner, AdapterLearners) else [learner]:
-                each.num_updates = start
+    """Saves nothing at the end."""
 
     def end(self, run: Run) -> None:
         run.log.close_sinks()
