@@ -1,22 +1,17 @@
 """A trainer that repeats steps of a recorded run in a folder of its own, by the methods that the run went through."""
 
-import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from groupax.config import GRPOConfig
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
 from groupax.models.specs import Params
-from groupax.objective.entropy import EntropyState
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.collector import Collector
@@ -33,8 +28,6 @@ from groupax.runs.step_record import Stage, StepRecord
 from groupax.runs.trainer import Description
 from groupax.settings.run import QUIET
 from groupax.trainer import GRPOTrainer, TrainResult
-from groupax.training.adapters import AdapterLearners, PolicyLearner
-from groupax.training.learner import Learner
 from groupax.types import Rollout, Row
 
 
@@ -46,19 +39,11 @@ class Moment:
         rows: Rows of the update.
         indices: Index of each row's completion among those of the rollout; a further stream of an episode has None.
         experience: The rollout that the rows are of.
-        cursor: Progress of the run before that rollout, if this is the first update on it, else before the update.
-        state: Weights and optimizer state.
-        reference: Weights of the reference, if it moves.
-        progress: Number of updates and state of the entropy bonus of each learner.
     """
 
     rows: Sequence[Row]
     indices: Sequence[int | None]
     experience: Experience
-    cursor: Cursor
-    state: Any
-    reference: Any
-    progress: Sequence[tuple[int, EntropyState]]
 
     @property
     def completions(self) -> list[Rollout]:
@@ -73,46 +58,6 @@ class Moment:
             number = number if index is None else index
             parts.setdefault(number, []).append(row)
         return parts
-
-
-def moment_of(learner: PolicyLearner, experience: Experience, cursor: Cursor) -> Moment:
-    """Returns the present moment before the next update on a rollout."""
-    moves = not isinstance(learner, AdapterLearners) and learner.settings.sync_ref_model
-    return Moment(
-        experience.next_rows(),
-        experience.next_indices(),
-        experience,
-        cursor,
-        _copied(learner.state),
-        _copied(learner.reference) if moves else None,
-        [(each.num_updates, each.entropy) for each in _each(learner)],
-    )
-
-
-def return_to(learner: PolicyLearner, moment: Moment) -> None:
-    """Gives a learner the weights and the optimizer state of a moment; shapes that it knows stay known."""
-    reference = None if moment.reference is None else _placed(moment.reference)
-    learner.restore(_placed(moment.state), reference)
-    for each, (num_updates, entropy) in zip(_each(learner), moment.progress, strict=True):
-        each.num_updates, each.entropy = num_updates, entropy
-
-
-def _each(learner: PolicyLearner) -> list[Learner]:
-    return [*learner.each.values()] if isinstance(learner, AdapterLearners) else [learner]
-
-
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    array: np.ndarray
-    sharding: Any
-
-
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: _Placed(np.array(leaf, copy=True), leaf.sharding), tree)
-
-
-def _placed(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.device_put(leaf.array, leaf.sharding), tree)
 
 
 class ReplayCollector(Collector):
@@ -142,27 +87,6 @@ class ReplayCollector(Collector):
         groups = None if self.samples(number) else self._recorded(cursor)
         experience = self._sampled(cursor) if groups is None else self._replayed(groups, cursor)
         return self.with_logprobs(experience, cursor, num_wanted)
-
-    def shifts(self, experience: Experience, left_out: Collection[int]) -> list[float]:
-        """Returns by how much each completion's advantage changes if some had never been.
-
-        It is 0 where they do not follow from a group's rewards alone: with returns of turns and a KL in the reward.
-
-        Args:
-            experience: A rollout.
-            left_out: Indices of the completions among all of it.
-        """
-        groups = experience.groups[: self.schedule.prompts_per_rollout]
-        rest = sum(len(group) for group in experience.groups[self.schedule.prompts_per_rollout :])
-        places = itertools.count()
-        without = [
-            [replace(row, rewards=dict.fromkeys(row.rewards)) if next(places) in left_out else row for row in group]
-            for group in groups
-        ]
-        if self.args.turn_credit == "returns" or self.args.use_kl_in_reward:
-            return [0.0] * next(places) + [0.0] * rest
-        before, after = (self.advantages(each).values for each in (groups, without))
-        return [*np.nan_to_num(after - before).tolist(), *[0.0] * rest]
 
     def samples(self, number: int) -> bool:
         """Returns whether a rollout is sampled again although it may be recorded."""
@@ -417,11 +341,11 @@ class ReplayTrainer(GRPOTrainer):
     def _step(self) -> None:
         self._keep_policies()
         self.emit(StepStarted(self.cursor.step))
-        before = self.cursor
         rows = self.next_rows()
         if self.observe is not None and self.cursor.step + 1 in self.target.steps:
-            assert self.experience is not None, "there is a rollout"
-            self.observe(self.cursor.step + 1, moment_of(self.learner, self.experience, before))
+            found = self.experience
+            assert found is not None, "there is a rollout"
+            self.observe(self.cursor.step + 1, Moment(rows, found.next_indices(), found))
         self.update(rows)
 
     def _keep_policies(self) -> None:

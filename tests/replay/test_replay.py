@@ -9,8 +9,7 @@ import pytest
 from groupax import init_model, replay_step
 from groupax.cli.main import main
 from groupax.episodes.record import NOT_RECORDED, Question, Record, remove_records
-from groupax.replay.bisect import first_line
-from groupax.replay.causes import parsed_condition
+from groupax.replay.bisect import first_line, parsed_condition
 from groupax.replay.outcome import changes, comparison
 from groupax.replay.recorded import recorded_run
 from groupax.replay.session import stage_of
