@@ -90,14 +90,16 @@ def _of_kinds(config: ModelConfig, kinds: Sequence[Hashable], numbers: Counter[A
 def _kinds(config: ModelConfig, lora: LoRAConfig | None) -> list[Hashable]:
     """Returns what distinguishes each layer: positions, window, and the shapes of its weights and of its adapter's."""
     tables = [model_specs(config), *([adapter_specs(config, lora)] if lora else [])]
-    weights = [tuple(_shapes(table["layers"][layer]) for table in tables) for layer in range(config.num_layers)]
+    leaves = jax.tree_util.tree_leaves_with_path
+    weights = [
+        tuple(
+            (jax.tree_util.keystr(path), spec.shape)
+            for table in tables
+            for path, spec in leaves(table["layers"][layer])
+        )
+        for layer in range(config.num_layers)
+    ]
     return list(zip(config.ropes, config.windows, weights, strict=True))
-
-
-def _shapes(weights: Any) -> Hashable:
-    return tuple(
-        (jax.tree_util.keystr(path), spec.shape) for path, spec in jax.tree_util.tree_leaves_with_path(weights)
-    )
 
 
 @dataclass(frozen=True)
@@ -222,19 +224,14 @@ def _compiled(lowered: Any, program: Program) -> Compiled:
     try:
         stats = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        temporaries = _temporary_bytes(str(error)) if is_out_of_memory(error) else None
-        if temporaries is None:
+        found = re.search(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM", str(error))
+        if found is None or not is_out_of_memory(error):
             raise
+        temporaries = float(found[1]) * _UNITS[found[2]]
     else:
         others_bytes = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         temporaries = float(others_bytes + stats.argument_size_in_bytes - device_bytes(program.arguments))
     return Compiled(temporaries, time.perf_counter() - started_s)
-
-
-def _temporary_bytes(message: str) -> float | None:
-    """Parses the temporary bytes of a program that does not fit from XLA's message."""
-    match = re.search(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message)
-    return float(match[1]) * _UNITS[match[2]] if match else None
 
 
 def step_seconds(programs: Sequence[Measured], run: Run, chip: Chip) -> dict[str, float]:

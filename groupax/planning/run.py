@@ -107,7 +107,10 @@ def trace_run(
             f"weights and optimizer alone need {taken:.1f} GB of a device that has {limit / 1e9:.1f} GB",
             in_rollout=False,
         )
-    schedule = _planned_schedule(args)
+    for name, value in _PLANNED.items():
+        if getattr(args, name) != value:
+            raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
+    schedule = update_schedule(args)
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
@@ -130,14 +133,6 @@ def trace_run(
         num_rows=num_rows,
         num_updates=schedule.updates_per_rollout,
     )
-
-
-def _planned_schedule(args: GRPOConfig) -> UpdateSchedule:
-    """Returns how rollouts are split into updates; refuses unsupported settings."""
-    for name, value in _PLANNED.items():
-        if getattr(args, name) != value:
-            raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
-    return update_schedule(args)
 
 
 def trace_rollout(
@@ -270,7 +265,8 @@ def _trace_update(
     totals = jax.eval_shape(lambda params: zero_grads(params, **objective), model_state.policy)
     totals = sharded_structs(totals, accumulator_pspecs(config, mesh, model_state.policy, totals), mesh)
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
-    dropout_key = _key(mesh) if model_state.dropout_rate else None
+    key = struct_with(jax.eval_shape(lambda: jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    dropout_key = key if model_state.dropout_rate else None
     trace_step = partial(
         micro_step.trace,
         *(model_state.policy, totals, batch, counts, scalar, model_state.frozen, dropout_key),
@@ -316,12 +312,6 @@ def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -
         sampler_logp=logp if args.rollout_correction != "none" else None,
         policy_mask=np.ones(longest[1], bool) if args.top_entropy_quantile < 1 else None,
     )
-
-
-def _key(mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns a replicated abstract PRNG key."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return struct_with(key, NamedSharding(mesh, PartitionSpec()))
 
 
 def estimated_temporaries(

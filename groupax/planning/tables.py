@@ -6,7 +6,7 @@ from typing import Any
 from groupax.parallel.accelerators import Chip
 from groupax.planning.abstract import host_bytes
 from groupax.planning.fitting import Plan
-from groupax.planning.measured import OTHER, Measured, step_seconds
+from groupax.planning.measured import OTHER, step_seconds
 from groupax.planning.run import ACTIVATIONS, LOGITS, Run
 
 # A table's unit follows its largest value, so that it is not all zeros.
@@ -148,14 +148,12 @@ def _work_table(plan: Plan) -> list[str]:
             ", ".join(f"{sent / other:.2f} {kind}" for kind, sent in counts.exchanged.items() if sent >= other / 200)
             or "-",
         ]
-        rows.append(row + (_least(program, chip) if chip else []))
+        if chip:
+            seconds = program.seconds(chip)
+            bound = max(seconds, key=lambda name: seconds[name])
+            row += [milliseconds(seconds[bound]), bound if seconds[bound] else "-"]
+        rows.append(row)
     return _aligned(rows)
-
-
-def _least(program: Measured, chip: Chip) -> list[str]:
-    seconds = program.seconds(chip)
-    bound = max(seconds, key=lambda name: seconds[name])
-    return [milliseconds(seconds[bound]), bound if seconds[bound] else "-"]
 
 
 def milliseconds(seconds: float) -> str:

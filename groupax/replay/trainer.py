@@ -11,7 +11,6 @@ from typing import Any
 from groupax.config import GRPOConfig
 from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
-from groupax.models.specs import Params
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.collector import Collector
@@ -110,7 +109,7 @@ class ReplayCollector(Collector):
         self._copy_calls(number)
         policy = self.policies.pop(number, None)
         version = self.policy_version(number) if self.args.max_staleness else cursor.step
-        self.engine.params = self._weights(policy)
+        self.engine.params = self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
         experience = self.rollout(self.engine, cursor, version if policy is None else policy.version)
         self.engine.params = self.learner.policy
         self.engine.release()
@@ -120,9 +119,6 @@ class ReplayCollector(Collector):
         """Returns whether tools or environments answered in a rollout; True if that is not known."""
         table = next((table for step in self._steps(number) if (table := self.run.table(step)) is not None), None)
         return table is None or self.episodes.rules.has_environments or '"calls": [{' in "".join(table.get("turns", ()))
-
-    def _weights(self, policy: Policy | None) -> Params:
-        return self.learner.policy if policy is None else self.learner.policy_of(policy.trained)
 
     def record(self, number: int, is_closed: bool = False) -> Record:
         """Returns the record of a rollout's calls, to which none is added unless it may be made."""

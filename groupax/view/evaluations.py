@@ -94,7 +94,9 @@ def estimate_rows(files: Mapping[str, Path]) -> list[dict[str, Any]]:
     for name, path in files.items():
         when, _, of = name.partition(".")
         found.append({"name": name, "set": of, "when": when, **_row(path, path.stat().st_mtime_ns)})
-    return sorted(found, key=lambda row: (row["set"], _order(row["when"]), row["name"]))
+    digits = {row["when"]: row["when"].removeprefix("step_") for row in found}
+    order = {when: int(text) for when, text in digits.items() if text.isdecimal()} | FIRST_AND_LAST
+    return sorted(found, key=lambda row: (row["set"], order.get(row["when"], 0), row["name"]))
 
 
 @lru_cache(maxsize=1000)
@@ -139,7 +141,7 @@ def differences(before: Path, after: Path, show: str, first: int, query: str) ->
     found = compare(earlier.values(), later.values())
     pairs = [(kind_of(item, later[key]), item, later[key]) for key, item in earlier.items() if key in later]
     pairs.sort(key=lambda pair: KINDS.index(pair[0]))
-    matching = [pair for pair in pairs if show in ("all", pair[0]) and _contains(*pair[1:], query.casefold())]
+    matching = [pair for pair in pairs if show in ("all", pair[0]) and query.casefold() in _searched(*pair[1:])]
     return {
         "differences": {name: asdict(each) for name, each in found.differences.items()},
         "counts": {kind: sum(pair[0] == kind for pair in pairs) for kind in KINDS},
@@ -167,11 +169,6 @@ def _value(item: Item) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _contains(before: Item, after: Item, query: str) -> bool:
+def _searched(before: Item, after: Item) -> str:
     texts = [str(before.prompt), *(each.text for item in (before, after) for each in item.completions)]
-    return any(query in text.casefold() for text in texts)
-
-
-def _order(when: str) -> int:
-    digits = when.removeprefix("step_")
-    return FIRST_AND_LAST.get(when, int(digits) if digits.isdecimal() else 0)
+    return "\0".join(texts).casefold()

@@ -311,8 +311,9 @@ def own_tensors(hf: Mapping[str, Any], config: ModelConfig, tensors: Tensors, fo
     elif hf.get("model_type") in VISION_FAMILIES:
         found = _renamed(tensors, _OLDER_PREFIXES)
     if num_ahead := hf.get("num_nextn_predict_layers") or 0:
-        ahead = range(config.num_layers, config.num_layers + num_ahead)
-        found = {name: file for name, file in found.items() if _layer_index(name) not in ahead}
+        ahead = {str(index) for index in range(config.num_layers, config.num_layers + num_ahead)}
+        layers = {name: match[1] for name in found if (match := _LAYER.match(name))}
+        found = {name: file for name, file in found.items() if layers.get(name) not in ahead}
     if hf.get("model_type") in _WITH_AHEAD:
         found = {name: file for name, file in found.items() if not _AHEAD.match(name)}
     num_left = len(found)
@@ -374,8 +375,3 @@ def _in_released_order(tensors: Tensors, hidden_size: int) -> Tensors:
             if len(sizes) == 2 and sizes[0] != sizes[1] and sizes[is_gate] == hidden_size:
                 found[name] = _transposed(file, name)
     return found
-
-
-def _layer_index(name: str) -> int:
-    match = _LAYER.match(name)
-    return int(match[1]) if match else -1
