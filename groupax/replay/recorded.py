@@ -6,14 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from groupax.data.examples import with_values_from_json
-from groupax.episodes.as_json import branches_from_json, messages_from_json, turns_from_json
 from groupax.runs.checkpoints.choose import Saved, readable_checkpoints, split_path, store_of
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import parsed_record
-from groupax.runs.rollout_log import RolloutLog
+from groupax.runs.rollout_log import RolloutLog, rollout_of
 from groupax.runs.step_record import NAME, StepRecord, parsed_records
 from groupax.settings.run import UNSEEN
 from groupax.storage.buckets import is_remote
@@ -25,16 +21,8 @@ ALWAYS = (
     *("prompt_index", "sample_index", "prompt", "completion", "finish_reason", "policy_version", "advantage"),
     *("prompt_ids", "completion_ids", "policy_logps", "sampler_logps"),
 )
-FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json, "branches": branches_from_json}
 # Of a process, all that rounding depends on.
 MACHINE = ("platform", "num_devices", "mesh", "processor", "instruction_set", "versions")
-ARRAYS = {
-    "prompt_ids": np.int32,
-    "completion_ids": np.int32,
-    "policy_logps": np.float32,
-    "sampler_logps": np.float32,
-    "mask": np.bool_,
-}
 
 
 @dataclass(frozen=True)
@@ -172,7 +160,7 @@ class RecordedRun:
         groups: dict[int, list[Rollout]] = {}
         for index, prompt in enumerate(columns["prompt_index"]):
             try:
-                rollout = _rollout(columns, index, rows[prompt])
+                rollout = _rollout({name: column[index] for name, column in columns.items()}, rows[prompt])
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"row {index} of the completions that {self.folder} has of step {steps[0]} is damaged: {error}"
@@ -223,30 +211,13 @@ def recorded_run(path: str | Path) -> RecordedRun:
     return run
 
 
-def _rollout(columns: Mapping[str, list[Any]], index: int, example: Mapping[str, Any]) -> Rollout:
-    values: dict[str, Any] = {}
-    for name in ("prompt_index", "sample_index", "finish_reason", "policy_version", "advantage"):
-        values[name] = columns[name][index]
-    for name, dtype in ARRAYS.items():
-        if name in columns:
-            values[name] = np.asarray(columns[name][index], dtype)
-    for name, read in FROM_JSON.items():
-        if name in columns:
-            values[name] = read(columns[name][index])
-    lengths = {len(values[name]) for name in ("completion_ids", "policy_logps", "sampler_logps")}
+def _rollout(row: Mapping[str, Any], example: Mapping[str, Any]) -> Rollout:
+    """Returns the completion of a row of the log.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    lengths = {len(row[name]) for name in ("completion_ids", "policy_logps", "sampler_logps")}
     if len(lengths) > 1:
         raise ValueError(f"its tokens and log-probs have the lengths {sorted(lengths)}")
-    if columns.get("experts") and (experts := columns["experts"][index]) is not None:
-        values["experts"] = np.asarray(experts, np.int16).reshape(len(values["completion_ids"]), -1)
-    if columns.get("turn_advantages") and columns["turn_advantages"][index] is not None:
-        values["turn_advantages"] = tuple(columns["turn_advantages"][index])
-    for name in ("environment_reward", "adapter"):
-        if name in columns:
-            values[name] = columns[name][index]
-    for field in ("rewards", "extra"):
-        prefix = f"{field}/"
-        values[field] = {
-            name.removeprefix(prefix): column[index] for name, column in columns.items() if name.startswith(prefix)
-        }
-    example = with_values_from_json(example, columns.get("row_values", {index: None})[index])
-    return Rollout(example=example, text=columns["completion"][index], **values)
+    return rollout_of({**row, "text": row["completion"]}, example)
