@@ -1,7 +1,7 @@
 """Evaluations: items one page at a time, estimates, and the items in which two evaluations differ."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -10,15 +10,14 @@ from typing import Any
 from groupax.evaluation.items import Item, compare, estimates, read_items
 from groupax.view.groups import parts_of
 from groupax.view.rollouts import SHOWN_CHARACTERS, shown_prompt
-from groupax.view.runs import Tail
 
 PAGE_ITEMS = 25
 FIRST_AND_LAST = {"before": -1, "after": 1 << 62}  # in the order of evaluations
 KINDS = ("lost", "gained", "same")
-SHOWN = {
+SHOWN: Mapping[str, Callable[[Item], bool]] = {
     "all": lambda _: True,
-    "solved": lambda item: bool(item["completions"]) and all(each["solved"] for each in item["completions"]),
-    "unsolved": lambda item: not all(each["solved"] for each in item["completions"]),
+    "solved": lambda item: bool(item.completions) and all(each.solved for each in item.completions),
+    "unsolved": lambda item: not all(each.solved for each in item.completions),
 }
 
 
@@ -36,49 +35,25 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
     """
     if show not in SHOWN:
         raise ValueError(f"show={show!r} is none of {', '.join(SHOWN)}")
-    query = query.casefold()
-    items: list[dict[str, Any]] = []
-    num_items = num_shown = num_bad = 0
-    file = Tail(path)
-    try:
-        for record in file.new_objects():
-            try:
-                item = shown_item(record)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                num_bad += 1
-                continue
-            num_items += 1
-            texts = [item["prompt"], *(each["text"] for each in item["completions"])]
-            if not SHOWN[show](item) or not any(query in text.casefold() for text in texts):
-                continue
-            if first <= num_shown < first + PAGE_ITEMS:
-                items.append(item)
-            num_shown += 1
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
-    num_bad += file.num_bad_lines
-    return {"items": items, "num_items": num_items, "num_shown": num_shown, "num_bad": num_bad, "page": PAGE_ITEMS}
+    items = _items(path)
+    matching = [item for item in items if SHOWN[show](item) and query.casefold() in _searched(item)]
+    shown = [shown_item(item) for item in matching[first : first + PAGE_ITEMS]]
+    return {"items": shown, "num_items": len(items), "num_shown": len(matching), "page": PAGE_ITEMS}
 
 
-def shown_item(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns an item as the page shows it: its prompt, columns and completions, with long texts cut.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: The record is not an item.
-    """
-    prompt = record["prompt"]
-    text = prompt if isinstance(prompt, str) else shown_prompt(json.dumps(prompt))
+def shown_item(item: Item) -> dict[str, Any]:
+    """Returns an item as the page shows it: its prompt, columns and completions, with long texts cut."""
+    prompt = item.prompt if isinstance(item.prompt, str) else shown_prompt(json.dumps(item.prompt))
     completions = [
         {
-            "text": str(each["text"])[:SHOWN_CHARACTERS],
-            **{name: each.get(name) for name in ("num_tokens", "finish_reason", "solved")},
-            "rewards": dict(each.get("rewards") or {}),
-            "episode": parts_of(each.get("turns"), each.get("messages")),
+            "text": each.text[:SHOWN_CHARACTERS],
+            **{name: getattr(each, name) for name in ("num_tokens", "finish_reason", "solved", "rewards")},
+            "episode": parts_of(each.turns, each.messages),
         }
-        for each in record["completions"]
+        for each in item.completions
     ]
-    columns = {name: str(value)[:SHOWN_CHARACTERS] for name, value in dict(record.get("columns") or {}).items()}
-    return {"prompt": text[:SHOWN_CHARACTERS], "columns": columns, "completions": completions}
+    columns = {name: str(value)[:SHOWN_CHARACTERS] for name, value in item.columns.items()}
+    return {"prompt": prompt[:SHOWN_CHARACTERS], "columns": columns, "completions": completions}
 
 
 def estimate_rows(files: Mapping[str, Path]) -> list[dict[str, Any]]:
@@ -102,7 +77,7 @@ def estimate_rows(files: Mapping[str, Path]) -> list[dict[str, Any]]:
 @lru_cache(maxsize=1000)
 def _row(path: Path, version: int) -> dict[str, Any]:
     try:
-        items = _items(path, version)
+        items = _items_of_version(path, version)
     except ValueError as error:
         return {"num_items": 0, "estimates": {}, "fault": str(error)}
     found = estimates(items).items()
@@ -110,8 +85,21 @@ def _row(path: Path, version: int) -> dict[str, Any]:
     return {"num_items": len(items), "estimates": means, "fault": ""}
 
 
+def _items(path: Path) -> list[Item]:
+    """Returns the items of a file, which are kept until it changes.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    try:
+        version = path.stat().st_mtime_ns
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    return _items_of_version(path, version)
+
+
 @lru_cache(maxsize=6)
-def _items(path: Path, version: int) -> list[Item]:  # noqa: ARG001
+def _items_of_version(path: Path, version: int) -> list[Item]:  # noqa: ARG001
     return read_items(path)
 
 
@@ -136,8 +124,7 @@ def differences(before: Path, after: Path, show: str, first: int, query: str) ->
     """
     if show not in (*KINDS, "all"):
         raise ValueError(f"show={show!r} is none of {', '.join(KINDS)}, all")
-    read = (_items(path, path.stat().st_mtime_ns) for path in (before, after))
-    earlier, later = ({item.key: item for item in items} for items in read)
+    earlier, later = ({item.key: item for item in _items(path)} for path in (before, after))
     found = compare(earlier.values(), later.values())
     pairs = [(kind_of(item, later[key]), item, later[key]) for key, item in earlier.items() if key in later]
     pairs.sort(key=lambda pair: KINDS.index(pair[0]))
@@ -146,7 +133,7 @@ def differences(before: Path, after: Path, show: str, first: int, query: str) ->
         "differences": {name: asdict(each) for name, each in found.differences.items()},
         "counts": {kind: sum(pair[0] == kind for pair in pairs) for kind in KINDS},
         "items": [
-            {"kind": kind, "before": shown_item(asdict(old)), "after": shown_item(asdict(new))}
+            {"kind": kind, "before": shown_item(old), "after": shown_item(new)}
             for kind, old, new in matching[first : first + PAGE_ITEMS]
         ],
         "num_shown": len(matching),
@@ -169,6 +156,6 @@ def _value(item: Item) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _searched(before: Item, after: Item) -> str:
-    texts = [str(before.prompt), *(each.text for item in (before, after) for each in item.completions)]
+def _searched(*items: Item) -> str:
+    texts = [text for item in items for text in (str(item.prompt), *(each.text for each in item.completions))]
     return "\0".join(texts).casefold()
