@@ -17,7 +17,6 @@ from typing import Any, TextIO
 
 from groupax import __version__
 from groupax.errors import PREEMPTED, PreemptedError, RunError
-from groupax.parallel.preemption import keep_stops
 from groupax.recipes import RECIPES
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
@@ -62,7 +61,7 @@ commands:
   generate   sample completions from a model
   serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
   resume     resume a run that was stopped: groupax resume RUN_DIR [options of train or sft that should differ]
-  replay     compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value] [--bundle FILE]
+  replay     compute a step of a run again: groupax replay RUN_DIR --step N [--why] [--with key=value]
   bisect     find the step and the rows that a metric went wrong by: groupax bisect RUN_DIR --until 'kl > 1'
   checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
              export [STEP] --to FOLDER
@@ -143,7 +142,6 @@ def entry_point() -> None:
         if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
-    keep_stops()
     warnings.formatwarning = _formatted_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())

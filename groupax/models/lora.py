@@ -323,12 +323,12 @@ def count_params(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int
         return total, total
     specs = jax.tree.leaves(adapter_specs(config, lora))
     trained = sum(math.prod(spec.shape) for spec in specs)
-    in_place = sum(math.prod(spec.shape) for spec in specs if spec.name.endswith(".bias") and not _is_copy(spec, lora))
+    in_place = sum(
+        math.prod(spec.shape)
+        for spec in specs
+        if spec.name.endswith(".bias") and not module_name(spec).endswith(tuple(lora.modules_to_save))
+    )
     return trained, total + trained - in_place
-
-
-def _is_copy(spec: Spec, lora: LoRAConfig) -> bool:
-    return any(module_name(spec).endswith(name) for name in lora.modules_to_save)
 
 
 def trainable_params_line(trained: int, total: int) -> str:

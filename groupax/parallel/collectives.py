@@ -174,7 +174,11 @@ def to_host(tree: Any) -> Any:
     if num_processes() == 1:
         return jax.device_get(tree)
     leaves, structure = jax.tree.flatten(tree)
-    sharded = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_local(leaf)]
+    sharded = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ]
     if sharded:
         gathered = _gather(leaves[sharded[0]].sharding.mesh)(*on_devices([leaves[index] for index in sharded]))
         for index, array in zip(sharded, gathered, strict=True):
@@ -190,10 +194,6 @@ def to_host_on_primary(tree: Any) -> Any:
         return np.array(array) if is_primary() else None
 
     return jax.tree.map(copy, tree)
-
-
-def _is_local(array: jax.Array) -> bool:
-    return array.is_fully_addressable or array.is_fully_replicated
 
 
 def _to_device(x: Any, sharding: Sharding) -> jax.Array:

@@ -3,19 +3,39 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from groupax.data.examples import values_as_json
+from groupax.data.examples import Example, values_as_json, with_values_from_json
 from groupax.data.images import image_name, images_of, named, save_png
-from groupax.episodes.as_json import branches_as_json, messages_as_json, turns_as_json
+from groupax.episodes.as_json import (
+    branches_as_json,
+    branches_from_json,
+    messages_as_json,
+    messages_from_json,
+    turns_as_json,
+    turns_from_json,
+)
 from groupax.events import TokenScores
-from groupax.types import Prompt, Rollout
+from groupax.types import Prompt, PromptImages, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
+BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
+READ: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("prompt_ids", "completion_ids"), partial(np.asarray, dtype=np.int32)),
+    **dict.fromkeys(("policy_logps", "sampler_logps"), partial(np.asarray, dtype=np.float32)),
+    "mask": partial(np.asarray, dtype=bool),
+    "experts": partial(np.asarray, dtype=np.int16),
+    "turn_advantages": tuple,
+    "turns": turns_from_json,
+    "messages": messages_from_json,
+    "branches": branches_from_json,
+}
 
 
 class RolloutLog:
@@ -166,6 +186,27 @@ def rollout_table(
         columns["images"] = pa.array(names, pa.list_(pa.string()))
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
+
+
+def rollout_of(row: Mapping[str, Any], example: Example, images: PromptImages | None = None) -> Rollout:
+    """Returns the completion of a row of a checkpoint, or of this log with its completion as `text`.
+
+    Args:
+        row: The row's values by column.
+        example: Row of the dataset.
+        images: Images of the prompt.
+
+    Raises:
+        ValueError: The values do not fit together.
+    """
+    values = {field.name: row[field.name] for field in fields(Rollout) if row.get(field.name) is not None}
+    values |= {name: read(values[name]) for name, read in READ.items() if name in values}
+    if "experts" in values:
+        values["experts"] = values["experts"].reshape(len(values["completion_ids"]), -1)
+    for name in BY_NAME:
+        prefix = f"{name}/"
+        values[name] = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+    return Rollout(**values | {"example": with_values_from_json(example, row.get("row_values")), "images": images})
 
 
 def _once_per_prompt(rollouts: Sequence[Rollout], value: Callable[[Rollout], Any]) -> list[Any]:

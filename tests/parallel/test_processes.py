@@ -245,7 +245,8 @@ def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes(monke
     ]
 
 
-def test_silent_and_foreign_connections_hold_up_no_start():
+def test_silent_and_foreign_connections_hold_up_no_start_for_long(monkeypatch):
+    monkeypatch.setattr("groupax.parallel.processes.GREETING_S", 1.0)
     listener, address = listen_for_peers("127.0.0.1")
     hosts, port, _ = address
     with ExitStack() as strangers:

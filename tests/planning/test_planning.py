@@ -522,12 +522,12 @@ def uncompilable(message):
 def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
     compiler = Compiler()
     full = "RESOURCE_EXHAUSTED: x temporaries (1.50G) exceeds available HBM"
-    compiled = compiler.compiled(uncompilable(full), "tpu")
+    compiled = compiler.compiled(uncompilable(full))
     assert compiled.temporary_bytes == 1.5 * 2**30
-    assert compiler.compiled(uncompilable(full), "tpu") is compiled
+    assert compiler.compiled(uncompilable(full)) is compiled
     for message in ("INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: of threads"):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            compiler.compiled(uncompilable(message), "tpu")
+            compiler.compiled(uncompilable(message))
 
 
 # -- the command

@@ -353,9 +353,6 @@ def test_a_run_trains_and_resumes_bit_for_bit_and_keeps_images_and_tower(tmp_pat
     assert resumed.learner.digest() == whole.learner.digest()
     outcome = replay_step(tmp_path / "half", 4, model, reward, train_dataset=some_rows())
     assert outcome.is_equal
-    given = {"train_dataset": some_rows(), "include": ("state", "model")}
-    assert bundle_step(tmp_path / "half", 4, tmp_path / "b.tar.zst", model, reward, **given).outcome.is_equal
-    assert replay_bundle(tmp_path / "b.tar.zst").is_equal
     assert len(list((tmp_path / "whole" / "images").glob("*.png"))) == 3
     exported = tmp_path / "exported"
     assert main(["checkpoints", str(tmp_path / "half"), "export", "--to", str(exported)]) == 0
