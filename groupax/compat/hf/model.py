@@ -130,29 +130,34 @@ def save_policy(trainer: Any, folder: Any) -> None:
         warn(f"{folder} is the run's folder, which has its own config.json; the model is saved in {own / 'model'}")
         trainer.save_model()
         return
-    check_disjoint(Path(folder), source_folders(trainer.model))
-    if processes.run_on_primary(lambda: is_replaceable(Path(folder))):
-        trainer.save_model(folder)
-        return
-    with tempfile.TemporaryDirectory() as name:
-        saved = trainer.save_model(Path(name) / "model")
-        processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
+    save_into(trainer.save_model, folder, source_folders(trainer.model), processes.run_on_primary)
 
 
-def save_into(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
+def save_into(
+    save: Callable[[Path], Any],
+    folder: Any,
+    sources: Collection[Path],
+    on_primary: Callable[[Callable[[], Any]], Any] = lambda function: function(),
+) -> None:
     """Saves into a folder and keeps the other files in it.
+
+    Args:
+        save: Function that saves into a folder.
+        folder: The folder.
+        sources: Folders that must not be overwritten.
+        on_primary: Function that calls another one in the primary process, if all processes save.
 
     Raises:
         ForeignFilesError: The folder holds files of a model that groupax did not write.
         ValueError: The folder is, contains or is inside one of the sources.
     """
     check_disjoint(Path(folder), sources)
-    if is_replaceable(Path(folder)):
+    if on_primary(lambda: is_replaceable(Path(folder))):
         save(Path(folder))
         return
     with tempfile.TemporaryDirectory() as name:
         save(Path(name) / "model")
-        merge_into_folder(Path(name) / "model", Path(folder))
+        on_primary(lambda: merge_into_folder(Path(name) / "model", Path(folder)))
 
 
 # Assignable settings of a model's config, with the reason why they have no effect in groupax.
@@ -274,14 +279,6 @@ class CausalLM:
     def lm_head(self) -> SimpleNamespace:
         """The output layer, whose `weight` is a copy (see `named_parameters`)."""
         return SimpleNamespace(weight=self.get_parameter(self._prefix + HEAD))
-
-    def get_output_embeddings(self) -> SimpleNamespace:
-        """Returns `lm_head`."""
-        return self.lm_head
-
-    def get_input_embeddings(self) -> SimpleNamespace:
-        """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
-        return SimpleNamespace(weight=self.get_parameter(self._prefix + embedding_name(self.model.config)))
 
     @property
     def _prefix(self) -> str:

@@ -1,6 +1,7 @@
 """Arguments of transformers and PEFT as groupax's settings: loading, quantization, adapters, `generate`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from groupax.compat.fields import warn
@@ -11,36 +12,29 @@ from groupax.settings.optimizer import BaseWeights
 
 # Arguments of `from_pretrained` without effect in groupax, each with the reason.
 INERT = {
-    "device_map": "weights are put on all devices",
     "attn_implementation": "it is a training setting: set it in TRL's model_init_kwargs or in groupax's GRPOConfig",
-    "trust_remote_code": "groupax never runs code from a model's folder",
-    "use_cache": "the engine always has a cache",
+    "cache_dir": "the hub's cache is chosen by HF_HUB_CACHE",
+    "device_map": "weights are put on all devices",
+    "local_files_only": "the hub's client is offline with HF_HUB_OFFLINE=1",
     "low_cpu_mem_usage": "weights are read straight to the devices",
     "max_memory": "weights are put on all devices",
     "token": "set HF_TOKEN",
+    "trust_remote_code": "groupax never runs code from a model's folder",
+    "use_cache": "the engine always has a cache",
     "use_safetensors": "weights are always safetensors",
 }
 
 
+@dataclass
 class BitsAndBytesConfig:
-    """The quantization of weights during loading, with the fields of transformers' class."""
+    """The quantization of weights during loading, with fields of transformers' class."""
 
-    def __init__(self, load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: Any) -> None:
-        self.load_in_4bit, self.load_in_8bit = load_in_4bit, load_in_8bit
-        known = (
-            "bnb_4bit_compute_dtype",
-            "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant",
-            "bnb_4bit_quant_storage",
-            "llm_int8_threshold",
-            "llm_int8_skip_modules",
-            "llm_int8_enable_fp32_cpu_offload",
-            "llm_int8_has_fp16_weight",
-        )
-        for name, value in settings.items():
-            if name not in known:
-                raise TypeError(f"BitsAndBytesConfig has no field {name!r}{nearest(name, known)}")
-            setattr(self, name, value)
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = None  # the trainer's setting dtype chooses it
+    bnb_4bit_quant_storage: Any = None  # codes are always stored as bytes
 
 
 class LoraConfig:

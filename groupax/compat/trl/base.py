@@ -1,12 +1,10 @@
 """The parts of TRL's trainers besides their data: callbacks, the model, resuming, saving, reports, the accelerator."""
 
-import datetime
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,6 +12,7 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
+from groupax.compat.trl.arguments import torch_cpu
 from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_resume, folders_of, run_folder
 from groupax.compat.trl.overridden import REFUSED
 from groupax.compat.trl.policy import Policy, TrainedModel, adapter_settings
@@ -29,41 +28,23 @@ from groupax.storage.replacing import check_disjoint
 from groupax.types import Metrics
 
 
-@dataclass
-class AcceleratorConfig:
-    """The fields of accelerate's settings of data loaders, which TRL's trainer sets for streaming datasets."""
-
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = True
-
-
 class Accelerator:
     """The processes of a run, with the names of accelerate's class.
 
     One process uses all devices of its machine, so `num_processes` counts machines. Tensors of scripts are on the CPU.
     """
 
-    sync_gradients = is_local_main_process = True  # an optimizer step is one call; each machine has one process
-    local_process_index = 0
+    is_local_main_process, local_process_index = True, 0  # each machine has one process
     num_processes = property(lambda _: processes.num_processes())
     process_index = property(lambda _: processes.process_index())
     is_main_process = property(lambda _: processes.is_primary())
-    is_last_process = property(lambda self: self.process_index == self.num_processes - 1)
+    device = property(lambda _: torch_cpu())
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"trainer.accelerator has no {name!r}: groupax trains with JAX, without accelerate; what it offers is "
             f"{', '.join(each for each in dir(type(self)) if not each.startswith('_'))}"
         )
-
-    @property
-    def device(self) -> Any:
-        """PyTorch's device for tensors of scripts."""
-        import torch
-
-        return torch.device("cpu")
 
     def print(self, *values: Any, **named: Any) -> None:
         """Prints in the main process only."""
@@ -74,51 +55,9 @@ class Accelerator:
         """Waits until all processes have come to this call."""
         processes.all_gather_object(None)
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Runs the block in the main process first, then in the others."""
-        if not self.is_main_process:
-            self.wait_for_everyone()
-        yield
-        if self.is_main_process:
-            self.wait_for_everyone()
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that does nothing in other processes than the main one."""
-        return function if self.is_main_process else lambda *_, **__: None
-
     def unwrap_model(self, model: Any, **_: Any) -> Any:
         """Returns the model itself, which nothing wraps."""
         return model
-
-    def gather(self, values: Any) -> Any:
-        """Returns tensors, or a tree of them, of all processes one after another along the first dimension."""
-        if self.num_processes == 1:
-            return values
-        import torch
-
-        gathered = processes.all_gather_object(values)
-        return jax.tree.map(lambda *each: torch.cat([torch.atleast_1d(one) for one in each]), *gathered)
-
-    gather_for_metrics = gather
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Returns a tensor padded along a dimension with `pad_index` to the longest among the processes."""
-        missing = max(processes.all_gather_object(tensor.shape[dim])) - tensor.shape[dim]
-        if not missing:
-            return tensor
-        import torch
-
-        shape = [missing if index == dim % tensor.dim() else size for index, size in enumerate(tensor.shape)]
-        padding = tensor.new_full(shape, pad_index)
-        return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Returns None for each object, for the caller to forget them by."""
-        return [None for _ in objects]
-
-    def end_training(self) -> None:
-        """Does nothing: `train` closes what it opened."""
 
 
 class TrainOutput(NamedTuple):
@@ -260,7 +199,6 @@ class BaseTrainer:
 
     def _output(self, result: Any, listener: CallbackListener) -> TrainOutput:
         """Returns the result of a training that has ended."""
-        self._trained.report_cost(result.train_seconds)
         if self.args.push_to_hub:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
@@ -293,24 +231,17 @@ class BaseTrainer:
 
     # -- reports
 
-    def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        """Returns metrics as the texts that `log_metrics` prints."""
-        return {name: _text_of(name, value) for name, value in metrics.items()}
-
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
-        """Prints metrics as transformers does.
+        """Prints metrics.
 
         Args:
             split: What they are about, e.g. "train" or "eval".
             metrics: Values by name.
         """
-        if not self.is_world_process_zero():
-            return
-        texts = self.metrics_format(dict(sorted(metrics.items())))
-        name_width, width = (max(map(len, each), default=0) for each in (texts, texts.values()))
-        print(f"***** {split} metrics *****")
-        for name, text in texts.items():
-            print(f"  {name:<{name_width}} = {text:>{width}}")
+        if self.is_world_process_zero():
+            print(f"***** {split} metrics *****")
+            for name, value in sorted(metrics.items()):
+                print(f"  {name} = {round(value, 4) if isinstance(value, float) else value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
         """Writes metrics to a file in `output_dir`.
@@ -342,17 +273,19 @@ class BaseTrainer:
         return folder
 
 
+def check_optimizers(optimizers: tuple[Any, Any]) -> None:
+    """Raises a ValueError if a script gives an optimizer or a scheduler of PyTorch."""
+    if any(each is not None for each in optimizers):
+        raise ValueError(
+            "optimizers of PyTorch cannot train weights of JAX: set optim, learning_rate, weight_decay and "
+            "lr_scheduler_type in the config"
+        )
+
+
 def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-
-
-def _text_of(name: str, value: Any) -> str:
-    if "_runtime" in name:
-        hundredths = round(100 * value)
-        return f"{datetime.timedelta(seconds=hundredths // 100)}.{hundredths % 100:02d}"
-    return str(round(value, 4) if isinstance(value, float) else value)
 
 
 def _write(path: Path, metrics: Mapping[str, float]) -> None:

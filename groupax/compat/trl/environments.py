@@ -170,27 +170,12 @@ class Agents:
             raise ValueError("without a `train_dataset` nothing but `max_steps` says how long to train; set it")
         return [{"prompt": PLACEHOLDER}] * num_prompts, False
 
-    def unknown(self, dataset: Any) -> list[str]:
-        """Returns the values of the column `environment` that name no environment."""
-        if self.pool is None or not self.is_routed:
-            return []
-        names = dataset["environment"] if "environment" in getattr(dataset, "column_names", ()) else None
-        if names is None:
-            names = [row.get("environment") for row in dataset]
-        return sorted({str(name) for name in names} - set(self.names))
-
-    def name_of(self, row: Mapping[str, Any]) -> str:
-        """Returns the name of a row's environment."""
-        return str(row.get("environment")) if self.is_routed else self.names[0]
-
-    def routed_to_first(self, dataset: Any) -> list[dict[str, Any]]:
-        """Returns rows in which the first environment stands for unknown ones."""
-        first = self.names[0]
-        names = [row.get("environment") for row in dataset]
-        return [
-            {**row, "environment": name if name in self.names else first}
-            for row, name in zip(dataset, names, strict=True)
-        ]
+    def environments_of(self, rows: Iterable[Mapping[str, Any]], num_generations: int) -> list[Any] | None:
+        """Returns the environments of the completions of a rollout's rows; None without any."""
+        if self.pool is None:
+            return None
+        names = [str(row.get("environment")) if self.is_routed else self.names[0] for row in rows]
+        return self.pool.of(names, num_generations)
 
     def eval_rows(self, dataset: Any) -> Any:
         """Returns evaluation sets, one or several by name, with a column `prompt`."""

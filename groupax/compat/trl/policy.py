@@ -1,6 +1,5 @@
 """The model that a script hands to a trainer: what is trained, the object that shows it, its own `generate`."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,49 +15,17 @@ from groupax.compat.trl.arguments import TrainingArguments
 from groupax.config import GRPOConfig
 from groupax.engine.sequence import PolicySampler
 from groupax.engine.sequence import Sequence as Completion
-from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
+from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.lora import Adapter, as_lora_config
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
-from groupax.settings.fields import nearest, shown
-from groupax.settings.sampling import SamplingParams
+from groupax.settings.fields import nearest
 from groupax.storage.folders import at_revision
 from groupax.training.adapters import PolicyLearner
 from groupax.types import Row
 
-# Arguments of transformers' `from_pretrained` without effect, besides those of `hf.INERT`.
-_INERT_ARGUMENTS = {
-    "cache_dir": "the hub's cache is chosen by HF_HUB_CACHE",
-    "local_files_only": "the hub's client is offline with HF_HUB_OFFLINE=1",
-    "force_download": "files are downloaded once; remove them from the hub's cache to download them again",
-    "resume_download": "interrupted downloads always continue",
-    "proxies": "the hub's client reads HTTPS_PROXY",
-    "use_kernels": "programs are compiled by XLA",
-    "disable_mmap": "weights are read straight to the devices",
-    "weights_only": "weights are always safetensors",
-    "offload_folder": "weights are put on all devices",
-    "offload_state_dict": "weights are read straight to the devices",
-    "offload_buffers": "weights are put on all devices",
-    "experts_implementation": "experts are computed by groupax's own kernels",
-}
-# Arguments that change which model is trained, and what to do instead.
-_REFUSED_ARGUMENTS = {
-    "config": "the model's own config.json counts; edit a copy of the folder",
-    "subfolder": "download the repository and name the subfolder as the model",
-    "variant": "only the files without a variant are read; convert the model into a folder of its own",
-    "gguf_file": "convert the file to safetensors, and name that folder as the model",
-    "adapter_kwargs": "load the adapter with compat.hf.PeftModel.from_pretrained, and pass the model",
-    "code_revision": "groupax never runs code from a model's folder; leave it out",
-    "ignore_mismatched_sizes": "all weights must have the sizes of config.json; leave it out",
-    "from_tf": "only safetensors are read; convert the model",
-    "from_flax": "only safetensors are read; convert the model",
-    "key_mapping": "weights must have the names of their family; convert the model",
-    "tp_plan": "set the mesh: parallelism_config has tp_size",
-    "output_loading_info": "the trainer loads the model itself; leave it out",
-    "state_dict": "pass a model object instead of its name",
-}
 _EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 weights, as groupax does
 
 
@@ -78,40 +45,25 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
     if quantization_config is not None and quantized is not None:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     given.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    revision = given.pop("revision", None)
-    for name, value in given.items():
-        _check_argument(name, value)
+    revision, dtype = given.pop("revision", None), given.pop("dtype", None) or given.pop("torch_dtype", None)
     is_named = isinstance(model, (str, Path))
     if given and not is_named:
         warn("model_init_kwargs change nothing: the model is already loaded")
+        given = {}
+    if str(dtype).removeprefix("torch.") not in _EXACT_DTYPES:
+        reason = "master weights are float32, and bf16 chooses the dtype of the computation"
+        warn(f"model_init_kwargs dtype={dtype!r} changes nothing in groupax: {reason}")
+    for name, value in given.items():
+        if value is None or value is False:  # transformers' defaults
+            continue
+        if name not in hf.INERT:
+            raise ValueError(
+                f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the "
+                f"model with transformers and pass the object{nearest(name, hf.INERT)}"
+            )
+        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {hf.INERT[name]}")
     named = at_revision(str(model), revision) if is_named and revision not in (None, "main") else model
     return named, quantized if quantization_config is None else quantization_config
-
-
-def _check_argument(name: str, value: Any) -> None:
-    """Warns about an argument without effect, and refuses one that cannot be honoured."""
-    if value is None or value is False:  # transformers' defaults
-        known = {*_INERT_ARGUMENTS, *_REFUSED_ARGUMENTS, *hf.INERT, "dtype", "torch_dtype"}
-        if name not in known:
-            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, known)}")
-        return
-    if name in _REFUSED_ARGUMENTS:
-        raise ValueError(f"model_init_kwargs {name}={shown(value)} is not supported: {_REFUSED_ARGUMENTS[name]}")
-    if name in ("dtype", "torch_dtype"):
-        if str(value).removeprefix("torch.") not in _EXACT_DTYPES:
-            reason = "master weights are float32, and bf16 chooses the dtype of the computation"
-            warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {reason}")
-        return
-    inert = _INERT_ARGUMENTS | hf.INERT
-    if name not in inert:
-        raise ValueError(
-            f"model_init_kwargs has {name!r}; groupax cannot tell what it would change in the model, so load the model "
-            f"with transformers and pass the object{nearest(name, inert)}"
-        )
-    warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {inert[name]}")
-
-
-MUCH = 0.05  # of the time of training, which is reported
 
 
 @dataclass(frozen=True)
@@ -219,11 +171,10 @@ class TrainedModel:
 
     Attributes:
         model: The object.
-        seconds: Time that the copies took.
     """
 
     def __init__(self, owner: Any, trainer: Trainer) -> None:
-        self._trainer, self.seconds = trainer, 0.0
+        self._trainer = trainer
         started = _master_model(trainer)
         self._torch = hf.TorchWeights(owner, started) if hf.is_torch_model(owner) else None
         self.model = owner if owner is not None else hf.CausalLM(started)
@@ -238,23 +189,11 @@ class TrainedModel:
 
     def update(self) -> None:
         """Gives the object the weights that the trainer has now."""
-        started = time.perf_counter()
         model = _master_model(self._trainer)
         if self._torch is None:
             self.model.model = model
         else:
             self._torch.write(model)
-            self.seconds += time.perf_counter() - started
-
-    def report_cost(self, train_seconds: float) -> None:
-        """Reports what the copies cost if it is much of the training's time."""
-        if self.seconds > MUCH * train_seconds:
-            self._trainer.emit(
-                Message(
-                    f"copying the trained weights into the given {type(self.model).__name__} after every step took "
-                    f"{self.seconds:.1f} s of {train_seconds:.1f} s; a folder or hub id as model needs no copies"
-                )
-            )
 
 
 def _master_model(trainer: Trainer) -> Model:
@@ -282,7 +221,7 @@ def _is_overridden(cls: type) -> bool:
 
 
 class ModelSampler:
-    """A sampler that calls a model's `generate` for all that it samples.
+    """A sampler that calls a model's `generate` for all that it samples, in whole batches.
 
     Args:
         generate: The method.
@@ -291,6 +230,8 @@ class ModelSampler:
         settings: Settings of the run.
         pad_id: Token for padding.
     """
+
+    takes_whole_batches = True
 
     def __init__(
         self,
@@ -302,6 +243,8 @@ class ModelSampler:
     ) -> None:
         self.generate, self.engine, self.learner = generate, engine, learner
         self.settings, self.pad_id = settings, pad_id
+        self.sequences, self.release = engine.sequences, engine.release
+        self._waiting: list[Completion] = []
 
     @property
     def params(self) -> dict[str, Any]:
@@ -312,28 +255,9 @@ class ModelSampler:
     def params(self, params: dict[str, Any]) -> None:
         self.engine.params = params
 
-    def release(self) -> None:
-        """Frees what the engine does not need between rollouts."""
-        self.engine.release()
-
-    def sequences(
-        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
-    ) -> list[Completion]:
-        """Returns sequences that have not started (see `Engine.sequences`)."""
-        return self.engine.sequences(prompts, params, step, first_prompt)
-
-    def session(self) -> "GenerateSession":
-        """Returns a new session."""
-        return GenerateSession(self)
-
-
-class GenerateSession:
-    """A session whose every step samples all that waits, in one call of `generate`."""
-
-    takes_whole_batches = True
-
-    def __init__(self, sampler: ModelSampler) -> None:
-        self._sampler, self._waiting = sampler, list[Completion]()
+    def session(self) -> "ModelSampler":
+        """Returns a session in which nothing waits."""
+        return ModelSampler(self.generate, self.engine, self.learner, self.settings, self.pad_id)
 
     @property
     def busy(self) -> bool:
@@ -369,9 +293,9 @@ class GenerateSession:
         import torch
         from transformers import GenerationConfig
 
-        sampler, args = self._sampler, self._sampler.settings
+        args = self.settings
         longest = max(len(row.prompt) for row in rows)
-        ids = np.full((len(rows), longest), sampler.pad_id)
+        ids = np.full((len(rows), longest), self.pad_id)
         mask = np.zeros_like(ids)
         for index, row in enumerate(rows):
             ids[index, longest - len(row.prompt) :] = row.prompt
@@ -379,7 +303,7 @@ class GenerateSession:
         config = GenerationConfig(
             max_new_tokens=args.max_completion_length,
             do_sample=True,
-            pad_token_id=sampler.pad_id,
+            pad_token_id=self.pad_id,
             eos_token_id=list(rows[0].stop_ids),
             temperature=args.temperature,
             top_p=args.top_p,
@@ -389,7 +313,7 @@ class GenerateSession:
         )
         with torch.no_grad():
             inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-            out = sampler.generate(**inputs, generation_config=config)
+            out = self.generate(**inputs, generation_config=config)
         if out.ndim != 2 or len(out) != len(rows) or out.shape[1] <= longest:
             raise ValueError(
                 f"the model's own generate returned {list(out.shape)} for {len(rows)} prompts of {longest} tokens; it "
@@ -410,5 +334,4 @@ class GenerateSession:
             )
             for index, sequence in enumerate(sequences)
         ]
-        learner = self._sampler.learner
-        return learner.logprobs(learner.policy, rows)[0]
+        return self.learner.logprobs(self.learner.policy, rows)[0]

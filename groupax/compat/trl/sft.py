@@ -1,7 +1,5 @@
 """TRL's `SFTConfig` and `SFTTrainer`, wrappers around the native ones."""
 
-import copy
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from groupax.compat.callbacks import CallbackListener
-from groupax.compat.fields import arguments, as_native, inert, parse_mapping, refused, same, warn
-from groupax.compat.trl.arguments import TrainingArguments, torch_optimizer_settings
-from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
+from groupax.compat.fields import arguments, parse_mapping, warn
+from groupax.compat.trl.arguments import TrainingArguments
+from groupax.compat.trl.base import BaseTrainer, TrainOutput, check_optimizers, num_accelerators
 from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.overridden import REFUSED as REFUSED_OVERRIDES
 from groupax.compat.trl.overridden import check_overrides
@@ -20,7 +18,7 @@ from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.streams import is_stream
 from groupax.config import SFTConfig as NativeConfig
 from groupax.data.examples import Examples
-from groupax.data.supervised import TAG, TrainingSet
+from groupax.data.supervised import TrainingSet
 from groupax.data.tokenizer import load_tokenizer
 from groupax.sft import SFTTrainer as NativeTrainer
 from groupax.storage.folders import resolve_folder
@@ -34,14 +32,24 @@ NAMES = {
 }
 ORDERS = {"random": "seeded_by_epoch", "sequential": "dataset"}  # by `train_sampling_strategy`
 
-_packed = inert("tokens are packed without padding")
+_INERT = {
+    "only the columns of the examples are read": "remove_unused_columns=True",
+    "groupax never runs code from a model's folder": "trust_remote_code=False",
+    "examples are encoded in one process, by a tokenizer that uses all cores": "dataset_num_proc=None",
+    "tokens are packed without padding": "padding_free=False pad_to_multiple_of='auto' pad_token=None",
+    "gradient_checkpointing saves the memory of activations": "activation_offloading=False",
+}
+_REFUSED = {
+    "the loss is that of loss_type ('nll' or 'dft'); leave it out": "label_smoothing_factor=0.0",
+    "examples have no padding, so their lengths need no grouping; leave it out": "group_by_length=False",
+    "examples lose their end; cut off their start in the dataset": "truncation_mode='keep_start'",
+    "evaluations are packed like the training set; leave it out": "eval_packing=None",
+}
 
 
-@arguments("TRL")
+@arguments("TRL", inert=_INERT, refused=_REFUSED)
 class SFTConfig(TrainingArguments):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    The fields are in the order and have the defaults of TRL's own class.
 
     Raises:
         TypeError: A field is unknown.
@@ -50,36 +58,23 @@ class SFTConfig(TrainingArguments):
 
     MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs", "dataset_kwargs")
 
-    learning_rate: float = same(2e-5)
-    remove_unused_columns: bool | None = inert("only the columns of the examples are read")(True)
+    learning_rate: float = 2e-5
     data_seed: int | None = None
     dataloader_drop_last: bool = False
     train_sampling_strategy: str = "random"
-    label_smoothing_factor: float = refused(0.0, "the loss is that of loss_type ('nll' or 'dft'); leave it out")
-    group_by_length: bool = refused(False, "examples have no padding, so their lengths need no grouping; leave it out")
     model_init_kwargs: dict[str, Any] | str | None = None
-    trust_remote_code: bool = inert("groupax never runs code from a model's folder")(False)
-    router_aux_loss_coef: float | None = same(None)
+    router_aux_loss_coef: float | None = None
     chat_template_path: str | None = None
-    dataset_text_field: str = same("text")
+    dataset_text_field: str = "text"
     dataset_kwargs: dict[str, Any] | str | None = None
-    dataset_num_proc: int | None = inert("examples are encoded in one process, by a tokenizer that uses all cores")(
-        None
-    )
     eos_token: str | None = None
-    max_length: int | None = same(1024)
-    truncation_mode: str = refused("keep_start", "examples lose their end; cut off their start in the dataset")
+    max_length: int | None = 1024
     shuffle_dataset: bool = False
-    packing: bool = same(False)
-    packing_strategy: str = same("bfd")
-    padding_free: bool = _packed(False)
-    pad_to_multiple_of: int | str | None = _packed("auto")
-    eval_packing: bool | None = refused(None, "evaluations are packed like the training set; leave it out")
-    completion_only_loss: bool | None = same(None)
-    assistant_only_loss: bool = same(False)
+    packing: bool = False
+    packing_strategy: str = "bfd"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
     loss_type: str = "nll"
-    activation_offloading: bool = inert("gradient_checkpointing saves the memory of activations")(False)
-    pad_token: str | None = _packed(None)
 
     def batch_size(self, num_devices: int = 1) -> int:
         """Returns the number of sequences of an optimizer step on all devices."""
@@ -106,9 +101,7 @@ class SFTConfig(TrainingArguments):
             )
         self._check_dataset_kwargs()
         settings = {
-            **self.same_settings(),
             "metric_definitions": "trl",
-            "output_dir": self.output_dir,
             "seed": self.seed if self.data_seed is None else self.data_seed,
             "batch_size": self.batch_size(num_devices),
             "example_order": ORDERS[self.train_sampling_strategy],
@@ -121,7 +114,7 @@ class SFTConfig(TrainingArguments):
             **self.optimizer_settings(),
             "eval_steps": self.evaluated_every(steps_per_epoch),
         }
-        return as_native(settings, NAMES, NativeConfig)
+        return self.as_native(settings, NAMES, NativeConfig)
 
     def _check_dataset_kwargs(self) -> None:
         given = dict(parse_mapping(self.dataset_kwargs, "dataset_kwargs"))
@@ -165,13 +158,7 @@ class TRLExamples(NativeTrainer):
 
     def encode(self, examples: Examples, name: str) -> TrainingSet:
         """Returns examples as tokens, in TRL's order."""
-        own = self.tokenizer
-        if self._config.assistant_only_loss:
-            self.tokenizer = _with_marks(own)
-        try:
-            encoded = super().encode(examples, name)
-        finally:
-            self.tokenizer = own
+        encoded = super().encode(examples, name)
         if not self._config.shuffle_dataset:
             return encoded
         order = np.random.default_rng(self._config.seed).permutation(len(encoded))  # as `datasets` shuffles
@@ -202,7 +189,7 @@ class SFTTrainer(BaseTrainer):
         compute_loss_func: Must be None.
         compute_metrics: Must be None.
         callbacks: Callbacks of transformers.
-        optimizers: PyTorch optimizer, whose kind and hyperparameters are used, and None.
+        optimizers: Must be (None, None).
         optimizer_cls_and_kwargs: Must be None.
         preprocess_logits_for_metrics: Must be None.
         peft_config: Settings of a LoRA adapter.
@@ -241,11 +228,11 @@ class SFTTrainer(BaseTrainer):
                 raise ValueError(f"{name} is not supported: {why}")
         self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
         check_overrides(self, SFTTrainer)
+        check_optimizers(optimizers)
         check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
-        settings = replace(args.to_native(num_devices), **torch_optimizer_settings(optimizers))
-        settings, policy = self._prepare(args, settings, policy, callbacks)
+        settings, policy = self._prepare(args, args.to_native(num_devices), policy, callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:
@@ -362,22 +349,3 @@ def _with_tokens(tokenizer: Any, model: Any, args: SFTConfig) -> Any:
         raise ValueError(f"eos_token {args.eos_token!r} is not in the vocabulary of the tokenizer")
     tokenizer.eos_token = args.eos_token
     return tokenizer
-
-
-def _with_marks(tokenizer: Any) -> Any:
-    """Returns the tokenizer with TRL's training template, which marks what the assistant wrote, if TRL has one for it.
-
-    Without TRL, and for templates that it does not know, groupax finds these parts itself.
-    """
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or TAG.search(template) or importlib.util.find_spec("trl") is None:
-        return tokenizer
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        marked = get_training_chat_template(tokenizer)
-    except ValueError:  # a template that TRL does not know
-        return tokenizer
-    own = copy.copy(tokenizer)
-    own.chat_template = marked
-    return own

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,16 +12,16 @@ import numpy as np
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
-from groupax.compat.trl.arguments import TrainingArguments, torch_optimizer_settings
-from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
+from groupax.compat.trl.arguments import TrainingArguments
+from groupax.compat.trl.base import BaseTrainer, TrainOutput, check_optimizers, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
-from groupax.compat.trl.config import GRPOConfig, RLOOConfig
+from groupax.compat.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.overridden import Overridable, check_overrides
+from groupax.compat.trl.overridden import check_overrides
 from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
-from groupax.compat.trl.streams import Streams, evaluation_rows
+from groupax.compat.trl.streams import check_streams, evaluation_rows, is_stream, training_rows
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
@@ -29,15 +29,16 @@ from groupax.evaluation.items import ONLY_SET
 from groupax.events import Event, RolloutScored
 from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.losses import on_policy_tokens
+from groupax.rewards.calls import check_name
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
 from groupax.training.step import router_loss_coef
-from groupax.types import Rollout
+from groupax.types import Metrics, Rollout
 
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(Overridable, BaseTrainer):
+class GRPOTrainer(BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
@@ -49,7 +50,7 @@ class GRPOTrainer(Overridable, BaseTrainer):
         processing_class: Tokenizer; by default the model's.
         reward_processing_classes: Tokenizers of the reward models.
         callbacks: Callbacks of transformers.
-        optimizers: PyTorch optimizer, whose kind and hyperparameters are used, and None.
+        optimizers: Must be (None, None).
         quantization_config: Quantization of a model that is not loaded yet.
         peft_config: Settings of a LoRA adapter.
         tools: Functions that the model may call.
@@ -63,6 +64,9 @@ class GRPOTrainer(Overridable, BaseTrainer):
     Raises:
         ValueError: An argument or a setting is not supported by groupax.
     """
+
+    CONFIG: ClassVar[type[OnlineConfig]] = GRPOConfig
+    _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
 
     def __init__(
         self,
@@ -81,8 +85,10 @@ class GRPOTrainer(Overridable, BaseTrainer):
         environment_factory: Any = None,
         rollout_func: Any = None,
     ) -> None:
-        self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
+        name = Path(str(getattr(model, "name", model))).name
+        self.args = args = args or self.CONFIG(f"{name}-{self.CONFIG.__name__.removesuffix('Config')}")
         check_overrides(self, GRPOTrainer)
+        check_optimizers(optimizers)
         check_output_dir(args.output_dir)
         if args.disable_dropout:
             check_dropout(peft_config)
@@ -94,33 +100,32 @@ class GRPOTrainer(Overridable, BaseTrainer):
         if not rewards and not agents.reward_classes:
             raise ValueError(NO_REWARD)
         self.reward_processing_classes = _one_per_reward(reward_processing_classes, len(rewards))
-        num_prompts = args.schedule(num_devices).prompts_per_rollout
+        schedule = args.schedule(num_devices)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        streams = Streams(args, num_devices)
-        train_dataset, eval_dataset = streams.training_rows(train_dataset), streams.evaluation_rows(eval_dataset)
-        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
+        check_streams(args, train_dataset, eval_dataset)
+        streaming: dict[str, Any] = {}
+        if is_stream(train_dataset):
+            train_dataset = training_rows(train_dataset, args, schedule)
+            streaming = {"prompt_order": "dataset"}
+        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, schedule.prompts_per_rollout)
         examples = load_examples(train_dataset, may_have_images=True)
         self.rollout_func, self.rollout_request = rollout_func, None
-        self._unknown_environments = agents.unknown(examples)
-        if self._unknown_environments:
-            warn(f"{self._unknown_environment()}; `train` will refuse to run")
-            examples = agents.routed_to_first(examples)
         settings = args.to_native(num_devices, len(examples))
-        settings = replace(settings, **streams.settings, **torch_optimizer_settings(optimizers))
-        settings, policy = self._prepare(args, settings, policy, callbacks)
+        settings, policy = self._prepare(args, replace(settings, **streaming), policy, callbacks)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1
             weights = (*settings.reward_weights, *(1.0 for _ in agents.reward_classes))
             settings = replace(settings, reward_weights=weights)
         self._last_rollout = LastRollout()
+        self._revised: list[list[Mapping[str, Any]]] = []  # lines that the listener has not recorded yet
         self.native = TRLBatchTrainer(
-            args.schedule(num_devices),
+            schedule,
             policy.model,
             [_reward(reward) for reward in rewards] or None,
             settings,
             examples,
-            agents.eval_rows(eval_dataset),
+            agents.eval_rows(evaluation_rows(eval_dataset)),
             processing_class,
             self.reward_processing_classes,
             policy.peft_config,
@@ -128,7 +133,7 @@ class GRPOTrainer(Overridable, BaseTrainer):
             tools=agents.tools,
             environments=agents.environments(has_prompts),
             rollout_func=self._rollout_function(rewards, examples),
-            **self._changes(GRPOTrainer),
+            revise_line=None if type(self).log is GRPOTrainer.log else self._revise,
         )
         self.native.eval_batch_size = args.per_device_eval_batch_size * num_devices
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
@@ -144,26 +149,20 @@ class GRPOTrainer(Overridable, BaseTrainer):
     @property
     def environments(self) -> list[Any] | None:
         """The environments of the last rollout's completions; None without any, and before the first rollout."""
-        trainer, pool = self.native, self._agents.pool
+        trainer = self.native
         num_prompts = trainer.schedule.prompts_per_rollout
         first = trainer.cursor.num_prompts - num_prompts
-        if pool is None or first < 0:
+        if first < 0:
             return None
-        visited = trainer.collector.visited(first, num_prompts)
-        names = [self._agents.name_of(trainer.prompts.examples[index]) for index in visited]
-        return pool.of(names, trainer.args.num_generations)
+        rows = [trainer.prompts.examples[index] for index in trainer.collector.visited(first, num_prompts)]
+        return self._agents.environments_of(rows, trainer.args.num_generations)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Trains the policy and saves it in the run's `model/`.
 
         Args:
             resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
-
-        Raises:
-            ValueError: A row of the dataset has an environment that the trainer does not have.
         """
-        if self._unknown_environments:
-            raise ValueError(self._unknown_environment())
         is_resumed = self._resume(resume_from_checkpoint)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
@@ -189,13 +188,6 @@ class GRPOTrainer(Overridable, BaseTrainer):
             return None
         return as_rollout_function(self.rollout_func, self, expected_columns(rewards, list(examples[0])))
 
-    def _unknown_environment(self) -> str:
-        name, known = self._unknown_environments[0], self._agents.names
-        return (
-            f"the dataset's column environment has {name!r:.80}, which is not among the environments of "
-            f"environment_factory; it has {', '.join(known)}{nearest(name, known)}"
-        )
-
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -219,6 +211,52 @@ class GRPOTrainer(Overridable, BaseTrainer):
             self._callback_listener().evaluated(self.native.cursor.step, own)
             metrics |= own
         return {**metrics, "epoch": self.state.epoch}
+
+    # -- lines of the log, which a subclass may change
+
+    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
+        """Adds a line to `state.log_history` and calls the callbacks.
+
+        Numbers that a subclass adds to a line of the run also reach the run's metrics and trackers.
+
+        Args:
+            logs: Values by name.
+            start_time: Not used: the times are among the values.
+        """
+        del start_time
+        if self._passed is None:
+            self._callback_listener().record(self.native.cursor.step, dict(logs))
+        else:
+            for name in logs:
+                check_name("log", "the name of a value", name)
+            self._passed.append(dict(logs))
+
+    def _write_line(self, step: int, metrics: Metrics) -> None:
+        """Records a line of the log: as it was revised, else through `log`."""
+        if self._revised:
+            for logs in self._revised.pop(0):
+                self._callback_listener().record(step, logs)
+        else:
+            self.log(dict(metrics))
+
+    def _revise(self, step: int, metrics: Metrics) -> Metrics:
+        """Passes metrics through `log`; returns them with the numbers that it adds or changes."""
+        is_line = step % max(1, self.state.logging_steps) == 0 or any(name.startswith("eval_") for name in metrics)
+        if not is_line:  # the last steps of a run belong to its closing line
+            return metrics
+        self._passed = passed = []
+        try:
+            self.log(dict(metrics))
+        finally:
+            self._passed = None
+        self._revised.append(passed)
+        numbers = {
+            name: float(value)
+            for logs in passed
+            for name, value in logs.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        return {**metrics, **numbers}
 
     # -- what functions, callbacks and subclasses of scripts read
 
@@ -254,78 +292,28 @@ class GRPOTrainer(Overridable, BaseTrainer):
         return bool(learner.config.experts) and router_loss_coef(learner.config, learner.settings.objective) != 0
 
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
-        """Returns which tokens have an entropy of at least a quantile of all of them, as PyTorch's booleans.
-
-        Args:
-            entropies: [B, T] entropies.
-            mask: [B, T] tokens that count.
-            threshold: The quantile.
-        """
+        """Returns which tokens of a mask, [B, T], have an entropy of at least a quantile of all of them."""
         counted = mask.bool()
-        padding = np.float32(-1e9)  # an entropy that no token has
-        padded = self.accelerator.pad_across_processes(entropies[counted].float(), dim=0, pad_index=-1e9)
-        everything = self.accelerator.gather(padded).detach().cpu().numpy()
-        bound = top_entropy_threshold([everything[everything != padding]], 1.0 - threshold)
+        bound = top_entropy_threshold([entropies[counted].float().cpu().numpy()], 1.0 - threshold)
         return (entropies >= entropies.new_tensor(bound)) & counted
 
     @staticmethod
     def get_off_policy_mask(
         advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
     ) -> Any:
-        """Returns 1 for the rows that `off_policy_mask_threshold` keeps and 0 for the others, [B, 1].
-
-        Args:
-            advantages: [B, 1] advantages.
-            per_token_logps: [B, T] log-probs under the policy.
-            sampling_per_token_logps: [B, T] log-probs under the policy that sampled; NaN, where they are unknown, is no
-                drift.
-            mask: [B, T] tokens that count.
-            off_policy_threshold: Largest mean drift of rows with a negative advantage.
-        """
+        """Returns 1 for the rows of PyTorch's tensors that `off_policy_mask_threshold` keeps, 0 for others, [B, 1]."""
         given = advantages, per_token_logps, sampling_per_token_logps, mask
         advantage, policy, sampled, counted = (jnp.asarray(each.detach().cpu().numpy()) for each in given)
-        sampled = jnp.where(jnp.isnan(sampled), policy, sampled)
+        sampled = jnp.where(jnp.isnan(sampled), policy, sampled)  # what is unknown has not drifted
         advantage = jnp.broadcast_to(advantage, policy.shape)
         kept = on_policy_tokens(policy, sampled, advantage, counted != 0, off_policy_threshold)
         return mask.new_tensor(np.asarray(kept[:, :1]), dtype=mask.dtype)
 
 
 class RLOOTrainer(GRPOTrainer):
-    """TRL's trainer of REINFORCE with a leave-one-out baseline.
+    """TRL's trainer of REINFORCE with a leave-one-out baseline, with the arguments of `GRPOTrainer`."""
 
-    The arguments are those of `GRPOTrainer`, without tools, environments and `rollout_func`.
-
-    Raises:
-        ValueError: An argument or a setting is not supported by groupax.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any,
-        args: RLOOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ) -> None:
-        super().__init__(
-            model,
-            reward_funcs,
-            args or RLOOConfig(f"{Path(str(getattr(model, 'name', model))).name}-RLOO"),
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-        )
+    CONFIG = RLOOConfig
 
 
 class LastRollout:
