@@ -22,7 +22,7 @@ from groupax.compat.fields import CompatWarning
 from groupax.events import Evaluated, StepEnded
 from groupax.models.lora import as_lora_config
 from groupax.models.weights.checkpoint import reshard
-from groupax.models.weights.quantize import dense
+from groupax.models.weights.quantize import dense, is_quantized
 from groupax.parallel.mesh import RULES, make_mesh
 from groupax.rollouts.collector import sampling_params
 from groupax.runs.build import eval_params
@@ -368,7 +368,7 @@ def test_callbacks_learn_of_the_best_evaluation():
 
 def test_what_scripts_say_to_a_model_before_training(folder):
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax: the engine always has"):
+    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax"):
         model.config.use_cache = False
     with pytest.warns(CompatWarning, match="set gradient_checkpointing in GRPOConfig"):
         model.gradient_checkpointing_enable()
@@ -648,7 +648,7 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
     trainer = trl.GRPOTrainer(
         str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
     )
-    assert trainer.native.args.base_weights == "nf4"
+    assert is_quantized(trainer.native.model.params)
     assert trainer.native.model.adapter.config == as_lora_config(lora)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()
@@ -706,18 +706,6 @@ def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
     trainer.save_pretrained(tmp_path)  # the parent of the run, as EasyDeL's scripts have it
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert (tmp_path / "model.safetensors").is_file()
-
-
-def test_an_easydel_dataset_of_questions(folder, tmp_path):
-    from datasets import Dataset
-
-    dataset = Dataset.from_list([{"question": "abc", "answer": "d"}] * 2)
-    with pytest.warns(CompatWarning, match="no column 'prompt'; 'question' is used"):
-        trainer = ed.GRPOTrainer(
-            ed.GRPOConfig(save_directory=str(tmp_path), max_completion_length=8), None, str(folder), count_a,
-            train_dataset=dataset,
-        )  # fmt: skip
-    assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5]
 
 
 @pytest.mark.parity

@@ -78,10 +78,6 @@ class vInference:  # noqa: N801 - EasyDeL's name
         return Engine.of(model, self.tokenizer, tp=decoding_tp_of(model))
 
 
-# Columns with the prompts of well-known datasets that have no column `prompt`.
-QUESTION_COLUMNS = ("question", "problem")
-
-
 class GRPOTrainer:
     """EasyDeL's trainer, implemented with the native trainer in its attribute `native`.
 
@@ -91,7 +87,7 @@ class GRPOTrainer:
         model: Folder, hub id, or loaded model, which is trained in place; by default the model of `vinference`.
         reward_funcs: One or several reward functions or reward models.
         reward_processing_classes: Tokenizers of the reward models.
-        train_dataset: Prompts to train on, in a column `prompt`, `question` or `problem`.
+        train_dataset: Prompts to train on, in a column `prompt`.
         eval_dataset: Prompts to evaluate on.
         processing_class: Tokenizer.
         data_tokenize_fn: Function of a batch of examples with rendered prompts, the tokenizer and the tools, which
@@ -181,12 +177,6 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
 
 def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
     """Returns the examples with a column `prompt` and, if there is a `data_tokenize_fn`, with its columns."""
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, list) and "prompt" not in columns:
-        found = [column for column in QUESTION_COLUMNS if column in columns]
-        if found:
-            warn(f"{name} has no column 'prompt'; {found[0]!r} is used instead")
-            dataset = dataset.rename_column(found[0], "prompt")
     examples = load_examples(dataset, name)
     if tokenize is None:
         return examples

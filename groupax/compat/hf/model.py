@@ -160,32 +160,22 @@ def save_into(
         on_primary(lambda: merge_into_folder(Path(name) / "model", Path(folder)))
 
 
-# Assignable settings of a model's config, with the reason why they have no effect in groupax.
-INERT_CONFIG = {
-    "use_cache": "the engine always has a cache, and updates never have one",
-    "pad_token_id": "groupax never pads with a token; generate has an argument of this name",
-    "pretraining_tp": "matrix products are never split",
-}
-
-
 class Architecture:
     """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
 
     def __init__(self, model: Model) -> None:
-        object.__setattr__(self, "_model", model)
+        vars(self)["_model"] = model
 
     def __getattr__(self, name: str) -> Any:
-        model = object.__getattribute__(self, "_model")
+        model = vars(self)["_model"]
         if not hasattr(model.config, name) and name not in model.hf_config:
             raise AttributeError(f"the model's config has no {name!r}{nearest(name, model.hf_config)}")
         return getattr(model.config, name) if hasattr(model.config, name) else model.hf_config[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in INERT_CONFIG:
-            raise AttributeError(
-                f"{name} of a loaded model's config cannot be set; only {', '.join(INERT_CONFIG)} can, without effect"
-            )
-        warn(f"model.config.{name}={value!r} changes nothing in groupax: {INERT_CONFIG[name]}")
+        if name not in ("use_cache", "pad_token_id", "pretraining_tp"):
+            raise AttributeError(f"{name} of a loaded model's config cannot be set")
+        warn(f"model.config.{name}={value!r} changes nothing in groupax, which neither pads nor stores caches by it")
 
 
 class CausalLM:

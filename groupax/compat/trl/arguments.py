@@ -69,6 +69,7 @@ _REFUSED = {
     "set learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon": "optim_args=None",
     "groupax has no GaLore, APOLLO or LOMO; choose another optim, or train an adapter": "optim_target_modules=None",
     "groupax adds no noise to embeddings; leave it out": "neftune_noise_alpha=None",
+    "evaluations start at the first interval; leave it out": "eval_delay=0",
     "micro-batches are sized for the memory at hand; leave it out": "auto_find_batch_size=False",
     "trackio reads it from the environment; set TRACKIO_SPACE_ID or TRACKIO_BUCKET_ID": """
         trackio_space_id=None trackio_bucket_id=None trackio_static_space_id=None""",
@@ -113,7 +114,6 @@ class TrainingArguments(Arguments):
     project: str = "huggingface"
     eval_strategy: str = "no"
     eval_steps: float | None = None
-    eval_delay: float = 0
     per_device_eval_batch_size: int = 8
     eval_on_start: bool = False
     save_only_model: bool = False

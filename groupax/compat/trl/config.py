@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from groupax.compat.fields import EVAL_SAMPLING, arguments, parse_mapping, scale_rewards, warn
 from groupax.compat.trl.arguments import TrainingArguments
@@ -77,20 +77,6 @@ _INERT = {
 }
 
 
-class Batches(NamedTuple):
-    """The sizes that TRL's batch settings resolve to.
-
-    Attributes:
-        rows: Completions of a micro-batch, over all devices.
-        accumulated: Micro-batches of an optimizer step.
-        generated: Micro-batches of a generation.
-    """
-
-    rows: int
-    accumulated: int
-    generated: int
-
-
 @arguments("TRL", inert=_INERT, former={"vllm_guided_decoding_regex": "vllm_structured_outputs_regex"})
 class OnlineConfig(TrainingArguments):
     """The fields that TRL's `GRPOConfig` and `RLOOConfig` share."""
@@ -139,8 +125,8 @@ class OnlineConfig(TrainingArguments):
     ref_model_sync_steps: int = 512
     log_completions: bool = False
 
-    def batches(self, num_devices: int = 1) -> Batches:
-        """Resolves the batch settings for a number of devices.
+    def batches(self, num_devices: int = 1) -> tuple[int, int, int]:
+        """Returns the completions of a micro-batch on all devices, and the micro-batches of a step and a generation.
 
         Raises:
             ValueError: The settings are inconsistent.
@@ -177,7 +163,7 @@ class OnlineConfig(TrainingArguments):
                 f"is not a multiple of num_generations {self.num_generations}; per_device_train_batch_size counts "
                 "completions"
             )
-        return Batches(rows, accumulated, generated)
+        return rows, accumulated, generated
 
     def schedule(self, num_devices: int = 1) -> TRLSchedule:
         """Returns how rollouts become optimizer steps on this number of devices."""

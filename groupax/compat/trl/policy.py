@@ -18,7 +18,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.events import Event, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.lora import Adapter, as_lora_config
-from groupax.models.weights.checkpoint import Model
+from groupax.models.weights.checkpoint import Model, load_model
 from groupax.parallel import processes
 from groupax.runs.trainer import Trainer
 from groupax.settings.fields import nearest
@@ -68,18 +68,16 @@ def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any)
 
 @dataclass(frozen=True)
 class Policy:
-    """The model to train, its adapter config, and the quantization of its base weights.
+    """The model to train, and its adapter config.
 
     Attributes:
         model: What the native trainer receives.
         peft_config: Settings of an adapter that the native trainer adds.
-        weights: Quantization of base weights that are not loaded yet.
         owner: Object of the script that is trained in place; None if there is none.
     """
 
     model: Any
     peft_config: Any
-    weights: Any
     owner: Any
 
 
@@ -107,13 +105,15 @@ def policy_of(
             raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
         warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
         peft_config = None
-    if weights != "same" and not isinstance(given, (str, Path)):
-        warn("quantization_config changes nothing: the model is already loaded")
-        weights = "same"
+    if weights != "same":
+        if isinstance(given, (str, Path)):
+            given = load_model(given, weights=weights)
+        else:
+            warn("quantization_config changes nothing: the model is already loaded")
     if adapter is not None and beta:
         _check_reference(adapter, beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
-    return Policy(given, peft_config, weights, owner)
+    return Policy(given, peft_config, owner)
 
 
 def check_dropout(peft_config: Any) -> None:
@@ -139,25 +139,6 @@ def _check_processes(model: Any) -> None:
             f"a {type(model).__name__} of PyTorch cannot be trained by {processes.num_processes()} processes, since "
             "each has its own; pass the model's folder or hub id"
         )
-
-
-def adapter_settings(peft_config: Any) -> dict[str, Any]:
-    """Returns an adapter config as native settings, which a base that is quantized while loading needs."""
-    if peft_config is None:
-        return {}
-    lora = as_lora_config(peft_config)
-    names = lora.target_modules
-    if isinstance(names, str) and names != "all-linear":
-        raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")
-    return {
-        "lora_r": lora.r,
-        "lora_alpha": float(lora.lora_alpha),
-        "lora_dropout": float(lora.lora_dropout),
-        "lora_target_modules": (names,) if isinstance(names, str) else tuple(names),
-        "lora_bias": lora.bias,
-        "use_rslora": lora.use_rslora,
-        "lora_modules_to_save": tuple(lora.modules_to_save),
-    }
 
 
 class TrainedModel:

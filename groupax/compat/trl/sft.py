@@ -7,21 +7,22 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from groupax.compat.callbacks import CallbackListener
-from groupax.compat.fields import arguments, parse_mapping, warn
+from groupax.compat.fields import arguments
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.base import BaseTrainer, TrainOutput, check_optimizers, num_accelerators
+from groupax.compat.trl.base import (
+    REFUSED,
+    BaseTrainer,
+    check_optimizers,
+    check_overrides,
+    num_accelerators,
+)
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.overridden import REFUSED as REFUSED_OVERRIDES
-from groupax.compat.trl.overridden import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.streams import is_stream
 from groupax.config import SFTConfig as NativeConfig
 from groupax.data.examples import Examples
 from groupax.data.supervised import TrainingSet
-from groupax.data.tokenizer import load_tokenizer
 from groupax.sft import SFTTrainer as NativeTrainer
-from groupax.storage.folders import resolve_folder
 from groupax.types import Metrics
 
 # TRL's settings behind native settings of another name, for error messages.
@@ -43,6 +44,8 @@ _REFUSED = {
     "the loss is that of loss_type ('nll' or 'dft'); leave it out": "label_smoothing_factor=0.0",
     "examples have no padding, so their lengths need no grouping; leave it out": "group_by_length=False",
     "examples lose their end; cut off their start in the dataset": "truncation_mode='keep_start'",
+    "set the attribute eos_token of the tokenizer, and pass it as processing_class": "eos_token=None",
+    "examples with input_ids are taken as they are; leave it out": "dataset_kwargs=None",
     "evaluations are packed like the training set; leave it out": "eval_packing=None",
 }
 
@@ -56,7 +59,7 @@ class SFTConfig(TrainingArguments):
         ValueError: A field cannot be honoured.
     """
 
-    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs", "dataset_kwargs")
+    MAPPINGS: ClassVar[tuple[str, ...]] = (*TrainingArguments.MAPPINGS, "model_init_kwargs")
 
     learning_rate: float = 2e-5
     data_seed: int | None = None
@@ -66,8 +69,6 @@ class SFTConfig(TrainingArguments):
     router_aux_loss_coef: float | None = None
     chat_template_path: str | None = None
     dataset_text_field: str = "text"
-    dataset_kwargs: dict[str, Any] | str | None = None
-    eos_token: str | None = None
     max_length: int | None = 1024
     shuffle_dataset: bool = False
     packing: bool = False
@@ -99,7 +100,6 @@ class SFTConfig(TrainingArguments):
             raise ValueError(
                 "shuffle_dataset with packing is not supported; shuffle the dataset itself: dataset.shuffle(seed=...)"
             )
-        self._check_dataset_kwargs()
         settings = {
             "metric_definitions": "trl",
             "seed": self.seed if self.data_seed is None else self.data_seed,
@@ -107,7 +107,7 @@ class SFTConfig(TrainingArguments):
             "example_order": ORDERS[self.train_sampling_strategy],
             "drop_last": self.dataloader_drop_last,
             "loss_type": "nll" if self.loss_type == "chunked_nll" else self.loss_type,
-            "chat_template": self._chat_template(),
+            "chat_template": self.chat_template_path,
             **self.compute_settings(),
             **self.reporting_settings(),
             **self.saving_settings(steps_per_epoch),
@@ -115,22 +115,6 @@ class SFTConfig(TrainingArguments):
             "eval_steps": self.evaluated_every(steps_per_epoch),
         }
         return self.as_native(settings, NAMES, NativeConfig)
-
-    def _check_dataset_kwargs(self) -> None:
-        given = dict(parse_mapping(self.dataset_kwargs, "dataset_kwargs"))
-        if given.pop("skip_prepare_dataset", False):
-            warn("skip_prepare_dataset changes nothing: examples with input_ids are taken as they are")
-        if given:
-            raise ValueError(f"dataset_kwargs {given} are not supported; the only one is skip_prepare_dataset")
-
-    def _chat_template(self) -> str | None:
-        path = self.chat_template_path
-        if path is not None and not Path(path).is_file():
-            raise ValueError(
-                f"chat_template_path {path!r} is no file: give a Jinja template; the template of another tokenizer may "
-                "have tokens that this model does not know"
-            )
-        return path
 
 
 # Arguments of TRL's trainer that cannot be honoured, with what to do instead.
@@ -186,12 +170,8 @@ class SFTTrainer(BaseTrainer):
         train_dataset: Examples to train on.
         eval_dataset: Examples to evaluate on.
         processing_class: Tokenizer; by default the model's.
-        compute_loss_func: Must be None.
-        compute_metrics: Must be None.
         callbacks: Callbacks of transformers.
         optimizers: Must be (None, None).
-        optimizer_cls_and_kwargs: Must be None.
-        preprocess_logits_for_metrics: Must be None.
         peft_config: Settings of a LoRA adapter.
         formatting_func: Function that returns the text of an example.
         quantization_config: Quantization of a model that is not loaded yet.
@@ -200,7 +180,7 @@ class SFTTrainer(BaseTrainer):
         ValueError: An argument or a setting is not supported by groupax.
     """
 
-    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED_OVERRIDES | dict.fromkeys(
+    REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED | dict.fromkeys(
         ("_prepare_dataset", "log"), "change the dataset before training, and log in a callback's on_log"
     )
 
@@ -232,7 +212,7 @@ class SFTTrainer(BaseTrainer):
         check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
-        settings, policy = self._prepare(args, args.to_native(num_devices), policy, callbacks)
+        settings = self._prepare(args, args.to_native(num_devices), callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func
         if formatting_func is not None and args.completion_only_loss:
@@ -244,7 +224,7 @@ class SFTTrainer(BaseTrainer):
             settings,
             self._rows(train_dataset),
             self._sets(eval_dataset),
-            _with_tokens(processing_class, policy.model, args),
+            processing_class,
             policy.peft_config,
             self._listeners,
         )
@@ -252,52 +232,14 @@ class SFTTrainer(BaseTrainer):
         self.native.args = replace(self.native.args, save_steps=every.save_steps, eval_steps=every.eval_steps)
         self._finish(policy, has_eval_sets=bool(self.native.eval_examples))
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Trains the policy.
+    def _pace(self) -> tuple[int, int]:
+        """Returns the optimizer steps of an epoch, and the examples of a step."""
+        return self.native.steps_per_epoch, self.native.args.batch_size
 
-        Args:
-            resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
-        """
-        is_resumed = self._resume(resume_from_checkpoint)
-        listener = self._callback_listener()
-        self._listeners[:] = [self._trained, listener]
-        if self.args.eval_on_start and not is_resumed:
-            self.evaluate()
-        return self._output(self.native.train(), listener)
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Computes the loss of the current policy on held-out examples.
-
-        Args:
-            eval_dataset: Examples, or several sets by name, or the name of one of the trainer's sets; by default those
-                that the trainer was given.
-            ignore_keys: Not used: there are no outputs of a model to gather.
-            metric_key_prefix: Beginning of the metrics' names, before the name of a set.
-        """
-        del ignore_keys
-        if isinstance(eval_dataset, str):
-            eval_dataset = self._eval_set(eval_dataset)
-        evaluation = self.native.evaluate(None if eval_dataset is None else self._sets(eval_dataset))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in evaluation.metrics.items()}
-        self._callback_listener().evaluated(self.native.cursor.step, metrics)
-        return {**metrics, "epoch": self.state.epoch}
-
-    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
-        """Adds a line to `state.log_history` and calls the callbacks.
-
-        Args:
-            logs: Values by name.
-            start_time: Not used: the times are among the values.
-        """
-        del start_time
-        self._callback_listener().record(self.native.cursor.step, dict(logs))
-
-    def _callback_listener(self) -> CallbackListener:
-        if self._listener is None:
-            self._listener = self._new_listener(self.native.steps_per_epoch, self.native.args.batch_size)
-        return self._listener
+    def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
+        """Returns the losses of all sets."""
+        evaluation = self.native.evaluate(None if dataset is None else self._sets(dataset))
+        return [{f"{prefix}_{name}": value for name, value in evaluation.metrics.items()}]
 
     def _sets(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
@@ -305,7 +247,7 @@ class SFTTrainer(BaseTrainer):
         return self._rows(dataset)
 
     def _rows(self, dataset: Any) -> Any:
-        """Returns a dataset as the native trainer takes it: texts formatted, conversations under `messages`.
+        """Returns a dataset as the native trainer takes it, with formatted texts.
 
         Raises:
             ValueError: It is a stream.
@@ -319,33 +261,4 @@ class SFTTrainer(BaseTrainer):
             )
         if self._formatting_func is not None:
             return [{self.args.dataset_text_field: self._formatting_func(row)} for row in dataset]
-        first = dataset[0] if len(dataset) else {}
-        if "conversations" in first:
-            return [_chatml(row) for row in dataset]
         return dataset
-
-
-def _chatml(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row whose `conversations` have `from` and `value` as one whose `messages` have `role` and `content`."""
-    messages = [
-        {"role": message["from"], "content": message["value"]} if "from" in message else message
-        for message in row["conversations"]
-    ]
-    return {**{name: value for name, value in row.items() if name != "conversations"}, "messages": messages}
-
-
-def _with_tokens(tokenizer: Any, model: Any, args: SFTConfig) -> Any:
-    """Returns the tokenizer with the end-of-sequence token and the chat template that the settings ask for.
-
-    Raises:
-        ValueError: The vocabulary lacks the token.
-    """
-    if args.eos_token is None:
-        return tokenizer
-    if tokenizer is None:
-        source = model.source if hasattr(model, "source") else resolve_folder(model)
-        tokenizer = load_tokenizer(source, args.chat_template_path)
-    if args.eos_token not in tokenizer.get_vocab():
-        raise ValueError(f"eos_token {args.eos_token!r} is not in the vocabulary of the tokenizer")
-    tokenizer.eos_token = args.eos_token
-    return tokenizer

@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.compat import hf
-from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
 from groupax.compat.trl.arguments import TrainingArguments
-from groupax.compat.trl.base import BaseTrainer, TrainOutput, check_optimizers, num_accelerators
+from groupax.compat.trl.base import BaseTrainer, check_optimizers, check_overrides, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.layout import check_output_dir
-from groupax.compat.trl.overridden import check_overrides
 from groupax.compat.trl.policy import check_dropout, own_generate, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import check_streams, evaluation_rows, is_stream, training_rows
@@ -29,13 +27,26 @@ from groupax.evaluation.items import ONLY_SET
 from groupax.events import Event, RolloutScored
 from groupax.objective.entropy import top_entropy_threshold
 from groupax.objective.losses import on_policy_tokens
-from groupax.rewards.calls import check_name
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
 from groupax.training.step import router_loss_coef
-from groupax.types import Metrics, Rollout
 
 logger = logging.getLogger(__name__)
+
+
+def warn_about_rewards(event: Event) -> None:
+    """Logs the first completion of a rollout for which every reward function returned None."""
+    if not isinstance(event, RolloutScored):
+        return
+    for group in event.groups:
+        for rollout in group:
+            if rollout.rewards and all(value is None for value in rollout.rewards.values()) and not rollout.is_failure:
+                logger.warning(
+                    "All reward functions returned None for the following kwargs:\n%s\nAt least one should return a "
+                    "number; this completion has an advantage of 0",
+                    {**rollout.example, "completion": rollout.completion},
+                )
+                return
 
 
 class GRPOTrainer(BaseTrainer):
@@ -66,7 +77,7 @@ class GRPOTrainer(BaseTrainer):
     """
 
     CONFIG: ClassVar[type[OnlineConfig]] = GRPOConfig
-    _passed: list[Mapping[str, Any]] | None = None  # to the own `log`, while a line is revised
+    WATCHES = (warn_about_rewards,)
 
     def __init__(
         self,
@@ -111,14 +122,12 @@ class GRPOTrainer(BaseTrainer):
         examples = load_examples(train_dataset, may_have_images=True)
         self.rollout_func, self.rollout_request = rollout_func, None
         settings = args.to_native(num_devices, len(examples))
-        settings, policy = self._prepare(args, replace(settings, **streaming), policy, callbacks)
+        settings = self._prepare(args, replace(settings, **streaming), callbacks)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1
             weights = (*settings.reward_weights, *(1.0 for _ in agents.reward_classes))
             settings = replace(settings, reward_weights=weights)
-        self._last_rollout = LastRollout()
-        self._revised: list[list[Mapping[str, Any]]] = []  # lines that the listener has not recorded yet
         self.native = TRLBatchTrainer(
             schedule,
             policy.model,
@@ -157,106 +166,27 @@ class GRPOTrainer(BaseTrainer):
         rows = [trainer.prompts.examples[index] for index in trainer.collector.visited(first, num_prompts)]
         return self._agents.environments_of(rows, trainer.args.num_generations)
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Trains the policy and saves it in the run's `model/`.
-
-        Args:
-            resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
-        """
-        is_resumed = self._resume(resume_from_checkpoint)
-        listener = self._callback_listener()
-        self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
-        self._choose_sampler()
-        if self.args.eval_on_start and not is_resumed:
-            self.evaluate()
-        return self._output(self.native.train(), listener)
-
     def _choose_sampler(self) -> None:
         """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
         self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
 
-    def _callback_listener(self) -> CallbackListener:
-        """Returns the listener that calls the callbacks and keeps the state."""
-        if self._listener is None:
-            schedule = self.native.schedule
-            steps = schedule.num_steps(len(self.native.prompts), 1, -1)
-            self._listener = self._new_listener(steps, schedule.rows_per_step, self._write_line)
-        return self._listener
+    def _pace(self) -> tuple[int, int]:
+        """Returns the optimizer steps of an epoch, and the completions of a step."""
+        schedule = self.native.schedule
+        return schedule.num_steps(len(self.native.prompts), 1, -1), schedule.rows_per_step
 
     def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
         if self.rollout_func is None:
             return None
         return as_rollout_function(self.rollout_func, self, expected_columns(rewards, list(examples[0])))
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluates the current policy, with `num_generations_eval` completions per prompt.
-
-        Args:
-            eval_dataset: Prompts, or several sets by name, or the name of one of the trainer's sets; by default those
-                that the trainer was given.
-            ignore_keys: Not used: there are no outputs of a model to gather.
-            metric_key_prefix: Beginning of the metrics' names, before the name of a set.
-        """
-        del ignore_keys
-        self._choose_sampler()
-        if isinstance(eval_dataset, str):
-            eval_dataset = self._eval_set(eval_dataset)
-        chosen = None if eval_dataset is None else self._agents.eval_rows(evaluation_rows(eval_dataset))
-        evaluation, metrics = self.native.evaluate(eval_dataset=chosen), {}
-        for name, each in evaluation.sets.items():
-            prefix = metric_key_prefix if name == ONLY_SET else f"{metric_key_prefix}_{name}"
-            own = {f"{prefix}_{metric}": value for metric, value in each.metrics.items()}
-            self._callback_listener().evaluated(self.native.cursor.step, own)
-            metrics |= own
-        return {**metrics, "epoch": self.state.epoch}
-
-    # -- lines of the log, which a subclass may change
-
-    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
-        """Adds a line to `state.log_history` and calls the callbacks.
-
-        Numbers that a subclass adds to a line of the run also reach the run's metrics and trackers.
-
-        Args:
-            logs: Values by name.
-            start_time: Not used: the times are among the values.
-        """
-        del start_time
-        if self._passed is None:
-            self._callback_listener().record(self.native.cursor.step, dict(logs))
-        else:
-            for name in logs:
-                check_name("log", "the name of a value", name)
-            self._passed.append(dict(logs))
-
-    def _write_line(self, step: int, metrics: Metrics) -> None:
-        """Records a line of the log: as it was revised, else through `log`."""
-        if self._revised:
-            for logs in self._revised.pop(0):
-                self._callback_listener().record(step, logs)
-        else:
-            self.log(dict(metrics))
-
-    def _revise(self, step: int, metrics: Metrics) -> Metrics:
-        """Passes metrics through `log`; returns them with the numbers that it adds or changes."""
-        is_line = step % max(1, self.state.logging_steps) == 0 or any(name.startswith("eval_") for name in metrics)
-        if not is_line:  # the last steps of a run belong to its closing line
-            return metrics
-        self._passed = passed = []
-        try:
-            self.log(dict(metrics))
-        finally:
-            self._passed = None
-        self._revised.append(passed)
-        numbers = {
-            name: float(value)
-            for logs in passed
-            for name, value in logs.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        return {**metrics, **numbers}
+    def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
+        """Returns the metrics of each set, whose prompts have `num_generations_eval` completions."""
+        chosen = None if dataset is None else self._agents.eval_rows(evaluation_rows(dataset))
+        return [
+            {f"{prefix if name == ONLY_SET else f'{prefix}_{name}'}_{metric}": x for metric, x in each.metrics.items()}
+            for name, each in self.native.evaluate(eval_dataset=chosen).sets.items()
+        ]
 
     # -- what functions, callbacks and subclasses of scripts read
 
@@ -275,7 +205,6 @@ class GRPOTrainer(BaseTrainer):
     reward_weights = property(lambda self: self.native.reward_weights)
     reward_func_names = property(lambda self: [reward.name for reward in self.native.rewards])
     entropy_coef = property(lambda self: self.native.learner.entropy.coef)  # for the next step
-    _logs = property(lambda self: self._last_rollout.as_columns())
 
     @property
     def ref_model(self) -> hf.CausalLM | None:
@@ -314,51 +243,6 @@ class RLOOTrainer(GRPOTrainer):
     """TRL's trainer of REINFORCE with a leave-one-out baseline, with the arguments of `GRPOTrainer`."""
 
     CONFIG = RLOOConfig
-
-
-class LastRollout:
-    """A listener that remembers the completions of the last rollout."""
-
-    def __init__(self) -> None:
-        self.rollouts: Sequence[Rollout] = ()
-
-    def __call__(self, event: Event) -> None:
-        """Remembers the completions of a rollout."""
-        if isinstance(event, RolloutScored):
-            self.rollouts = [rollout for group in event.groups for rollout in group]
-
-    def as_columns(self) -> dict[str, Any]:
-        """Returns the completions in the form of TRL's log of completions."""
-        extra: dict[str, list[Any]] = {}
-        rewards: dict[str, list[float]] = {}
-        for rollout in self.rollouts:
-            for name, value in rollout.extra.items():
-                extra.setdefault(name, []).append(value)
-            for name, reward in rollout.rewards.items():
-                rewards.setdefault(name, []).append(float("nan") if reward is None else float(reward))
-        return {
-            "images": [],
-            "prompt": [rollout.prompt for rollout in self.rollouts],
-            "completion": [rollout.completion for rollout in self.rollouts],
-            "rewards": rewards,
-            "advantages": [rollout.advantage for rollout in self.rollouts],
-            "extra": extra,
-        }
-
-
-def warn_about_rewards(event: Event) -> None:
-    """Logs the first completion of a rollout for which every reward function returned None."""
-    if not isinstance(event, RolloutScored):
-        return
-    for group in event.groups:
-        for rollout in group:
-            if rollout.rewards and all(value is None for value in rollout.rewards.values()) and not rollout.is_failure:
-                logger.warning(
-                    "All reward functions returned None for the following kwargs:\n%s\nAt least one should return a "
-                    "number; this completion has an advantage of 0",
-                    {**rollout.example, "completion": rollout.completion},
-                )
-                return
 
 
 def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:
