@@ -128,7 +128,7 @@ def test_environments_that_start_differently_have_their_own_prompts():
     contents = [row.example["prompt"][-1]["content"] for row in group]
     assert contents[0] != contents[1]
     assert all(each.startswith("goCounter") for each in contents)
-    assert [row.environment for row in group] == (agents.pool and agents.pool.instances("Counter")[:2])
+    assert [row.environment for row in group] == (agents.pool and agents.pool.of(["Counter"], 2))
 
 
 def test_results_are_the_texts_of_trl():

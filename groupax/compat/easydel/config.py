@@ -92,9 +92,6 @@ _INERT = {
 class GRPOConfig(Arguments):
     """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
 
-    Attributes:
-        given: Names of the settings that were given a value, even their default.
-
     Raises:
         TypeError: A setting is unknown.
         ValueError: A setting cannot be honoured.
@@ -152,16 +149,6 @@ class GRPOConfig(Arguments):
     track_memory: Any = False
     weight_distribution_log_steps: int = 0
     tools: Any = None
-
-    def __init__(self, **settings: Any) -> None:
-        vars(self).update(self.FIELDS.defaults, given=set())
-        for name, value in settings.items():
-            setattr(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in vars(self):
-            self.given.add(name)
 
     def to_native(self) -> Any:
         """Returns the native config.

@@ -42,7 +42,6 @@ class vInference:  # noqa: N801 - EasyDeL's name
     Args:
         model: Model to sample from.
         tokenizer: Tokenizer of prompts that are text.
-        do_sample: Whether `generate` samples; a trainer always does.
         seed: Seed of `generate`.
         settings: Sampling settings: the keys of `SAMPLING`.
 
@@ -50,19 +49,16 @@ class vInference:  # noqa: N801 - EasyDeL's name
         TypeError: A setting is unknown.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any = None, *, do_sample: bool = True, seed: int = 0, **settings: Any
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, seed: int = 0, **settings: Any) -> None:
         for name in settings:
             if name not in SAMPLING:
                 raise TypeError(f"vInference has no setting {name!r}{nearest(name, SAMPLING)}")
-        self.model, self.tokenizer, self.do_sample, self.seed = model, tokenizer, do_sample, seed
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self.given = {name: value for name, value in settings.items() if value is not None}
 
     def generate(self, prompts: Any) -> list[list[str]]:
         """Returns the completions of each prompt as text."""
         given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
-        given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
             n=self.given.get("num_return_sequences", 1),
             max_tokens=self.given.get("max_new_tokens", GRPOConfig.FIELDS.defaults["max_completion_length"]),
@@ -159,16 +155,13 @@ class GRPOTrainer:
 
 
 def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOConfig:
-    """Returns the settings, with missing sampling settings filled in from a `vInference`."""
+    """Returns the settings, with those of a `vInference` in place of defaults."""
     if vinference is None:
         return arguments
-    if not vinference.do_sample:
-        warn("vInference's do_sample=False: a trainer always samples, as greedy completions would all be the same")
-    merged = copy.copy(arguments)  # not of what the settings hold, such as tools
-    vars(merged)["given"] = {*arguments.given}
+    merged, defaults = copy.copy(arguments), GRPOConfig.FIELDS.defaults  # not of what the settings hold, such as tools
     for name, value in vinference.given.items():
         own = SAMPLING[name]
-        if own not in arguments.given:
+        if getattr(arguments, own) == defaults[own]:
             setattr(merged, own, value)
         elif getattr(arguments, own) != value:
             warn(f"GRPOConfig's {own}={getattr(arguments, own)!r} overrides vInference's {name}={value!r}")

@@ -6,20 +6,71 @@ such a model is given.
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from groupax.compat.hf.model import CausalLM
-from groupax.compat.hf.settings import base_weights, warn_inert
+from groupax.compat.fields import warn
+from groupax.compat.hf.model import CausalLM, warn_inert
 from groupax.models.lora import ADAPTER_NAME, adapter_specs, as_lora_config, read_lora_config
 from groupax.models.specs import model_specs
 from groupax.models.weights.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.weights.saving import host_tensors, param_leaves
+from groupax.settings.optimizer import BaseWeights
 from groupax.storage.folders import at_revision, read_json, resolve_folder
+
+
+@dataclass
+class BitsAndBytesConfig:
+    """The quantization of weights during loading, with fields of transformers' class."""
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = None  # the trainer's setting dtype chooses it
+    bnb_4bit_quant_storage: Any = None  # codes are always stored as bytes
+
+
+class LoraConfig:
+    """The settings of an adapter, with the fields of PEFT's class; validated like a `LoraConfig` of PEFT itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.peft_type = "LORA"
+        self.__dict__ |= settings
+        as_lora_config(self)
+
+
+def base_weights(quantization_config: Any) -> BaseWeights:
+    """Returns the setting `base_weights` that a quantization config requests.
+
+    Args:
+        quantization_config: A `BitsAndBytesConfig` of transformers or of this package, or a dict of its fields.
+
+    Raises:
+        ValueError: The config requests another kind of quantization.
+    """
+    if quantization_config is None:
+        return "same"
+    given = quantization_config
+    get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+    if get("load_in_8bit"):
+        return "int8"
+    if not get("load_in_4bit"):
+        raise ValueError(
+            f"quantization_config {type(quantization_config).__name__} sets neither load_in_4bit nor load_in_8bit, "
+            "the quantizations that groupax applies while loading"
+        )
+    kind, is_double = get("bnb_4bit_quant_type") or "fp4", bool(get("bnb_4bit_use_double_quant"))
+    if kind != "nf4" or not is_double:
+        warn(
+            f"4-bit weights are nf4 with double quantization in groupax (requested: {kind}, "
+            f"bnb_4bit_use_double_quant={is_double})"
+        )
+    return "nf4"
 
 
 def is_torch_model(model: Any) -> bool:
@@ -134,7 +185,7 @@ class TorchWeights:
         names = {name: self._parameter_name(name, found) for name in _tensor_names(specs)}
         if missing := [name for name, own in names.items() if not own]:
             raise ValueError(
-                f"transformers stores {len(missing)} weights otherwise than their files do ({', '.join(missing[:3])}), as "
+                f"transformers stores weights otherwise than their files do ({', '.join(missing[:3])}, ...), as "
                 "those of experts; pass the model's folder or hub id"
             )
         self._by_name = {name: found[own] for name, own in names.items()}

@@ -17,7 +17,6 @@ from groupax.compat.trl.layout import TRAINER_STATE, TRLFolders, checkpoint_to_r
 from groupax.compat.trl.policy import Policy, TrainedModel
 from groupax.events import Event
 from groupax.metrics.completions import json_numbers
-from groupax.models.lora import count_params
 from groupax.models.weights.saving import source_folders
 from groupax.parallel import processes
 from groupax.parallel.runtime import configure_jax
@@ -52,9 +51,9 @@ _REFUSED_BY_REMEDY = {
         _track_num_input_tokens _tune_save_checkpoint _update_auto_batch_size _validate_args _wrap_model
         call_model_init create_accelerator_and_postprocess create_model_card create_optimizer
         create_optimizer_and_scheduler create_scheduler end evaluation_loop floating_point_ops get_cp_size
-        get_decay_parameter_names get_eval_dataloader get_learning_rates get_optimizer_cls_and_kwargs
+        get_decay_parameter_names get_num_trainable_parameters get_eval_dataloader get_learning_rates get_optimizer_cls_and_kwargs
         get_optimizer_group get_sp_size get_test_dataloader get_total_train_batch_size get_tp_size
-        get_train_dataloader hyperparameter_search init_hf_repo loss_is_scaled_for_ga metrics_format num_examples
+        get_train_dataloader hyperparameter_search init_hf_repo loss_is_scaled_for_ga metrics_format num_examples pop_callback
         predict prediction_step set_initial_training_values store_flos""",
 }
 REFUSED = {name: remedy for remedy, names in _REFUSED_BY_REMEDY.items() for name in names.split()}
@@ -189,11 +188,6 @@ class BaseTrainer:
         """Returns whether this is the first process of its machine; groupax has one on each."""
         return True
 
-    def get_num_trainable_parameters(self) -> int:
-        """Returns the number of weights that are trained."""
-        model = self.native.model
-        return count_params(model.config, model.adapter and model.adapter.config)[0]
-
     # -- callbacks
 
     def add_callback(self, callback: Any) -> None:
@@ -205,13 +199,6 @@ class BaseTrainer:
         """Removes a callback, or all callbacks of a class."""
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
         self._listener = None
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
-        found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
-        if found is not None:
-            self.remove_callback(found)
-        return found
 
     def _callback_listener(self) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""

@@ -55,18 +55,13 @@ class Pool:
                 self._instances[name][place] = known
         return known
 
-    def instances(self, name: str) -> list[Any]:
-        """Returns all environments of that name in the order of their places."""
-        with self._lock:
-            return [self._instances[name][place] for place in sorted(self._instances[name])]
-
     def of(self, names: Iterable[str], num_generations: int) -> list[Any]:
         """Returns the environments of a rollout's completions, from the name of each prompt's environment."""
         places: Counter[str] = Counter()
         found = []
         for name in names:
-            instances = self.instances(name)
-            found += instances[places[name] : places[name] + num_generations]
+            own = self._instances[name]
+            found += [own[place] for place in sorted(own)[places[name] : places[name] + num_generations]]
             places[name] += num_generations
         return found
 

@@ -20,12 +20,7 @@ _VERIFY = Comparer("groupax.rewards.expressions:verified")
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: LogExtra | None = None, **_: Any
 ) -> Rewards:
-    """Returns 1 if math-verify finds the answer of a completion equal to the solution, else 0.
-
-    Args:
-        completions: Completions of the policy.
-        solution: Solutions; where math-verify cannot read one, the reward is None.
-        log_extra: Function that logs a column; given by the trainer.
+    """Returns 1 if math-verify finds the answer of a completion equal to the solution, else 0; None without one.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -43,10 +38,7 @@ def reasoning_accuracy_reward(
     """Returns the accuracy of what follows the reasoning; 0 for a completion whose reasoning does not end.
 
     Args:
-        completions: Completions of the policy.
-        solution: Solutions, as `accuracy_reward` takes them.
         reasoning_delimiters: Texts that end the reasoning, `</think>` by default; the first one that occurs counts.
-        log_extra: Function that logs a column; given by the trainer.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -69,12 +61,7 @@ def get_cosine_scaled_reward(
 ) -> Callable[..., Rewards]:
     """Returns a reward that scales accuracy by length along half a cosine, up to `max_len` tokens.
 
-    Args:
-        max_len: Length in tokens at which the curve ends.
-        min_value_wrong: Reward of a wrong completion without tokens.
-        max_value_wrong: Reward of a wrong completion of `max_len` tokens.
-        min_value_correct: Reward of a correct completion of `max_len` tokens.
-        max_value_correct: Reward of a correct completion without tokens.
+    A wrong completion has the smallest of its rewards without tokens, and a correct one the largest.
 
     Source: arXiv:2502.03373, appendix C.1.
     """

@@ -162,19 +162,8 @@ class TRLExamples(NativeTrainer):
 class SFTTrainer(BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
-    Args:
-        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
-        args: Settings.
-        data_collator: Must be None, as `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and
-            `optimizer_cls_and_kwargs`.
-        train_dataset: Examples to train on.
-        eval_dataset: Examples to evaluate on.
-        processing_class: Tokenizer; by default the model's.
-        callbacks: Callbacks of transformers.
-        optimizers: Must be (None, None).
-        peft_config: Settings of a LoRA adapter.
-        formatting_func: Function that returns the text of an example.
-        quantization_config: Quantization of a model that is not loaded yet.
+    The arguments are those of TRL's class; those of `REFUSED_ARGUMENTS` must be None, and `optimizers` (None, None). A
+    model object, of PyTorch or of `compat.hf`, is trained in place.
 
     Raises:
         ValueError: An argument or a setting is not supported by groupax.

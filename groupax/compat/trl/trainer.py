@@ -52,21 +52,8 @@ def warn_about_rewards(event: Event) -> None:
 class GRPOTrainer(BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
-    Args:
-        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
-        reward_funcs: One or several reward functions or reward models.
-        args: Settings.
-        train_dataset: Prompts to train on.
-        eval_dataset: Prompts to evaluate on.
-        processing_class: Tokenizer; by default the model's.
-        reward_processing_classes: Tokenizers of the reward models.
-        callbacks: Callbacks of transformers.
-        optimizers: Must be (None, None).
-        quantization_config: Quantization of a model that is not loaded yet.
-        peft_config: Settings of a LoRA adapter.
-        tools: Functions that the model may call.
-        environment_factory: Function that creates an environment, or several by the name in the column `environment`.
-        rollout_func: Function that samples a whole batch, from the prompt of each completion and this trainer.
+    The arguments are those of TRL's class; `optimizers` must be (None, None). A model object, of PyTorch or of
+    `compat.hf`, is trained in place.
 
     Attributes:
         reward_processing_classes: Tokenizers of the reward models, one per reward function; None for the model's own.
