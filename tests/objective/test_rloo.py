@@ -1,6 +1,5 @@
 """RLOO: the leave-one-out baseline, ratios of whole completions, the KL in the reward; and TRL's `RLOOTrainer`."""
 
-import dataclasses
 import inspect
 from types import SimpleNamespace
 

@@ -36,12 +36,7 @@ CHECKPOINTING = {
 
 
 def named(value: Any, known: Any, setting: str) -> str:
-    """Returns the value of an enum member as lower-case text.
-
-    Args:
-        value: Member or its value; None means "none".
-        known: Valid members or values.
-        setting: Name of the setting, for the error message.
+    """Returns the value of an enum member as lower-case text; None means "none".
 
     Raises:
         ValueError: The value is not one of `known`.

@@ -51,10 +51,10 @@ _REFUSED_BY_REMEDY = {
         _track_num_input_tokens _tune_save_checkpoint _update_auto_batch_size _validate_args _wrap_model
         call_model_init create_accelerator_and_postprocess create_model_card create_optimizer
         create_optimizer_and_scheduler create_scheduler end evaluation_loop floating_point_ops get_cp_size
-        get_decay_parameter_names get_num_trainable_parameters get_eval_dataloader get_learning_rates get_optimizer_cls_and_kwargs
-        get_optimizer_group get_sp_size get_test_dataloader get_total_train_batch_size get_tp_size
-        get_train_dataloader hyperparameter_search init_hf_repo loss_is_scaled_for_ga metrics_format num_examples pop_callback
-        predict prediction_step set_initial_training_values store_flos""",
+        get_decay_parameter_names get_eval_dataloader get_learning_rates get_num_trainable_parameters
+        get_optimizer_cls_and_kwargs get_optimizer_group get_sp_size get_test_dataloader get_total_train_batch_size
+        get_tp_size get_train_dataloader hyperparameter_search init_hf_repo loss_is_scaled_for_ga metrics_format
+        num_examples pop_callback predict prediction_step set_initial_training_values store_flos""",
 }
 REFUSED = {name: remedy for remedy, names in _REFUSED_BY_REMEDY.items() for name in names.split()}
 # Methods that a run of groupax calls at no time, although scripts may, with the setting that would have TRL call them.

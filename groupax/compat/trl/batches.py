@@ -33,10 +33,6 @@ def with_trl_metrics(trainer: Any, evaluation: Evaluation) -> Evaluation:
     """Returns an evaluation with the metrics that TRL has and groupax has not.
 
     They are the loss of the objective with the metrics of an update, and the spread of the rewards.
-
-    Args:
-        trainer: The native trainer that evaluated.
-        evaluation: Its evaluation.
     """
     return Evaluation({name: _with_trl_metrics(trainer, each) for name, each in evaluation.sets.items()})
 

@@ -30,12 +30,7 @@ _EXACT_DTYPES = ("float32", "auto", "None")  # with which TRL trains float32 wei
 
 
 def resolve_model(model: Any, args: TrainingArguments, quantization_config: Any) -> tuple[Any, Any]:
-    """Returns the model with its revision, and its quantization.
-
-    Args:
-        model: Model, or its folder or hub id, which `model_init_kwargs` apply to.
-        args: Arguments with `model_init_kwargs`.
-        quantization_config: The trainer's argument of that name.
+    """Returns the model, or its name with the revision, and its quantization, for the arguments of a trainer.
 
     Raises:
         ValueError: An argument changes which model is trained in a way that groupax cannot honour, or is unknown.
