@@ -117,7 +117,6 @@ class BaseTrainer:
 
     # Methods that subclasses may not override, with what to do instead.
     REFUSED_OVERRIDES: ClassVar[Mapping[str, str]] = REFUSED
-
     # Listeners of the native trainer besides those that call callbacks and show the model.
     WATCHES: ClassVar[tuple[Callable[[Event], Any], ...]] = ()
 
@@ -304,7 +303,10 @@ class BaseTrainer:
         """
         del ignore_keys
         if isinstance(eval_dataset, str):
-            eval_dataset = self._eval_set(eval_dataset)
+            sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+            if eval_dataset not in sets:
+                raise ValueError(f"there is no evaluation set {eval_dataset!r}{nearest(eval_dataset, sets)}")
+            eval_dataset = sets[eval_dataset]
         self._choose_sampler()
         metrics: dict[str, float] = {}
         for own in self._evaluations(eval_dataset, metric_key_prefix):
@@ -315,12 +317,6 @@ class BaseTrainer:
     def _evaluations(self, dataset: Any, prefix: str) -> list[dict[str, float]]:
         """Returns the metrics of each set of a dataset; those of the trainer's own sets for None."""
         raise NotImplementedError
-
-    def _eval_set(self, name: str) -> Any:
-        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
-        if name not in sets:
-            raise ValueError(f"there is no evaluation set {name!r}; give a dataset, or its name{nearest(name, sets)}")
-        return sets[name]
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.

@@ -199,8 +199,8 @@ class SFTTrainer(BaseTrainer):
         check_overrides(self, SFTTrainer)
         check_optimizers(optimizers)
         check_output_dir(args.output_dir)
-        policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
+        policy = policy_of(model, args, quantization_config, peft_config)
         settings = self._prepare(args, args.to_native(num_devices), callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._formatting_func = formatting_func

@@ -90,8 +90,8 @@ class GRPOTrainer(BaseTrainer):
         check_output_dir(args.output_dir)
         if args.disable_dropout:
             check_dropout(peft_config)
-        policy = policy_of(model, args, quantization_config, peft_config, args.beta)
         num_devices = num_accelerators()
+        policy = policy_of(model, args, quantization_config, peft_config, args.beta)
         self._agents = agents = Agents(tools, environment_factory)
         rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         rewards = [] if reward_funcs is None else rewards
