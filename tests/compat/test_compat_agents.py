@@ -131,14 +131,14 @@ def test_environments_that_start_differently_have_their_own_prompts():
     assert [row.environment for row in group] == (agents.pool and agents.pool.of(["Counter"], 2))
 
 
-def test_results_are_the_texts_of_trl():
+def test_public_methods_of_an_environment_are_tools():
     agents = Agents(None, Counter)
     [group], _ = played(
         lambda text, sample, turn: [call("act", step=1), "ok"][turn],
         environments=agents.environments(has_prompts=False),
         params=SamplingParams(n=1, max_tokens=2000),
     )
-    assert [message["content"] for message in group[0].messages or ()][1] == "{'total': 1}"
+    assert [message["content"] for message in group[0].messages or ()][1] == '{"total": 1}'
     assert list(agents.environments(False).tools) == ["act", "wait"]
 
 
@@ -157,7 +157,7 @@ def test_what_trl_refuses_is_refused(tmp_path):
         a_trainer(
             tmp_path, dataset=[{"environment": "cont"}] * 4, environment_factory={"count": Counter, "plain": Plain}
         )
-    trainer = a_trainer(tmp_path, len, [{"prompt": "a"}] * 4)
+    trainer = a_trainer(tmp_path, lambda completions: [0.0] * len(completions), [{"prompt": "a"}] * 4)
     with pytest.raises(AttributeError, match="no attribute 'num_generation'; did you mean num_generations"):
         trainer.num_generation
 

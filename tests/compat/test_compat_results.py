@@ -1,6 +1,7 @@
 """What scripts of TRL do with evaluations, streams, logs and reports of a trainer."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,7 +261,8 @@ def test_masks_of_tensors_are_trls():
     trainer = pytest.importorskip("trl").GRPOTrainer
     draw = torch.Generator().manual_seed(0)
     entropies, mask = torch.rand((3, 7), generator=draw), (torch.rand((3, 7), generator=draw) < 0.8).int()
-    accelerated: Any = BaseTrainer()
+    alone = SimpleNamespace(num_processes=1, gather=lambda x: x, pad_across_processes=lambda x, **_: x)
+    accelerated: Any = SimpleNamespace(accelerator=alone)
     for threshold in (0.0, 0.3, 0.8, 1.0):
         theirs = trainer.get_high_entropy_mask(accelerated, entropies, mask, threshold)
         assert torch.equal(trl.GRPOTrainer.get_high_entropy_mask(accelerated, entropies, mask, threshold), theirs)
