@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groupax import init_model, save_model
 from groupax.compat import trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
@@ -15,23 +14,14 @@ from groupax.compat.trl.base import Accelerator, BaseTrainer
 from groupax.compat.trl.policy import own_generate
 from groupax.compat.trl.streams import check_streams, evaluation_rows, training_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
-from tests.conftest import TINY, one_device_mesh
-from tests.data.test_config_and_data import a_tokenizer
 from tests.training.test_trainer import PROMPTS, count_a
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
-    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    return str(save_model(model, tmp_path_factory.mktemp("results") / "model", tokenizer))
 
 
 def a_trainer(folder, tmp_path, **settings):
     given = {name: settings.pop(name) for name in ("eval_dataset", "callbacks", "reward_funcs") if name in settings}
     own = {"max_completion_length": 8, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 2, "max_steps": 3}
     config = trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
-    return trl.GRPOTrainer(folder, given.pop("reward_funcs", count_a), config, PROMPTS, **given)
+    return trl.GRPOTrainer(str(folder), given.pop("reward_funcs", count_a), config, PROMPTS, **given)
 
 
 class Stream:
@@ -216,7 +206,7 @@ def test_what_scripts_read_of_a_trainer(folder, tmp_path, caplog):
     with pytest.raises(AttributeError, match="no attribute 'bet'; did you mean beta"):
         _ = trainer.bet
     with pytest.raises(ValueError, match="must match reward_funcs: it has 2 entries for 1"):
-        trl.GRPOTrainer(folder, reward, trainer.args, PROMPTS, reward_processing_classes=[None, None])
+        trl.GRPOTrainer(str(folder), reward, trainer.args, PROMPTS, reward_processing_classes=[None, None])
 
 
 @pytest.mark.parity
