@@ -302,16 +302,16 @@ class TrainingArguments(Arguments):
             raise ValueError(f"lr_scheduler_kwargs {more} are not supported; choose from min_lr and min_lr_rate")
         steps = self.warmup_steps or 0
         ratio = steps if 0 < steps < 1 else 0 if steps else self.warmup_ratio
-        warmup = {"warmup_ratio": float(ratio)} if ratio else {"warmup_steps": int(steps)}
-        if scheduler == "constant" and any(warmup.values()):
+        if scheduler == "constant" and (ratio or steps):
             warn("lr_scheduler_type 'constant' has no warm-up; 'constant_with_warmup' has one")
-            warmup = {}
+            ratio = steps = 0
         return {
             "optimizer": OPTIMIZERS[known[-1]],
             "lr_scheduler_type": SCHEDULERS[scheduler],
             "learning_rate_end": end or 0.0,
             "max_grad_norm": self.max_grad_norm or 0.0,
-            **warmup,
+            "warmup_ratio": float(ratio),
+            "warmup_steps": 0 if ratio else int(steps),
         }
 
 
