@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from groupax.compat.trl.overridden import REFUSED
 
 from groupax.compat import trl
+from groupax.compat.trl.base import REFUSED
 from tests.training.test_trainer import PROMPTS
 
 from .test_compat import folder  # noqa: F401 - a fixture
