@@ -4,7 +4,8 @@ The other names that scripts import of TRL, such as `ModelConfig`, `TrlParser` a
 installed TRL itself.
 """
 
-import importlib
+import importlib.util
+from types import ModuleType
 from typing import Any
 
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
@@ -25,7 +26,7 @@ def __getattr__(name: str) -> Any:
         ImportError: It does, or TRL is not installed.
         AttributeError: TRL does not have it.
     """
-    if name.startswith("_"):
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None:  # a module to import
         raise AttributeError(f"groupax.compat.trl has no {name}")
     if name.endswith(("Trainer", "Callback", "Config")) and name not in OF_TRL:
         raise ImportError(
@@ -36,4 +37,7 @@ def __getattr__(name: str) -> Any:
         trl = importlib.import_module("trl")
     except ImportError as error:
         raise ImportError(f"{name} is TRL's own, and groupax.compat.trl passes it on: pip install trl") from error
-    return getattr(trl, name)
+    value = getattr(trl, name)
+    if isinstance(value, ModuleType):
+        raise AttributeError(f"groupax.compat.trl has no module {name}")
+    return value

@@ -82,11 +82,7 @@ class SFTConfig(TrainingArguments):
         return self.per_device_train_batch_size * num_devices * self.gradient_accumulation_steps
 
     def to_native(self, num_devices: int = 1, steps_per_epoch: int = 1) -> Any:
-        """Returns the native config.
-
-        Args:
-            num_devices: Number of devices that `per_device_train_batch_size` applies to.
-            steps_per_epoch: Number of optimizer steps in an epoch.
+        """Returns the native config, for a number of devices that `per_device_train_batch_size` applies to.
 
         Raises:
             ValueError: A setting is not supported by groupax.
