@@ -8,7 +8,7 @@ import pytest
 from groupax import init_model
 from groupax.compat import trl
 from groupax.compat.trl.environments import Agents, owned_reward
-from groupax.compat.trl.rollout_func import call_rollout_func
+from groupax.compat.trl.rollout_func import trajectories_of
 from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory, custom_rollouts
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
@@ -182,7 +182,7 @@ def test_a_rollout_func_samples_whole_batches(tmp_path):
 
 def test_outputs_of_rollout_funcs_are_checked():
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
-        call_rollout_func(lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, [], None)
+        trajectories_of({"prompt_ids": [], "completion_ids": []})
 
     def rollouts(*trajectories, **fields):
         request = RolloutRequest(Script(None), TOKENIZER, [{"prompt": "a"}], SamplingParams(n=2), 0, {})
