@@ -63,9 +63,9 @@ from groupax.runs.diagnostics import (
     setup_diagnostics,
     step_diagnostics,
 )
-from groupax.runs.header import data_name, memory_facts, run_facts, time_facts
+from groupax.runs.header import data_name, memory_facts, recomputation, run_facts, time_facts
 from groupax.runs.log import RunLog
-from groupax.runs.model_card import license_of, read_card, run_card
+from groupax.runs.model_card import Trained, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
 from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
@@ -235,7 +235,8 @@ class GRPOTrainer(Trainer):
                     self.pipeline.begin(self.cursor)
                 rows = self.next_rows()
                 update = self.update(rows)
-                run.stop_if_diverged(rows, update, DIVERGED)
+                if not update.applied:
+                    run.stop_if_diverged(rows, update, DIVERGED)
         return TrainResult(self.cursor.step, run.train_seconds, run.log.rollout_tokens_per_s, run.log.last)
 
     def next_rows(self) -> list[Row]:
@@ -356,15 +357,12 @@ class GRPOTrainer(Trainer):
                 {
                     name: evaluate(
                         self.eval_sampler,
-                        self.tokenizer,
-                        runner,
-                        self.reward_weights,
+                        self.collector.episodes,
+                        self.collector.scoring,
                         prompts,
                         params or eval_params(self.args),
-                        self.correctness_reward,
                         self.emit,
                         f"evaluating {when}: {name}",
-                        self.rules,
                     )
                     for name, prompts in sets.items()
                 }
@@ -491,6 +489,8 @@ class GRPOTrainer(Trainer):
         args, learner, schedule, rules = self.args, self.learner, self.schedule, self.rules
         sets = {"train_dataset": self.prompts}
         sets |= {f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()}
+        rewards = ", ".join(reward.name for reward in self.rewards)
+        adapters = {"adapters": ", ".join(args.adapters)} if args.adapters else {}
         return Description(
             run_facts(
                 args,
@@ -498,12 +498,11 @@ class GRPOTrainer(Trainer):
                 self.dataset_name,
                 self.prompts,
                 self.eval_prompts,
-                self.rewards,
                 self.num_steps,
                 schedule.rows_per_step,
-                learner.execution.checkpointing,
-                ({"adapters": ", ".join(args.adapters)} if args.adapters else {}) | rules.names,
-            ),
+                {"rewards": rewards, **adapters, **rules.names},
+            )
+            | recomputation(args.gradient_checkpointing, learner.execution.checkpointing),
             memory_facts(learner, schedule.rows_per_step, 0 if args.rollout_servers else self.engine.planned_bytes()),
             time_facts(args, learner, self.start_model, self.prompts, schedule, rules.has_turns),
             [
@@ -518,7 +517,7 @@ class GRPOTrainer(Trainer):
     def card(self) -> str:
         """Returns the card of the model."""
         adapter = self.start_model.adapter
-        return run_card(
+        trained = Trained(
             self.args,
             adapter.base_name if adapter else self.start_model.name,
             None if adapter is None else asdict(adapter.config),
@@ -529,7 +528,7 @@ class GRPOTrainer(Trainer):
             is_conversational(self.prompts.examples[0]["prompt"]),
             license_of(read_card(self.start_model.source)),
             self.rules.names,
-            of_run=run_sections(self.run_folder.path, self.estimates),
-            recipe=(self.run_folder.command or {}).get("recipe"),
-            prompt=self.public_prompt,
+            (self.run_folder.command or {}).get("recipe"),
+            self.public_prompt,
         )
+        return run_card(trained, of_run=run_sections(self.run_folder.path, self.estimates))

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -68,7 +68,11 @@ class EngineSettings:
 
 
 class EngineCore:
-    """The part of an `Engine` that sessions share, with its arguments and attributes."""
+    """The part of an `Engine` that sessions share, with its arguments and attributes.
+
+    Attributes:
+        bytes_per_token: Size of one token's keys and values in all layers, on one of the devices that store them.
+    """
 
     def __init__(
         self,
@@ -102,7 +106,10 @@ class EngineCore:
         if given.tp > 1:
             validate_tp(config, self.mesh, params, self.weights)
         check_decoding_weights(params, self.weights)
-        self.kv_dtype = cache_dtype(given.kv_dtype, self.weights, params["embed"].dtype, self.mesh.devices.flat[0])
+        device, shards = self.mesh.devices.flat[0], self.mesh.shape["tp"]
+        self.kv_dtype = cache_dtype(given.kv_dtype, self.weights, params["embed"].dtype, device)
+        self.bytes_per_token = token_bytes(config, self.kv_dtype, shards)
+        self._limits = plan_for(config, 0, self.kv_dtype, shards, self.max_slots, device.platform == "cpu")
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
@@ -169,8 +176,7 @@ class EngineCore:
         if allowed is None:
             jax.block_until_ready(self.params)  # gathered and converted weights take their memory first
             allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
-        adapts = self.mesh.devices.flat[0].platform == "cpu"
-        return plan_for(self.config, allowed, self.kv_dtype, self.mesh.shape["tp"], self.max_slots, adapts)
+        return replace(self._limits, max_tokens=allowed // self.bytes_per_token)
 
     def planned_bytes(self) -> int:
         """Returns the most that keys and values of the expected sequences take on a device, at most what is allowed."""
@@ -186,11 +192,6 @@ class EngineCore:
         """Returns what these sequences, or those that are expected, need of the cache."""
         demand, expected = demand_of(sequences), plan.conversations or self.expected
         return demand if expected is None else plan.raised(demand, expected)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Size of one token's keys and values in all layers, on one of the devices that store them."""
-        return token_bytes(self.config, self.kv_dtype, self.mesh.shape["tp"])
 
 
 # Dims that may be replicated.

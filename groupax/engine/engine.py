@@ -196,7 +196,8 @@ class Engine(EngineCore):
             first_prompt: The first prompt's `prompt_index`; the others follow.
             adapter: Name of one of `adapters`; None for the base.
         """
-        self.adapter_index(adapter)
+        if adapter is not None:
+            self.adapter_index(adapter)
         for index, prompt in enumerate(prompts):
             self._check(index, np.asarray(prompt), params)
         if params.stop and self.tokenizer is None:

@@ -385,7 +385,9 @@ class Serving:
         """Returns the demand of sequences in large steps where memory allows, with a prompt slot for each of them."""
         demand = self.programs.engine.demand(self.plan, sequences)
         prompt_columns = in_steps(demand.prompt_columns, PROMPT_COLUMNS, PROMPT_STEP)
-        rounded = Demand((1,) * demand.num_rows, prompt_columns, in_steps(demand.columns, CACHE_COLUMNS, COLUMNS_STEP))
+        rounded = Demand(
+            (1,) * sum(demand.group_sizes), prompt_columns, in_steps(demand.columns, CACHE_COLUMNS, COLUMNS_STEP)
+        )
         fits = self.plan.allows(self.plan.smallest_shape(rounded))
         return rounded if fits else replace(demand, group_sizes=rounded.group_sizes)
 

@@ -54,12 +54,7 @@ class CacheShape:
     @property
     def num_tokens(self) -> int:
         """Number of tokens whose keys and values it has room for."""
-        return self.num_prompt_slots * self.num_prompt_columns + self.num_slots * self.num_columns
-
-    @property
-    def max_prompts(self) -> int:
-        """Maximum number of prompts that one admission computes."""
-        return admission_prompts(self, has_prefixes=False)
+        return self.num_slots // self.share * self.num_prompt_columns + self.num_slots * self.num_columns
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,6 @@ class Demand:
     group_sizes: tuple[int, ...]
     prompt_columns: int
     columns: int
-
-    @property
-    def num_rows(self) -> int:
-        """Number of sequences."""
-        return sum(self.group_sizes)
 
 
 def demand_of(sequences: Iterable[Sequence]) -> Demand:
@@ -127,7 +117,7 @@ class Plan:
 
     def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":
         """Returns the plan for conversations with this largest demand."""
-        plan = replace(self, conversations=demand, max_slots=min(demand.num_rows, self.max_slots))
+        plan = replace(self, conversations=demand, max_slots=min(sum(demand.group_sizes), self.max_slots))
         longest = plan.smallest_shape(plan.raised(demand, demand))
         num_slots = power_of_two(plan.max_slots, num_shards)
         while num_slots > 1 and not self.allows(replace(longest, num_slots=num_slots)):
@@ -139,22 +129,22 @@ class Plan:
         groups, columns = demand.group_sizes, max(demand.columns, expected.columns)
         prompt_columns = max(demand.prompt_columns, expected.prompt_columns)
         if self.conversations is not None:
-            groups = (1,) * max(self.max_slots, demand.num_rows)
+            groups = (1,) * max(self.max_slots, sum(groups))
             needed = demand.prompt_columns if self.adapts else prompt_columns
             prompt_columns, columns = (in_steps(size, CACHE_COLUMNS, 2) for size in (needed, columns))
         elif self.adapts:
             sizes = halvings(bucket(prompt_columns, PREFILL_COLUMNS), PREFILL_COLUMNS)
             prompt_columns = next(size for size in sizes if size >= demand.prompt_columns)
-        elif demand.num_rows < expected.num_rows and _shared_rows(groups) == _shared_rows(expected.group_sizes):
+        elif sum(groups) < sum(expected.group_sizes) and _shared_rows(groups) == _shared_rows(expected.group_sizes):
             groups = expected.group_sizes
         return Demand(groups, prompt_columns, columns)
 
     def planned_tokens(self, shape: CacheShape) -> int:
         """Returns the maximum number of tokens whose keys and values exist at once under this shape."""
-        states = self.state_tokens * shape.num_slots
-        moved = max(-(-shape.num_tokens // self.num_layers), -(-states // max(1, self.num_recurrent)))
-        admitted = shape.max_prompts * (shape.num_prompt_columns + self.state_tokens)
-        return shape.num_tokens + states + moved + admitted
+        stored, states = shape.num_tokens, self.state_tokens * shape.num_slots
+        moved = max(-(-stored // self.num_layers), -(-states // max(1, self.num_recurrent)))
+        admitted = admission_prompts(shape, has_prefixes=False) * (shape.num_prompt_columns + self.state_tokens)
+        return stored + states + moved + admitted
 
     def allows(self, shape: CacheShape) -> bool:
         """Returns whether this shape is within the budget."""
@@ -185,7 +175,7 @@ class Plan:
             ValueError: A sequence of this demand does not fit on a shard.
         """
         self.check(demand)
-        sizes, rows = demand.group_sizes, demand.num_rows
+        sizes, rows = demand.group_sizes, sum(demand.group_sizes)
         prompt_columns = bucket(demand.prompt_columns, PREFILL_COLUMNS)
         columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
         expected = columns[-2:][0]
@@ -238,7 +228,8 @@ def piece_size(num_prompts: int, num_columns: int, num_heads: int, platform: str
     exist for all columns of long prompts. `num_heads` counts the query heads of one device.
     """
     most = CPU_PIECE_TOKENS if platform == "cpu" else PIECE_TOKENS
-    prompts, columns = min(num_prompts, _fitting_power(most, num_columns)), num_columns
+    prompts = min(num_prompts, 1 << (max(1, most // num_columns).bit_length() - 1))
+    columns = num_columns
     while columns > PIECE_COLUMNS and not columns % 16:
         if prompts * columns <= most and prompts * num_heads * columns * num_columns <= PIECE_SCORES:
             break
@@ -251,8 +242,8 @@ def admission_prompts(shape: CacheShape, has_prefixes: bool) -> int:
 
     It is lower if stored keys and values may come from the host for each of them (`has_prefixes`).
     """
-    most = _fitting_power(KNOWN_TOKENS if has_prefixes else PREFILL_TOKENS, shape.num_prompt_columns)
-    return min(most, shape.num_prompt_slots)
+    most = (KNOWN_TOKENS if has_prefixes else PREFILL_TOKENS) // shape.num_prompt_columns
+    return min(1 << (max(1, most).bit_length() - 1), shape.num_slots // shape.share)
 
 
 def bucket(size: int, smallest: int) -> int:
@@ -269,11 +260,6 @@ def power_of_two(size: int, parts: int = 1) -> int:
     """Returns the smallest power of two that times `parts` is at least `size`."""
     per_part = max(1, -(-size // parts))
     return 1 << (per_part - 1).bit_length()
-
-
-def _fitting_power(size: int, part: int) -> int:
-    """Returns the largest power of two that times `part` is at most `size`, or 1."""
-    return 1 << (max(1, size // part).bit_length() - 1)
 
 
 def _shared_rows(group_sizes: Iterable[int], waits: bool = False) -> int:
@@ -298,11 +284,6 @@ class Admission:
     firsts: list[list[Sequence]]
     prompt_slots: list[tuple[int, int]]
     slots: list[tuple[int, Sequence]]
-
-    @property
-    def num_prompts(self) -> np.ndarray:
-        """Number of prompts of each shard."""
-        return np.array([len(own) for own in self.firsts], np.int32)
 
     def padded(self, num_prompts: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P]."""
@@ -342,11 +323,6 @@ class Scheduler:
     def queued(self) -> list[Sequence]:
         """Sequences that wait."""
         return [sequence for bundle in self.waiting for sequence in bundle]
-
-    @property
-    def busy(self) -> bool:
-        """True while any sequence waits or runs."""
-        return bool(self.waiting) or bool(self.running)
 
     def num_columns(self, chunk_steps: int) -> int:
         """Returns the number of columns that running and waiting sequences need for another chunk."""

@@ -132,7 +132,7 @@ class ReplayCollector(Collector):
     """
 
     def __init__(self, collector: Collector, run: RecordedRun, targets: range, stage: Stage, makes_calls: bool) -> None:
-        super().__init__(**vars(collector))
+        vars(self).update(vars(collector))
         self.run, self.targets, self.stage, self.makes_calls = run, targets, stage, makes_calls
         self.policies: dict[int, Policy] = {}
         self.sampled: list[int] = []

@@ -1,7 +1,7 @@
 """Collects experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from groupax.config import GRPOConfig
 from groupax.data.examples import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.engine.sequence import PolicySampler, Sampler
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
 from groupax.errors import RewardError, RunError, is_out_of_memory
@@ -52,7 +52,7 @@ class Episodes:
 
     tokenizer: Any
     rules: Rules
-    records: Callable[[], Path | None]
+    records: Callable[[], Path | None] = lambda: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ class Scoring:
 
     runner: RewardRunner
     weights: np.ndarray
-    correctness_reward: str | None
-    num_steps: int
+    correctness_reward: str | None = None
+    num_steps: int = 0
 
 
 @dataclass(eq=False)
@@ -96,6 +96,9 @@ class Collector:
     scoring: Scoring
     emit: Emit = ignore
 
+    def __post_init__(self) -> None:
+        self.params = sampling_params(self.args)
+
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """Returns a rollout by the learner's policy, ready for updates.
 
@@ -118,6 +121,7 @@ class Collector:
         """
         filters, wanted = self.args.filter_zero_variance, self.schedule.prompts_per_rollout
         budget = int(wanted * self.args.filter_budget) if filters else wanted
+        runner = self.scoring.runner
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
         rounds: list[Scored] = []
@@ -125,14 +129,17 @@ class Collector:
             first = len(kept) + len(flat)
             count = min(wanted - len(kept), budget - first)
             completions = self.sample(sampler, cursor, policy_version, first, count)
-            scored = self.score(completions, cursor, count)
+            runner.state = self.trainer_state(cursor)
+            with closing(completions):  # rewards are computed while further groups are sampled
+                scored = score_groups(counted(completions, self.emit, "sampling", count, "scoring"), runner)
             rounds.append(scored)
             for group in scored.groups:
                 (flat if filters and self.advantages([group]).zero_std[0] else kept).append(group)
         num_filled = wanted - len(kept)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
         groups = with_advantages(trained, self.advantages(trained)) + dropped
-        self._stop_if_a_reward_never_works(rounds, cursor)
+        if any(scored.errors for scored in rounds):
+            self._stop_if_a_reward_never_works(rounds, cursor)
         metrics = scoring_metrics(rounds)
         if filters:
             metrics |= {
@@ -154,22 +161,25 @@ class Collector:
             RunError: The devices have too little memory.
         """
         visited = self.visited(cursor.num_prompts + first, count)
-        record = self.record(cursor.num_rollouts)
+        prompts, episodes = self.prompts, self.episodes
+        record = self.record(cursor.num_rollouts) if episodes.rules.has_turns else None
         groups = play_episodes(
             sampler,
-            self.episodes.tokenizer,
-            [self.prompts.examples[i] for i in visited],
-            [self.prompts.token_ids[i] for i in visited],
-            sampling_params(self.args),
-            step=cursor.num_rollouts,
-            policy_version=policy_version,
-            first_prompt=first,
-            rules=self.episodes.rules,
-            record=record,
-            images=self.prompts.images_of(visited),
+            episodes.tokenizer,
+            Prompts(
+                [prompts.examples[index] for index in visited],
+                [prompts.token_ids[index] for index in visited],
+                () if prompts.images is None else prompts.images_of(visited),
+                first,
+            ),
+            self.params,
+            cursor.num_rollouts,
+            policy_version,
+            episodes.rules,
+            record,
         )
         try:
-            with closing(record), closing(groups):  # on an error too, which keeps them: servers would go on
+            with closing(record) if record else nullcontext(), closing(groups):  # on an error too: servers would go on
                 yield from groups
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
@@ -180,17 +190,11 @@ class Collector:
                 f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
             ) from error
 
-    def score(self, groups: Generator[Group, None, None], cursor: Cursor, count: int) -> Scored:
-        """Returns groups with their rewards, which are computed while further ones are sampled."""
-        self.scoring.runner.state = self.trainer_state(cursor)
-        with closing(groups):
-            return score_groups(counted(groups, self.emit, "sampling", count, "scoring"), self.scoring.runner)
-
     def advantages(self, groups: Sequence[Group], penalty: np.ndarray | None = None) -> Advantages:
         """Returns the advantages of groups by their rewards, minus a penalty of each completion if there is one."""
         rows = [row for group in groups for row in group]
         weights, num_generations = self.scoring.weights, self.args.num_generations
-        return advantages_of(rows, self._reward_names, weights, num_generations, self.args, penalty)
+        return advantages_of(rows, self.scoring.runner.names, weights, num_generations, self.args, penalty)
 
     def with_logprobs(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
         """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
@@ -271,7 +275,7 @@ class Collector:
 
     def rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
         """Returns the metrics of completions, their rewards and their episodes."""
-        rows, names = [row for group in groups for row in group], self._reward_names
+        rows, names = [row for group in groups for row in group], self.scoring.runner.names
         advantages, args, rules = self.advantages(groups), self.args, self.episodes.rules
         metrics = episode_metrics(rows) if rules.has_turns else {}
         # what failed by no fault of the model counts nowhere else
@@ -288,14 +292,10 @@ class Collector:
                 metrics[f"adapters/{adapter}/reward"] = reward_metrics(names, rewards, self.advantages(own))["reward"]
         return metrics
 
-    @property
-    def _reward_names(self) -> list[str]:
-        return [reward.name for reward in self.scoring.runner.rewards]
-
     def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
         """Raises a RewardError if a reward function failed for all completions, since it or its service is broken."""
         num_completions = sum(len(group) for scored in rounds for group in scored.groups)
-        for name in self._reward_names:
+        for name in self.scoring.runner.names:
             if sum(scored.failures[name] for scored in rounds) == num_completions:
                 error = next(scored.errors[name] for scored in rounds if name in scored.errors)
                 is_first = cursor.num_rollouts == 0

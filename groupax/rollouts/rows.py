@@ -1,5 +1,6 @@
 """Turns scored completions into rows to train on: their advantages, their masks, their minibatches. Imports no jax."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,13 +47,9 @@ def advantages_of(
 
 def with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
     """Returns groups whose completions have these advantages, in their order."""
-    values, turns = iter(advantages.values.tolist()), iter(advantages.turns or ())
-
-    def with_its_own(row: Rollout) -> Rollout:
-        own = None if advantages.turns is None else tuple(next(turns).tolist())
-        return replace(row, advantage=next(values), turn_advantages=own)
-
-    return [[with_its_own(row) for row in group] for group in groups]
+    values, of_turns = iter(advantages.values.tolist()), advantages.turns
+    turns = itertools.repeat(None) if of_turns is None else (tuple(own.tolist()) for own in of_turns)
+    return [[replace(row, advantage=next(values), turn_advantages=next(turns)) for row in group] for group in groups]
 
 
 def minibatches_of(
@@ -79,14 +76,22 @@ def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
 
 
 def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
-    """Returns a scored completion as a row, without the log-probs that the trainer computes."""
+    """Returns a scored completion as a row, without the log-probs that the trainer computes.
+
+    A token that was sampled has the advantage of its turn, or else that of the episode, and all others have 0.
+    """
     counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
+    advantages = np.full(len(rollout.completion_ids), rollout.advantage, np.float32)
+    if rollout.turn_advantages is not None:
+        advantages[:] = 0.0
+        for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
+            advantages[turn.start : turn.end] = advantage
     return Row(
         group=group,
         prompt=rollout.prompt_ids,
         completion=rollout.completion_ids,
         mask=rollout.mask & counts,
-        advantages=token_advantages(rollout),
+        advantages=np.where(rollout.mask, advantages, np.float32(0.0)),
         rollout_logp=rollout.policy_logps,
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
@@ -112,13 +117,3 @@ def row_of_branch(branch: Branch, group: int, row: Row, advantage: float) -> Row
         is_branch=True,
         adapter=branch.adapter,
     )
-
-
-def token_advantages(rollout: Rollout) -> np.ndarray:
-    """Returns the advantage of each token, [T] float32: that of its turn or else of the episode, 0 if not sampled."""
-    if rollout.turn_advantages is None:
-        return np.where(rollout.mask, np.float32(rollout.advantage), np.float32(0.0))
-    values = np.zeros(len(rollout.completion_ids), np.float32)
-    for turn, advantage in zip(rollout.turns, rollout.turn_advantages, strict=True):
-        values[turn.start : turn.end] = advantage
-    return np.where(rollout.mask, values, np.float32(0.0))

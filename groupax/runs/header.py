@@ -14,7 +14,6 @@ from groupax.models.lora import count_params
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel.accelerators import Chip, chip_of
 from groupax.parallel.collectives import is_on_host
-from groupax.rewards.contract import Reward
 from groupax.rollouts.state import UpdateSchedule
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import short_number
@@ -28,23 +27,19 @@ def run_facts(
     dataset_name: str,
     prompts: PromptSet,
     eval_prompts: Mapping[str, PromptSet],
-    rewards: Sequence[Reward],
     num_steps: int,
     rows_per_step: int,
-    checkpointing: Checkpointing,
     of_episodes: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns facts about the run by label."""
+    """Returns facts about the run by label, with those of its rewards and episodes."""
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
         **model_facts(model),
         "data": dataset_name,
         "prompts": f"{len(prompts):,}{held_out}",
-        "rewards": ", ".join(reward.name for reward in rewards),
         **of_episodes,
         "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt, of at most "
         f"{args.max_completion_length:,} tokens ({rows_per_step * args.max_completion_length:,} together)",
-        **recomputation(args.gradient_checkpointing, checkpointing),
     }
 
 

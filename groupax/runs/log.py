@@ -84,7 +84,8 @@ class RunLog:
         self.trackers = Trackers(args, folder, num_steps, self.emit, completions.log_completions)
         self.profile = Profile(folder, args.profile, self.emit)
         files = FolderSink(completions, folder, args.logging_steps, num_steps)
-        events.sinks += [self.diagnostics, files, self.trackers, self.profile, self._call_listeners]
+        more = [*[self.trackers] * bool(args.report_to), *[self.profile] * bool(args.profile)]
+        events.sinks += [self.diagnostics, files, *more, self._call_listeners]
 
         self.window: list[Metrics] = []
         self.last: Metrics = {}
@@ -150,7 +151,7 @@ class RunLog:
         earlier = self.rollouts if self.sampled else []
         self.rollouts, self.first_row = [*earlier, *rows], len(earlier)
         self.sampled.append(metrics)
-        self.rollout_metrics = merge_rollouts(self.sampled)
+        self.rollout_metrics = merge_rollouts(self.sampled) if len(self.sampled) > 1 else metrics
         self.num_sampled_tokens += sum(row.num_sampled_tokens for row in rows)
         self.rollout_s += metrics["time/rollout_s"]
         self.emit(RolloutScored(step, groups, metrics, errors))
@@ -175,7 +176,18 @@ class RunLog:
             scores: Token scores of completions of the last rollout, by index into that rollout.
             distributions: Measurements of the weights by name.
         """
-        metrics = self._with_measurements(step, metrics)
+        now_s, compiled = time.perf_counter(), compilation()
+        compiled_s = compiled.seconds
+        times = {
+            "step_time": now_s - self.step_started_s,
+            "time/compile_s": compiled_s - self.compiled_before_s,
+            "compile/total_s": compiled_s - self.compiled_at_start[0],
+            "compile/num_programs": float(compiled.num_programs - self.compiled_at_start[1]),
+            "compile/num_large_programs": float(compiled.num_large_programs - self.compiled_at_start[2]),
+        }
+        self.step_started_s, self.compiled_before_s = now_s, compiled_s
+        metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
+        metrics |= self.diagnostics.measure(metrics)
         self.window.append(metrics)
         logged = None
         if step % self.args.logging_steps == 0 or step == self.num_steps:
@@ -200,19 +212,6 @@ class RunLog:
         """Closes the run's sinks and removes them from the stream."""
         self.close_sinks()
         self._events.sinks = self._earlier_sinks
-
-    def _with_measurements(self, step: int, metrics: Metrics) -> Metrics:
-        now_s, compiled = time.perf_counter(), compilation()
-        compiled_s = compiled.seconds
-        times = {"step_time": now_s - self.step_started_s, "time/compile_s": compiled_s - self.compiled_before_s}
-        times |= {
-            "compile/total_s": compiled_s - self.compiled_at_start[0],
-            "compile/num_programs": float(compiled.num_programs - self.compiled_at_start[1]),
-            "compile/num_large_programs": float(compiled.num_large_programs - self.compiled_at_start[2]),
-        }
-        self.step_started_s, self.compiled_before_s = now_s, compiled_s
-        metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
-        return metrics | self.diagnostics.measure(metrics)
 
     def _call_listeners(self, event: Event) -> None:
         for listener in self.listeners:

@@ -304,8 +304,6 @@ class Run:
         Raises:
             DivergedError: There were that many.
         """
-        if update.applied:
-            return
         cursor, folder = self.trainer.cursor, self.folder
         path = processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]

@@ -18,7 +18,6 @@ from groupax.engine.prefill import joined_features
 from groupax.models.execution import FusedAttention
 from groupax.models.kernels.fused_attention import MIN_QUERIES
 from groupax.models.logprobs import RaggedBatch, RaggedImages
-from groupax.models.specs import Params
 from groupax.models.vision.config import VisionConfig
 from groupax.models.vision.placement import continued, image_blocks, num_features
 from groupax.models.vision.tower import FeatureCache, ImageBatch, batch_images
@@ -34,7 +33,7 @@ from groupax.training.packing import (
     MicroBatchPlan,
     RowGroup,
     Shape,
-    group_parts,
+    group_rows,
     load,
     make_bucket,
     plan_micro_batches,
@@ -131,7 +130,7 @@ def pack_parts(
     vision: VisionConfig | None = None,
 ) -> list[Packed]:
     """Packs parts of a step's rows into a micro-batch each, all of one shape, on the first of the shards."""
-    groups = [group_parts(rows, part, share_prefix != "never") for part in parts]
+    groups = [group_rows(rows, part, share_prefix != "never") for part in parts]
     num_tokens = round_up(max(map(load, groups)), MIN_TOKENS)
     shape = make_bucket(groups, num_tokens, [each for own in groups for each in own], (), (0, 0), attention_cost)
     present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
@@ -246,18 +245,15 @@ def _loss_inputs(rows: Sequence[Row], present: Sequence[str], shape: Shape) -> L
 
 def _dropout_ids(rows: Sequence[Row], groups: Sequence[RowGroup], starts: Sequence[int], shape: Shape) -> np.ndarray:
     """Spreads (group or row, position) over 32 bits by two large odd factors."""
-    ids = np.zeros(shape.tokens, np.uint32)
-
-    def write(start: int, owner: int, size: int) -> None:
+    ids, owners, end = np.zeros(shape.tokens, np.uint32), [], 0
+    for group in groups:
+        owners.append((end, -1 - rows[group.rows[0]].group, group.prompt))
+        end += group.prompt
+    indices = [index for group in groups for index in group.rows]
+    owners += [(start, i, len(rows[i].completion)) for i, start in zip(indices, starts, strict=True)]
+    for start, owner, size in owners:
         spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
         ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
-
-    end = 0
-    for group in groups:
-        write(end, -1 - rows[group.rows[0]].group, group.prompt)
-        end += group.prompt
-    for index, start in zip((index for group in groups for index in group.rows), starts, strict=True):
-        write(start, index, len(rows[index].completion))
     return ids
 
 
@@ -344,19 +340,6 @@ def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
     num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
     num_tokens = sum(int(row.mask.sum()) for row in rows)
     return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
-
-
-def with_features(
-    packed: Packed, vision: VisionConfig | None, cache: FeatureCache | None, params: Params, is_differentiated: bool
-) -> MicroBatch:
-    """Returns a micro-batch with the features of its images, or with the images if their gradient is needed."""
-    if not packed.images:
-        return packed.batch
-    assert vision is not None, "the model sees images"
-    assert cache is not None, "the model sees images"
-    if is_differentiated:
-        return replace(packed.batch, features=computed_features(vision, packed.images))
-    return replace(packed.batch, features=known_features(cache, params["vision"], packed.images))
 
 
 def known_features(cache: FeatureCache, params: dict[str, Any], images: Sequence[Sequence[Image]]) -> Features:

@@ -10,7 +10,7 @@ import pytest
 
 from groupax import Engine, SamplingParams, init_model
 from groupax.engine.prefix_cache import Place, Prefix
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.rollouts import EpisodeSettings
@@ -126,7 +126,7 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     # a turn has 15 tokens in the mean
     params = SamplingParams(n=4, max_tokens=300, stop=tuple("abcdefghijklmnop"), seed=2)
     examples = [{"prompt": prompt}] * num_prompts
-    groups = play_episodes(engine, tokenizer, examples, [ids] * num_prompts, params, 0, rules=rules)
+    groups = play_episodes(engine, tokenizer, Prompts(examples, [ids] * num_prompts), params, 0, rules=rules)
     rollouts = [each for group in sorted(groups, key=lambda group: group[0].prompt_index) for each in group]
     rows = [
         Row(

@@ -17,7 +17,7 @@ import pytest
 
 from groupax import program
 from groupax.episodes.branches import SampledTurn, streams_of
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.episodes.program import Listening
 from groupax.episodes.program_server import give_back_server, take_server
 from groupax.episodes.record import Record
@@ -77,7 +77,7 @@ def played(
     script, params = script or Script(answer), SamplingParams(n=n, max_tokens=max_tokens)
     examples = [{"prompt": PROMPT, **(example or {})}]
     ids = [np.asarray(rendered(PROMPT), np.int32)]
-    [group] = play_episodes(script, TOKENIZER, examples, ids, params, 0, rules=rules, record=record)
+    [group] = play_episodes(script, TOKENIZER, Prompts(examples, ids), params, 0, rules=rules, record=record)
     return group, script
 
 

@@ -31,7 +31,7 @@ from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.batch import pack
 from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.state import cast_params
-from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
+from groupax.training.step import ROUTER_LOSS, StepSettings, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 from tests.conftest import LATENTS, one_device_mesh, rest_heavy
 
@@ -460,9 +460,9 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
         model = init_model(hf, seed=1, mesh=mesh)
         totals = zero_grads(model.params, config=model.config, settings=settings, mesh=mesh)
         (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
-        static = {"config": model.config, "settings": settings, "mesh": mesh, "execution": Execution("full")}
+        step = StepSettings(model.config, settings, mesh, Execution("full"))
         batch = shard_batch(part.batch, mesh)
-        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
+        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), settings=step)
         return all_reduce(totals, config=model.config, mesh=mesh)
 
     one, four = totals_on(one_device_mesh()), totals_on(make_mesh())

@@ -27,7 +27,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, shard_batch, zero_grads
+from groupax.training.step import StepSettings, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 from tests.conftest import TINY, one_device_mesh, rest_heavy
 
@@ -264,8 +264,7 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place), tree)
 
     params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
-    static = {"config": config, "settings": settings, "mesh": mesh}
-    totals = jax.eval_shape(lambda params: zero_grads(params, **static), params)
+    totals = jax.eval_shape(lambda params: zero_grads(params, config=config, settings=settings, mesh=mesh), params)
     [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attention_cost_with(FusedAttention("cudnn")))[0]
     scalar = jnp.float32(1)
     traced = micro_step.trace(
@@ -274,8 +273,7 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
         shard_batch(part.batch, mesh),
         Denominators(scalar, scalar),
         scalar,
-        **static,
-        execution=execution_for("gpu", "none", attention=FusedAttention("cudnn")),
+        settings=StepSettings(config, settings, mesh, execution_for("gpu", "none", attention=FusedAttention("cudnn"))),
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax(" in text

@@ -27,7 +27,7 @@ from groupax.models.families import read_config
 from groupax.models.flops import find_config
 from groupax.models.weights.saving import source_folders
 from groupax.rewards.model import RewardModel
-from groupax.runs.model_card import SFT, derived_card, license_of, run_card
+from groupax.runs.model_card import SFT, Trained, derived_card, license_of, run_card
 from groupax.storage.model_json import CONFIG, GENERATION, MAX_LAYERS
 from groupax.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from tests.conftest import TINY
@@ -761,7 +761,7 @@ def test_the_usage_in_a_card_runs(good, tmp_path, name):
     pytest.importorskip("torch")
     pytest.importorskip("peft")
     folder = tmp_path / "model"
-    text = run_card(GRPOConfig(), "b", {"r": 2} if name == "adapter" else None, "d", ["f"], 1, {})
+    text = run_card(Trained(GRPOConfig(), "b", {"r": 2} if name == "adapter" else None, "d", ["f"], 1, {}))
     shutil.copytree(good / name, folder)
     for file in (good / "base").glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -778,7 +778,7 @@ EVIL = 'x`</code>\n---\nlicense: evil\n| <script>alert(1)</script> | \x1b[2J\u20
 
 def test_names_in_a_card_are_neither_markup_nor_metadata():
     args = replace(GRPOConfig(), seed=1)
-    card = run_card(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL})
+    card = run_card(Trained(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL}))
     assert "| `tools` | `x" in card
     assert "license" not in yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in card.split("---\n")[1]
@@ -791,27 +791,27 @@ def test_names_in_a_card_are_neither_markup_nor_metadata():
         assert "http://b" not in outside
     table = [line for line in card.splitlines() if line.startswith("| `")]
     assert {line.count("|") for line in table} == {3}
-    front = yaml.safe_load(run_card(args, "owner/name", {"r": 2}, "d", ["f"], 1, {}).split("---\n")[1])
+    front = yaml.safe_load(run_card(Trained(args, "owner/name", {"r": 2}, "d", ["f"], 1, {})).split("---\n")[1])
     assert (front["base_model"], front["library_name"]) == ("owner/name", "peft")
 
 
 def test_a_card_has_weights_recipe_citation_and_a_prompt_that_may_be_published():
     args = GRPOConfig(reward_weights=(1.0, 0.2))
-    given = args, "owner/name", None, "openai/gsm8k", ["right", "form"], 1, {}
-    card = run_card(*given)
+    trained = Trained(args, "owner/name", None, "openai/gsm8k", ["right", "form"], 1, {})
+    card = run_card(trained)
     assert "| `rewards` | `right, form x 0.2` |" in card
     assert 'prompt = "..."\n' in card
     assert "`recipe`" not in card
     assert card.count("@article{shao2024deepseekmath") == card.count("arXiv:2402.03300}") == 1
     assert card.count("@software{groupax") == 1
-    card = run_card(*given, recipe="gsm8k", prompt="1 ```+ 1?")
+    card = run_card(replace(trained, recipe="gsm8k", prompt="1 ```+ 1?"))
     assert "| `recipe` | `gsm8k` |" in card
     assert 'prompt = "1 \\u0060\\u0060\\u0060+ 1?"\n' in card
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    assert f"prompt = {json.dumps(messages)}\n" in run_card(*given, is_chat=True, prompt=messages)
+    assert f"prompt = {json.dumps(messages)}\n" in run_card(replace(trained, is_chat=True, prompt=messages))
     seen = [{"role": "user", "content": [{"type": "image"}]}]
-    assert 'prompt = [{"role": "user", "content": "..."}]\n' in run_card(*given, is_chat=True, prompt=seen)
-    assert "shao2024" not in run_card(SFTConfig(), "b", None, "d", (), 1, {}, method=SFT)
+    assert 'prompt = [{"role": "user", "content": "..."}]\n' in run_card(replace(trained, is_chat=True, prompt=seen))
+    assert "shao2024" not in run_card(Trained(SFTConfig(), "b", None, "d", (), 1, {}), SFT)
 
 
 def test_a_derived_card_takes_the_licence_of_its_source():

@@ -10,7 +10,7 @@ import pytest
 
 from groupax import Engine, GRPOConfig, GRPOTrainer, SamplingParams, init_model
 from groupax.engine.cache import plan_for, state_bytes, token_bytes
-from groupax.engine.scheduler import CacheShape
+from groupax.engine.scheduler import CacheShape, admission_prompts
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig, adapter_specs
@@ -138,7 +138,7 @@ def test_a_plan_counts_states_for_each_slot_and_each_admitted_prompt():
     assert plan.state_tokens == -(-state_bytes(config) // 256)
     without = replace(plan, state_tokens=0)
     moved = max(shape.num_tokens, 4 * plan.state_tokens) - shape.num_tokens
-    added = plan.state_tokens * (8 + shape.max_prompts) + moved
+    added = plan.state_tokens * (8 + admission_prompts(shape, has_prefixes=False)) + moved
     assert plan.planned_tokens(shape) - without.planned_tokens(shape) == added
 
 

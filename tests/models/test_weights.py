@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.errors import RunError
 from groupax.models.adapted import apply_adapter
 from groupax.models.lora import LoRAConfig, adapter_config_dict, adapter_specs
@@ -133,7 +133,7 @@ def servers():
 
 
 def groups_of(sampler, tokenizer, prompts, params=PARAMS, step=2):
-    groups = play_episodes(sampler, tokenizer, [{"prompt": ""} for _ in prompts], prompts, params, step)
+    groups = play_episodes(sampler, tokenizer, Prompts([{"prompt": ""} for _ in prompts], prompts), params, step)
     return sorted(groups, key=lambda group: group[0].prompt_index)
 
 

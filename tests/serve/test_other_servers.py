@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from groupax import GRPOTrainer, SamplingParams, load_model, program
 from groupax.engine.engine import new_sequences
-from groupax.episodes.play import play_episodes
+from groupax.episodes.play import Prompts, play_episodes
 from groupax.errors import RewardError, RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve import client
@@ -330,7 +330,7 @@ def sampler_for(folder, address, tmp_path):
 def completions(sampler, params=PARAMS):
     prompts = [np.array([4, 5, 6]), np.array([7, 8])]
     examples = [{"prompt": ""} for _ in prompts]
-    groups = play_episodes(sampler, a_tokenizer(eos_token="<eos>"), examples, prompts, params, step=1)
+    groups = play_episodes(sampler, a_tokenizer(eos_token="<eos>"), Prompts(examples, prompts), params, step=1)
     return [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
 
 

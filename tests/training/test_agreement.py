@@ -19,7 +19,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import pack
-from groupax.training.step import LOGP_DIFF, all_reduce, micro_step, score, shard_batch, zero_grads
+from groupax.training.step import LOGP_DIFF, StepSettings, all_reduce, micro_step, score, shard_batch, zero_grads
 from groupax.types import Row
 from tests.conftest import LATENTS, TINY, rest_heavy
 
@@ -59,7 +59,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens, share_prefix=share_prefix)[0]:
         batch = shard_batch(part.batch, model.mesh)
         out = np.asarray(
-            score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh, execution=DIRECT)[0]
+            score(model.params, batch, settings=StepSettings(model.config, settings, model.mesh, DIRECT))[0]
         )
         for index, logp in zip(part.rows, out, strict=True):
             if index >= 0:
@@ -99,10 +99,7 @@ def test_a_training_step_finds_the_engines_logps(stories):
             shard_batch(part.batch, model.mesh),
             counts,
             jnp.float32(0.0),
-            config=model.config,
-            settings=ObjectiveSettings(),
-            mesh=model.mesh,
-            execution=DIRECT,
+            settings=StepSettings(model.config, ObjectiveSettings(), model.mesh, DIRECT),
         )
     totals = all_reduce(totals, config=model.config, mesh=model.mesh)
     num_tokens = sum(len(row.completion) for row in rows)
@@ -191,13 +188,13 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
             rows.append(Row(group, prompt, tokens, mask, advantages, rng.normal(size=length)))
     settings = ObjectiveSettings()
     counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
-    static = {"config": model.config, "settings": settings, "mesh": model.mesh, "execution": DIRECT}
+    step = StepSettings(model.config, settings, model.mesh, DIRECT)
 
     def loss_and_grads(share_prefix):
         totals = zero_grads(model.params, config=model.config, settings=settings, mesh=model.mesh)
         for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
             batch = shard_batch(part.batch, model.mesh)
-            totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
+            totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), settings=step)
         totals = all_reduce(totals, config=model.config, mesh=model.mesh)
         return jax.tree.leaves((totals.loss, totals.grads))
 

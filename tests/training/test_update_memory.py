@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from groupax import GRPOConfig, init_model
-from groupax.data.prompts import PromptSet
 from groupax.engine import batch
 from groupax.models.decoder import PassOptions, forward
 from groupax.models.execution import Execution, FusedAttention
@@ -20,7 +19,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.rollouts.state import Cursor
 from groupax.runs.build import learner_settings
 from groupax.runs.checkpoints.record import restore_learner, start_writing, state_of
-from groupax.runs.header import memory_facts, run_facts
+from groupax.runs.header import memory_facts, recomputation
 from groupax.training.learner import Learner
 from groupax.training.memory import LEAST_FIRST, UpdateMemory
 from tests.conftest import TINY, one_device_mesh
@@ -182,10 +181,7 @@ def test_a_resumed_run_keeps_its_choice(monkeypatch, tmp_path):
     [("auto", "none", None), ("auto", "dots", "dots, chosen for the devices' memory"), ("full", "full", "full")],
 )
 def test_the_choice_is_among_the_facts_of_a_run(choice, chosen, text):
-    model = init_model(TINY, mesh=one_device_mesh())
-    args = GRPOConfig(gradient_checkpointing=choice)
-    facts = run_facts(args, model, "rows", PromptSet([], []), {}, [], 3, 8, chosen, {})
-    assert facts.get("gradient checkpointing") == text
+    assert recomputation(choice, chosen).get("gradient checkpointing") == text
 
 
 def test_the_memory_that_is_always_taken_is_among_the_facts_of_a_run(tmp_path):
