@@ -176,7 +176,7 @@ class SFTTrainer(Trainer):
         with run.training() as stop:
             while True:
                 run.evaluate_if_due()
-                run.save_if_due()
+                run.hooks.save_if_due(run)
                 if run.is_over():
                     break
                 stop.check()

@@ -5,6 +5,7 @@ update      maximize the objective on the next minibatch of the rollout         
 log, save   events to every sink, checkpoints                                       runs/run.py
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -226,7 +227,7 @@ class GRPOTrainer(Trainer):
         with run.training() as stop:
             while True:
                 run.evaluate_if_due()
-                run.save_if_due()
+                run.hooks.save_if_due(run)
                 if run.is_over():
                     break
                 stop.check()
@@ -284,8 +285,7 @@ class GRPOTrainer(Trainer):
         assert self.experience is not None, "there is a rollout"
         of_rows = zip(self.experience.next_indices(), map(TokenScores, update.logps, update.entropies), strict=True)
         scores = {index: each for index, each in of_rows if index is not None}
-        experience = self.experience.after(update.logps)
-        self.experience = experience if experience.num_left(self.schedule.num_passes) else None
+        self.experience = self.experience.after(update.logps, self.schedule.num_passes)
         return scores
 
     def log(self, rows: Sequence[Row], update: Update, scores: Mapping[int, TokenScores]) -> None:
@@ -299,7 +299,7 @@ class GRPOTrainer(Trainer):
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
         record = step_record(self.cursor, log.rollouts, rows, update, self.learner.digest())
-        self.run_folder.write_record(record.line())
+        self.run_folder.write_record(json.dumps(vars(record)) + "\n")
         self.stop_if_nothing_is_scored()
 
     def stop_if_nothing_is_scored(self) -> None:
@@ -311,6 +311,8 @@ class GRPOTrainer(Trainer):
             RewardError: There has been no reward for several rollouts, or in the whole run.
         """
         step, unscored = self.cursor.step, num_unscored_steps(self.run.log.diagnostics.history)
+        if not unscored:
+            return
         patience = min(UNSCORED_ROLLOUTS * max(1, self.schedule.updates_per_rollout), START_STEPS)
         if unscored >= patience or unscored == step == self.num_steps:
             names = ", ".join(repr(reward.name) for reward in self.rewards)

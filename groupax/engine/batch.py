@@ -40,7 +40,6 @@ from groupax.engine.scheduler import Admission, CacheShape, Demand, Plan, Schedu
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.collectives import to_device, to_host
-from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.
@@ -77,10 +76,10 @@ class Batch:
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         self.demand = self.demand_of(sequences)
-        shape = plan.first_shape(self.demand, num_data_shards(self.mesh))
+        shape = plan.first_shape(self.demand, core.num_shards)
         if serving is not None:
             shape = serving.nearest(shape, sequences) or shape
-        self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
+        self.scheduler = Scheduler(core.num_shards, shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
@@ -89,7 +88,7 @@ class Batch:
 
     def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
         """Returns the demand to choose shapes by, for these sequences."""
-        return self.serving.demand(sequences) if self.serving else self.core.demand(self.plan, sequences)
+        return self.serving.demand(sequences) if self.serving else self.plan.demand(sequences, self.core.expected)
 
     def shape_with(self, sequences: Iterable[Sequence] = ()) -> CacheShape | None:
         """Returns the shape to change to if these sequences join those that wait and run, if memory allows it.
@@ -229,12 +228,11 @@ class Batch:
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
-        freed = self.scheduler.free_finished()
-        if not freed:
-            return
-        released = np.zeros(len(self.scheduler.slots), bool)
-        released[freed] = True
-        self.slots = release(self.slots, self._on_rows(released))
+        slots = self.scheduler.slots
+        released = np.array([each is not None and each.finish_reason is not None for each in slots])
+        if released.any():
+            self.scheduler.slots = [None if is_free else each for each, is_free in zip(slots, released, strict=True)]
+            self.slots = release(self.slots, self._on_rows(released))
 
     def compact(self) -> None:
         """Halves the number of slots, or more, once they are idle; to be called after each chunk.
@@ -244,7 +242,8 @@ class Batch:
         scheduler = self.scheduler
         if not self.plan.adapts or self.plan.conversations is not None:
             return
-        needed = max(self._num_needed, power_of_two(scheduler.num_slots_needed()))
+        per_shard = np.array([each is not None for each in scheduler.slots]).reshape(scheduler.num_shards, -1)
+        needed = max(self._num_needed, power_of_two(int(per_shard.sum(axis=1).max())))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
         left = max((each.params.max_tokens - len(each.tokens) for each in scheduler.running), default=0)
         is_idle = not scheduler.waiting and needed <= scheduler.slots_per_shard // 2

@@ -72,19 +72,6 @@ class Demand:
     columns: int
 
 
-def demand_of(sequences: Iterable[Sequence]) -> Demand:
-    """Returns what sequences, at least one, need of the cache at most."""
-    sizes: dict[Any, int] = {}
-    longest_prompt = longest_completion = 0
-    for sequence in sequences:
-        # turns of conversations do not share a prompt slot: what follows the first ones differs
-        shares = sequence.group if sequence.place is None else id(sequence)
-        sizes[shares] = sizes.get(shares, 0) + 1
-        longest_prompt = max(longest_prompt, len(sequence.prompt))
-        longest_completion = max(longest_completion, sequence.params.max_tokens)
-    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)
-
-
 @dataclass(frozen=True)
 class Plan:
     """The limits of each shard.
@@ -100,6 +87,8 @@ class Plan:
             decoded at the same time, which tools decide by their speed.
         state_tokens: Size of a sequence's states in recurrent layers, in tokens.
         num_recurrent: Number of recurrent layers.
+        by_block: Whether programs compute by blocks of columns, so that the numbers of columns do not change any
+            result; on CPUs, with conversations.
     """
 
     max_tokens: int
@@ -109,20 +98,31 @@ class Plan:
     conversations: Demand | None = None
     state_tokens: int = 0
     num_recurrent: int = 0
-
-    @property
-    def by_block(self) -> bool:
-        """True if programs compute by blocks of columns, so that the numbers of columns do not change any result."""
-        return self.adapts and self.conversations is not None
+    by_block: bool = False
 
     def with_conversations(self, demand: Demand, num_shards: int) -> "Plan":
         """Returns the plan for conversations with this largest demand."""
-        plan = replace(self, conversations=demand, max_slots=min(sum(demand.group_sizes), self.max_slots))
+        max_slots = min(sum(demand.group_sizes), self.max_slots)
+        plan = replace(self, conversations=demand, by_block=self.adapts, max_slots=max_slots)
         longest = plan.smallest_shape(plan.raised(demand, demand))
         num_slots = power_of_two(plan.max_slots, num_shards)
         while num_slots > 1 and not self.allows(replace(longest, num_slots=num_slots)):
             num_slots //= 2
         return replace(plan, max_slots=num_slots * num_shards)
+
+    def demand(self, sequences: Iterable[Sequence], expected: Demand | None = None) -> Demand:
+        """Returns what sequences, at least one, need of the cache at most, raised to what is expected of a batch."""
+        sizes: dict[Any, int] = {}
+        longest_prompt = longest_completion = 0
+        for sequence in sequences:
+            # turns of conversations do not share a prompt slot: what follows the first ones differs
+            shares = sequence.group if sequence.place is None else id(sequence)
+            sizes[shares] = sizes.get(shares, 0) + 1
+            longest_prompt = max(longest_prompt, len(sequence.prompt))
+            longest_completion = max(longest_completion, sequence.params.max_tokens)
+        demand = Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion)
+        expected = self.conversations or expected
+        return demand if expected is None else self.raised(demand, expected)
 
     def raised(self, demand: Demand, expected: Demand) -> Demand:
         """Returns the demand to choose a batch's shape by, so that a run, which expects this much, has few shapes."""
@@ -326,7 +326,8 @@ class Scheduler:
 
     def num_columns(self, chunk_steps: int) -> int:
         """Returns the number of columns that running and waiting sequences need for another chunk."""
-        sequences = [*self.running, *self.queued]
+        bundles = self.slots, *self.waiting
+        sequences = (each for bundle in bundles for each in bundle if each is not None)
         ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens) for each in sequences)
         return max(ends, default=0)
 
@@ -349,7 +350,7 @@ class Scheduler:
             bundle.append(sequence)
 
     def cancelled(self) -> list[Sequence]:
-        """Returns cancelled sequences: waiting ones, which leave the queue, and running ones, for `free_finished`."""
+        """Returns cancelled sequences: waiting ones, which leave the queue, and running ones, which stay."""
         gone = [sequence for sequence in self.queued if sequence.finish_reason]
         left = ([sequence for sequence in bundle if not sequence.finish_reason] for bundle in self.waiting)
         self.waiting = deque(bundle for bundle in left if bundle)
@@ -385,11 +386,6 @@ class Scheduler:
             [(prompt_slot, index[prompt_slot // per_shard][own[0].group]) for prompt_slot, own in taken.items()],
             [pair for prompt_slot, own in taken.items() for pair in enumerate(own, start=prompt_slot * self.share)],
         )
-
-    def num_slots_needed(self) -> int:
-        """Returns the number of slots per shard that the running sequences take up."""
-        shards = np.array([sequence is not None for sequence in self.slots]).reshape(-1, self.slots_per_shard)
-        return int(shards.sum(axis=1).max())
 
     def compact(self, slots_per_shard: int) -> np.ndarray:
         """Gives each shard fewer slots, enough for its running sequences, and each slot its own prompt slot.
@@ -442,13 +438,6 @@ class Scheduler:
         shards = range(0, len(self.slots), self.slots_per_shard)
         self.slots = [slot for first in shards for slot in (*self.slots[first : first + self.slots_per_shard], *added)]
         self.slots_per_shard = slots_per_shard
-
-    def free_finished(self) -> list[int]:
-        """Frees the slots of finished sequences and returns them."""
-        freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
-        for slot in freed:
-            self.slots[slot] = None
-        return freed
 
 
 def _progress(sequence: Sequence | None) -> int:

@@ -13,7 +13,6 @@ from groupax.engine.prefix_cache import Place
 from groupax.engine.programs import Pace, Program, Programs, Serving, kind_of
 from groupax.engine.scheduler import Demand
 from groupax.engine.sequence import Sequence, exempt_length, find_stop, text_before_stop
-from groupax.parallel.mesh import num_data_shards
 
 
 class Session:
@@ -96,7 +95,7 @@ class Session:
         for sequence in sequences:
             if vision is not None or sequence.images is not None:
                 check_images(vision, sequence)
-        self._plan.check(self.engine.demand(self._plan, sequences))
+        self._plan.check(self._plan.demand(sequences, self.engine.expected))
 
     def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
         """Returns the programs that requests of usual sizes lack (see `programs.Serving.usual`)."""
@@ -113,7 +112,7 @@ class Session:
         """
         assert not self.busy, "shapes are chosen before the first turn"
         engine, demand = self.engine, Demand((1,) * number, max_prompt_tokens - 1, max_tokens)
-        self._plan = self._plan.with_conversations(demand, num_data_shards(engine.mesh))
+        self._plan = self._plan.with_conversations(demand, engine.num_shards)
         tokens = engine.prefixes.max_bytes // (engine.bytes_per_token * engine.mesh.shape["tp"])
         return [Place(tokens // number) for _ in range(number)]
 

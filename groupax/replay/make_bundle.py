@@ -22,7 +22,7 @@ from groupax.replay.trainer import Make, ReplayTrainer, SettingsAt, Target, firs
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.fingerprint import versions
 from groupax.runs.checkpoints.store import OWN, STATE
-from groupax.runs.process import process_of
+from groupax.runs.header import process_of
 from groupax.runs.rollout_log import RolloutLog
 from groupax.runs.step_record import NAME, row_digest
 
@@ -186,7 +186,7 @@ def _copy_run(run: RecordedRun, step: int, start: int, folder: Path) -> None:
             shutil.copy(run.folder / name, folder / name)
     if (run.folder / "tokenizer").is_dir():
         shutil.copytree(run.folder / "tokenizer", folder / "tokenizer")
-    records = [record.line() for number, record in sorted(run.records.items()) if number <= step]
+    records = [json.dumps(vars(record)) + "\n" for number, record in sorted(run.records.items()) if number <= step]
     (folder / NAME).write_text("".join(records), encoding="utf-8")
     lines = [json.dumps(line) + "\n" for line in run.metrics if line["step"] <= step]
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")

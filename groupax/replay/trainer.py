@@ -20,9 +20,8 @@ from groupax.models.weights.saving import save_model
 from groupax.objective.entropy import EntropyState
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
-from groupax.rollouts.collector import Collector
+from groupax.rollouts.collector import Collector, with_advantages
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.rows import with_advantages
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences

@@ -5,16 +5,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from groupax.config import RunConfig
-from groupax.events import Diagnosed, Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
+from groupax.events import (
+    Diagnosed,
+    Emit,
+    Evaluated,
+    Event,
+    EventStream,
+    Listener,
+    Message,
+    RolloutScored,
+    StepEnded,
+    TokenScores,
+)
 from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.runtime import compilation
 from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
-from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
 from groupax.settings.run import RolloutLogSettings
 from groupax.types import Metrics, Rollout
@@ -269,6 +280,34 @@ class FolderSink:
         is_first, is_last, every = step <= self.logging_steps, step == self.num_steps, self.completions
         is_line = is_last or step % self.logging_steps == 0
         return is_line and (is_first or is_last or step % every.log_completions_steps == 0)
+
+
+WARM_UP_STEPS = 2  # which compile
+
+
+class Profile:
+    """A sink that traces `num_steps` steps after the first ones into `profile/` of the run folder; 0 traces none."""
+
+    def __init__(self, folder: RunFolder, num_steps: int, emit: Emit) -> None:
+        self.folder, self.num_steps, self.emit = folder, num_steps, emit
+        self.first: int | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Starts or ends the trace after a step."""
+        if not self.num_steps or not isinstance(event, StepEnded):
+            return
+        if self.first is None and event.step >= WARM_UP_STEPS:
+            self.first = event.step
+            jax.profiler.start_trace(self.folder.path / "profile", create_perfetto_trace=True)
+        elif self.first is not None and event.step == self.first + self.num_steps:
+            self.emit(Message(f"the trace of {self.num_steps} steps is in {self.folder.uri_of('profile')}"))
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace if one is under way."""
+        if self.first is not None and self.num_steps:
+            jax.profiler.stop_trace()
+            self.num_steps = 0
 
 
 def _without_times(metrics: Metrics) -> Metrics:

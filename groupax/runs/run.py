@@ -25,8 +25,8 @@ from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import complete_run, free_name
 from groupax.runs.folder import RunFolder
+from groupax.runs.header import begun_process
 from groupax.runs.log import RunLog
-from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
@@ -285,10 +285,6 @@ class Run:
             evaluation = trainer.evaluate()
         trainer.cursor = replace(trainer.cursor, evaluated_step=trainer.cursor.step)
         self.log.evaluation(trainer.cursor.step, evaluation)
-
-    def save_if_due(self) -> None:
-        """Writes a checkpoint if one is due before the next step."""
-        self.hooks.save_if_due(self)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -58,10 +58,6 @@ class StepRecord:
     advantage: tuple[str, ...]
     loss: tuple[str, ...]
     update: str
-
-    def line(self) -> str:
-        """Returns the record as a line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
 
 
 def step_record(

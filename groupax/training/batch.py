@@ -7,6 +7,7 @@ the prompt end before that one. The engine splits sequences at the same position
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -138,6 +139,7 @@ def pack_parts(
     return [_pack_shards(rows, present, MicroBatchPlan([own, *nothing], shape), vision) for own in groups]
 
 
+@lru_cache(maxsize=16)
 def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
     """Returns the cost of attention by a kernel, or by plain attention."""
     if fused is None:

@@ -169,6 +169,7 @@ class Learner:
         reduce_dtype = settings.fsdp_reduce_dtype
         self.execution = execution_for(device.platform, "none", settings.scan_layers, fused, reduce_dtype)
         self.execution = replace(self.execution, checkpointing=self._checkpointing())
+        self.num_shards = num_data_shards(self.mesh)
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.device_lock: AbstractContextManager[object] = nullcontext()
@@ -192,7 +193,7 @@ class Learner:
         """Returns about how much memory of a device an update takes for a time: gradients and activations."""
         memory, checkpointing = self._memory(), self.execution.checkpointing
         tokens = self.settings.micro_batch_tokens or memory.fitting_tokens(checkpointing)
-        most = -(-num_rows // num_data_shards(self.mesh)) * memory.longest_row
+        most = -(-num_rows // self.num_shards) * memory.longest_row
         leaves = [x for x in jax.tree.leaves(self.state.params) if isinstance(x, jax.Array)]
         gradients = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
         return gradients + min(max(tokens, memory.longest_row), most) * memory.bytes_per_token(checkpointing)
@@ -273,8 +274,8 @@ class Learner:
             rows, counts, coef = self._prepared(rows)
         finally:
             self.shapes = shapes
-        num_shards, cost = num_data_shards(self.mesh), attention_cost_with(self.execution.attention)
-        for packed in pack_parts(rows, parts, num_shards, self.settings.share_prefix, cost, self.config.vision):
+        cost = attention_cost_with(self.execution.attention)
+        for packed in pack_parts(rows, parts, self.num_shards, self.settings.share_prefix, cost, self.config.vision):
             accumulator, _ = self._accumulate([packed], counts, coef, self.dropout_rate)
             with self.device_lock:
                 yield all_reduce(accumulator, config=self.config, mesh=self.mesh).grads
@@ -296,7 +297,10 @@ class Learner:
         scored = []
         settings = StepSettings(self.config, objective, self.mesh, self.execution, dropout_rate)
         for part in packed:
-            with self._explain_out_of_memory(part), self.device_lock:
+            with (
+                explain_out_of_memory(part, self.num_shards, self.micro_batch_tokens, self.execution),
+                self.device_lock,
+            ):
                 batch = self._with_features(part, trained, self.trains_vision) if part.images else part.batch
                 accumulator, pair = micro_step(
                     trained,
@@ -381,7 +385,10 @@ class Learner:
         settings = StepSettings(self.config, self.settings.objective, self.mesh, self.execution)
         scored = []
         for part in packed:
-            with self._explain_out_of_memory(part), self.device_lock:
+            with (
+                explain_out_of_memory(part, self.num_shards, self.micro_batch_tokens, self.execution),
+                self.device_lock,
+            ):
                 batch = self._with_features(part, params, is_differentiated=False) if part.images else part.batch
                 scored.append(to_host(score(params, shard_batch(batch, self.mesh), settings=settings)))
         logps, entropies = zip(*scored, strict=True)
@@ -415,14 +422,11 @@ class Learner:
         free = math.inf if self.on_cpu else free_memory_bytes(self.mesh)
         return UpdateMemory(self.config, self.dtype.itemsize, longest, is_fused, free)
 
-    def _explain_out_of_memory(self, packed: Packed) -> AbstractContextManager[None]:
-        return explain_out_of_memory(packed, num_data_shards(self.mesh), self.micro_batch_tokens, self.execution)
-
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         cost, share_prefix = attention_cost_with(self.execution.attention), self.settings.share_prefix
         packed, self.shapes = pack(
             rows,
-            num_data_shards(self.mesh),
+            self.num_shards,
             self.micro_batch_tokens,
             self.shapes,
             share_prefix,

@@ -22,7 +22,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from groupax.settings.compute import SharePrefix
@@ -99,7 +99,7 @@ class Shape:
     prompts: Size
     tiles: tuple[Size, ...]
 
-    @property
+    @cached_property
     def rows(self) -> Size:
         """The number of rows and their columns."""
         return self.tiles[0][0], self.tiles[-1][1]
@@ -113,16 +113,13 @@ class RowGroup:
         rows: indices of the rows, shortest first.
         prompt: tokens of the prompt without its last, which is the rows' first input.
         lengths: tokens of each row's completion.
+        num_tokens: tokens of the prompt and of all rows.
     """
 
     rows: tuple[int, ...]
     prompt: int
     lengths: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of the prompt and of all rows."""
-        return self.prompt + sum(self.lengths)
+    num_tokens: int
 
 
 def load(groups: Sequence[RowGroup]) -> int:
@@ -342,7 +339,8 @@ def group_rows(rows: Sequence[Row], part: Sequence[int], share: bool) -> list[Ro
 def _row_group(rows: Sequence[Row], indices: Sequence[int]) -> RowGroup:
     ordered = sorted(indices, key=lambda index: len(rows[index].completion))
     lengths = tuple(len(rows[index].completion) for index in ordered)
-    return RowGroup(tuple(ordered), len(rows[indices[0]].prompt) - 1, lengths)
+    prompt = len(rows[indices[0]].prompt) - 1
+    return RowGroup(tuple(ordered), prompt, lengths, prompt + sum(lengths))
 
 
 def _candidate_sizes(
@@ -405,17 +403,19 @@ def _distribute(
     The largest group of each shard that is too full is split, at the cost of computing its prompt twice.
     """
     capacities = [size for size in sizes for _ in range(num_shards)]
-    groups = [piece for group in groups for piece in _split_to_fit(rows, group, max(sizes))]
+    largest = max(sizes)
+    if any(group.num_tokens > largest for group in groups):
+        groups = [piece for group in groups for piece in _split_to_fit(rows, group, largest)]
     for _ in range(MAX_SPLITS):
         bins = _balance(groups, capacities)
         overfull = [own for own, capacity in zip(bins, capacities, strict=True) if load(own) > capacity]
         if not overfull:
             micro_batches = [bins[first : first + num_shards] for first in range(0, len(bins), num_shards)]
             return [sorted(shards, key=lambda shard: -load(shard)) for shards in micro_batches]
-        largest = {max(own, key=lambda group: group.num_tokens * (len(group.rows) > 1)) for own in overfull}
-        if any(len(group.rows) < 2 for group in largest):
+        split = {max(own, key=lambda group: group.num_tokens * (len(group.rows) > 1)) for own in overfull}
+        if any(len(group.rows) < 2 for group in split):
             return None
-        groups = [piece for group in groups for piece in (_halves(rows, group) if group in largest else [group])]
+        groups = [piece for group in groups for piece in (_halves(rows, group) if group in split else [group])]
     return None
 
 
@@ -436,9 +436,8 @@ def _balance(groups: Sequence[RowGroup], capacities: Sequence[int]) -> list[list
     heaps: dict[int, list[tuple[int, int]]] = {}  # loads and indices of the bins with the same capacity
     for index, capacity in enumerate(capacities):
         heaps.setdefault(capacity, []).append((0, index))
-    sizes = {group: group.num_tokens for group in groups}
-    for group in sorted(groups, key=lambda group: (-sizes[group], group.rows)):
-        size = sizes[group]
+    for group in sorted(groups, key=lambda group: (-group.num_tokens, group.rows)):
+        size = group.num_tokens
         best = min(heaps, key=lambda capacity: ((heaps[capacity][0][0] + size) / capacity, heaps[capacity][0][1]))
         tokens, emptiest = heaps[best][0]
         bins[emptiest].append(group)

@@ -26,7 +26,10 @@ def names(slots):
 def finish(scheduler, *slots):
     for slot in slots:
         scheduler.slots[slot].finish_reason = "stop"
-    return scheduler.free_finished()
+    freed = [slot for slot, sequence in enumerate(scheduler.slots) if sequence and sequence.finish_reason]
+    for slot in freed:
+        scheduler.slots[slot] = None
+    return freed
 
 
 def test_sequences_of_a_prompt_share_prompt_slots_and_shards():

@@ -20,7 +20,7 @@ from groupax.models.execution import DIRECT
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
-from groupax.rollouts.rows import masked_ends, row_of
+from groupax.rollouts.collector import masked_ends, row_of
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
