@@ -98,17 +98,6 @@ def solved_metrics(rewards: np.ndarray) -> Metrics:
     }
 
 
-def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
-    """Returns seconds and failures over the rounds of a rollout."""
-    metrics: Metrics = {
-        "time/rollout_s": sum(scored.rollout_s for scored in rounds),
-        "time/reward_s": sum(scored.reward_s for scored in rounds),
-    }
-    for name in rounds[0].failures:
-        metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
-    return metrics
-
-
 def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
     """Returns the numbers that reward functions logged over the rounds of a rollout, as means over all calls."""
     calls: dict[str, list[float]] = {}

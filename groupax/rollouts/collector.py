@@ -24,7 +24,6 @@ from groupax.metrics.completions import (
     episode_metrics,
     logged_metrics,
     reward_metrics,
-    scoring_metrics,
     solved_metrics,
     trl_zero_std_frac,
     with_logged,
@@ -150,7 +149,12 @@ class Collector:
         groups = with_advantages(trained, self.advantages(trained)) + dropped
         if any(scored.errors for scored in rounds):
             self._stop_if_a_reward_never_works(rounds, cursor)
-        metrics = scoring_metrics(rounds)
+        metrics: Metrics = {
+            "time/rollout_s": sum(scored.rollout_s for scored in rounds),
+            "time/reward_s": sum(scored.reward_s for scored in rounds),
+        }
+        for name in runner.names:
+            metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
         if filters:
             metrics |= {
                 "filter/sampled_prompts": float(len(groups)),

@@ -224,39 +224,28 @@ def _pack_shard(
     ragged = _ragged(rows, groups, lengths, starts, shape)
     if any(row.experts is not None for row in rows):
         ragged = replace(ragged, experts=_experts(rows, groups, starts, shape))
-    loss_inputs = _loss_inputs([rows[index] for index in indices], present, shape)
-    return MicroBatch(ragged, cells, slots, loss_inputs, _dropout_ids(rows, groups, starts, shape)), row_index
+    mask, (advantages, rollout_logp) = np.zeros((B, T), bool), np.zeros((2, B, T), np.float32)
+    optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
+    for b, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+        row = rows[index]
+        mask[b, :length], advantages[b, :length], rollout_logp[b, :length] = row.mask, row.advantages, row.rollout_logp
+        for name, values in optional.items():
+            values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
+    loss_inputs = LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
+    # (group or row, position) spread over 32 bits by two large odd factors
+    dropout_ids, owners, end = np.zeros(shape.tokens, np.uint32), [], 0
+    for group in groups:
+        owners.append((end, -1 - rows[group.rows[0]].group, group.prompt))
+        end += group.prompt
+    for start, owner, size in [*owners, *zip(starts, indices, lengths, strict=True)]:
+        spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
+        dropout_ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
+    return MicroBatch(ragged, cells, slots, loss_inputs, dropout_ids), row_index
 
 
 def _row_starts(lengths: Sequence[int], num_tokens: int) -> list[int]:
     """Returns the first token of each row: rows are at the end of the shard."""
     return (num_tokens - sum(lengths) + np.cumsum([0, *lengths]))[:-1].tolist()
-
-
-def _loss_inputs(rows: Sequence[Row], present: Sequence[str], shape: Shape) -> LossInputs:
-    B, T = shape.rows
-    mask, (advantages, rollout_logp) = np.zeros((B, T), bool), np.zeros((2, B, T), np.float32)
-    optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
-    for b, row in enumerate(rows):
-        length = len(row.completion)
-        mask[b, :length], advantages[b, :length], rollout_logp[b, :length] = row.mask, row.advantages, row.rollout_logp
-        for name, values in optional.items():
-            values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
-    return LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
-
-
-def _dropout_ids(rows: Sequence[Row], groups: Sequence[RowGroup], starts: Sequence[int], shape: Shape) -> np.ndarray:
-    """Spreads (group or row, position) over 32 bits by two large odd factors."""
-    ids, owners, end = np.zeros(shape.tokens, np.uint32), [], 0
-    for group in groups:
-        owners.append((end, -1 - rows[group.rows[0]].group, group.prompt))
-        end += group.prompt
-    indices = [index for group in groups for index in group.rows]
-    owners += [(start, i, len(rows[i].completion)) for i, start in zip(indices, starts, strict=True)]
-    for start, owner, size in owners:
-        spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
-        ids[start : start + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
-    return ids
 
 
 def _ragged(
