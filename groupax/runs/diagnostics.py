@@ -201,7 +201,7 @@ def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
     Args:
         history: Metrics as for `step_diagnostics`.
     """
-    scored = (i for i, metrics in enumerate(reversed(history)) if metrics.get("rewards/unscorable_frac") != 1.0)
+    scored = (index for index, metrics in enumerate(reversed(history)) if not _is_unscored(metrics))
     return next(scored, len(history))
 
 
@@ -212,7 +212,7 @@ def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, floa
 
 def _rewards(recent: Steps) -> dict[str, str]:
     found = {}
-    scored = [metrics for metrics in recent if metrics.get("rewards/unscorable_frac") != 1.0]
+    scored = [metrics for metrics in recent if not _is_unscored(metrics)]
     if scored and all(metrics["frac_reward_zero_std"] == 1.0 for metrics in recent):
         found["rewards_equal"] = (
             f"for {PATIENCE_STEPS} steps all completions of each prompt got the same reward (mean "
@@ -391,6 +391,10 @@ def _reward_names(metrics: Mapping[str, float]) -> list[str]:
     prefix, suffix = "rewards/", "/mean"
     names = (name for name in metrics if name.startswith(prefix) and name.endswith(suffix))
     return [name[len(prefix) : -len(suffix)] for name in names]
+
+
+def _is_unscored(metrics: Mapping[str, float]) -> bool:
+    return metrics.get("rewards/unscorable_frac") == 1.0
 
 
 def _values(steps: Steps, name: str) -> list[float]:
