@@ -95,8 +95,12 @@ class RunLog:
         self.trackers = Trackers(args, folder, num_steps, self.emit, completions.log_completions)
         self.profile = Profile(folder, args.profile, self.emit)
         files = FolderSink(completions, folder, args.logging_steps, num_steps)
-        more = [*[self.trackers] * bool(args.report_to), *[self.profile] * bool(args.profile)]
-        events.sinks += [self.diagnostics, files, *more, self._call_listeners]
+        events.sinks += [self.diagnostics, files]
+        if args.report_to:
+            events.sinks.append(self.trackers)
+        if args.profile:
+            events.sinks.append(self.profile)
+        events.sinks.append(self._call_listeners)
 
         self.window: list[Metrics] = []
         self.last: Metrics = {}
@@ -198,7 +202,7 @@ class RunLog:
         }
         self.step_started_s, self.compiled_before_s = now_s, compiled_s
         metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
-        metrics |= self.diagnostics.measure(metrics)
+        metrics = metrics | self.diagnostics.measure(metrics)
         self.window.append(metrics)
         logged = None
         if step % self.args.logging_steps == 0 or step == self.num_steps:
