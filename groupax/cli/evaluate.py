@@ -196,6 +196,7 @@ def _evaluate_sets(
     from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.models.vision.processing import prompt_encoder
     from groupax.rewards.runner import RewardRunner
+    from groupax.rollouts.collector import Episodes, Scoring
     from groupax.storage.folders import resolve_folder
 
     assert command.model is not None, "it was looked for"
@@ -225,15 +226,12 @@ def _evaluate_sets(
             results[name] = {
                 way: evaluate_set(
                     engine,
-                    tokenizer,
-                    runner,
-                    scoring.weights,
+                    Episodes(tokenizer, rules),
+                    Scoring(runner, scoring.weights, scoring.correctness_reward),
                     prompts,
                     params,
-                    scoring.correctness_reward,
                     emit,
                     f"evaluating {name}, {way}",
-                    rules,
                 )
                 for way, params in _ways(sampling, command.greedy).items()
             }

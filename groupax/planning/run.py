@@ -18,7 +18,7 @@ from groupax.config import GRPOConfig
 from groupax.data.prompts import prompt_limit
 from groupax.engine.cache import cache_dtype, plan_for
 from groupax.engine.programs import Tracer
-from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, piece_size
+from groupax.engine.scheduler import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, admission_prompts, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS, Execution
@@ -44,7 +44,7 @@ from groupax.settings.sampling import SamplingParams, sampling_kind
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.memory import compute_dtype
 from groupax.training.state import apply_update
-from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
+from groupax.training.step import ROWS, StepSettings, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
 from groupax.types import Row
 
 ACTIVATIONS, LOGITS = "activations", "logits"  # kinds of temporary memory
@@ -178,11 +178,12 @@ def trace_rollout(
     sampling = sampling_kind([args.part(SamplingParams)])
     trace_admit, trace_decode = partial(tracer.admit, shape), partial(tracer.decode_chunk, shape, sampling)
     own_heads, columns = config.num_heads // mesh.shape["tp"], shape.num_prompt_columns
-    piece = piece_size(shape.max_prompts, columns, own_heads, model_state.platform)
-    num_pieces = -(-min(num_prompts, shape.max_prompts) // piece[0]) * (columns // piece[1])
+    most = admission_prompts(shape, has_prefixes=False)
+    piece = piece_size(most, columns, own_heads, model_state.platform)
+    num_pieces = -(-min(num_prompts, most) // piece[0]) * (columns // piece[1])
     arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
     programs = [
-        Program("admit", trace_admit, arguments, -(-num_prompts // shape.max_prompts), num_pieces),
+        Program("admit", trace_admit, arguments, -(-num_prompts // most), num_pieces),
         Program("decode_chunk", trace_decode, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
@@ -247,10 +248,7 @@ def _trace_scoring(
         score.trace,
         params,
         batch,
-        config=model_state.config,
-        mesh=model_state.mesh,
-        settings=model_state.settings.objective,
-        execution=execution,
+        settings=StepSettings(model_state.config, model_state.settings.objective, model_state.mesh, execution),
     )
     return [Program("score", trace, arguments, num_micro_batches * passes, scans_layers=execution.scan_layers)]
 
@@ -261,8 +259,8 @@ def _trace_update(
     """Traces the programs of an optimizer step."""
     config, mesh, scalar = model_state.config, model_state.mesh, model_state.scalar
     static: dict[str, Any] = {"config": config, "mesh": mesh}
-    objective = {**static, "settings": model_state.settings.objective}
-    totals = jax.eval_shape(lambda params: zero_grads(params, **objective), model_state.policy)
+    objective = model_state.settings.objective
+    totals = jax.eval_shape(lambda params: zero_grads(params, settings=objective, **static), model_state.policy)
     totals = sharded_structs(totals, accumulator_pspecs(config, mesh, model_state.policy, totals), mesh)
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
     key = struct_with(jax.eval_shape(lambda: jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
@@ -270,9 +268,7 @@ def _trace_update(
     trace_step = partial(
         micro_step.trace,
         *(model_state.policy, totals, batch, counts, scalar, model_state.frozen, dropout_key),
-        **objective,
-        execution=execution,
-        dropout_rate=model_state.dropout_rate,
+        settings=StepSettings(config, objective, mesh, execution, model_state.dropout_rate),
     )
     sums = all_reduce.trace(totals, **static)
     grads = jax.eval_shape(lambda totals: totals.grads, sums.out_info)
@@ -330,7 +326,7 @@ def estimated_temporaries(
     itemsize = compute_dtype(mesh.devices.flat[0].platform, args.dtype).itemsize
     decoding, cache = decoding_mesh(mesh, args.decoding_tp), run.cache
     vocab_bytes = 4 * config.vocab_size / decoding.shape["tp"]  # of a row's logits, in float32
-    prompts, columns = cache.max_prompts, cache.num_prompt_columns
+    prompts, columns = admission_prompts(cache, has_prefixes=False), cache.num_prompt_columns
     platform = mesh.devices.flat[0].platform
     piece = math.prod(piece_size(prompts, columns, config.num_heads // decoding.shape["tp"], platform))
     cells = run.micro_batch_cells / mesh.shape["sp"]

@@ -22,7 +22,7 @@ from groupax.replay.trainer import (
     prepared,
     trained,
 )
-from groupax.runs.process import process_of
+from groupax.runs.header import process_of
 from groupax.runs.step_record import STAGES, Stage
 from groupax.settings.compute import UpdateSettings
 from groupax.settings.fields import nearest

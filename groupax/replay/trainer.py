@@ -13,9 +13,8 @@ from groupax.episodes.record import Record
 from groupax.events import Message, StepStarted
 from groupax.replay.recorded import RecordedRun
 from groupax.rewards.scoring import score_groups
-from groupax.rollouts.collector import Collector
+from groupax.rollouts.collector import Collector, with_advantages
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.rows import with_advantages
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
@@ -75,7 +74,7 @@ class ReplayCollector(Collector):
     """
 
     def __init__(self, collector: Collector, run: RecordedRun, targets: range, stage: Stage, makes_calls: bool) -> None:
-        super().__init__(**vars(collector))
+        vars(self).update(vars(collector))
         self.run, self.targets, self.stage, self.makes_calls = run, targets, stage, makes_calls
         self.policies: dict[int, Policy] = {}
         self.sampled: list[int] = []

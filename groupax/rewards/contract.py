@@ -194,11 +194,6 @@ def _shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
-    """Returns one completion's rewards, [K] with NaN where a function does not apply, by name with None instead."""
-    return {name: None if np.isnan(value) else float(value) for name, value in zip(names, rewards, strict=True)}
-
-
 def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarray:
     """Returns the rewards of scored completions, [B, K] float64 with NaN where a function does not apply."""
     values = [[row.rewards[name] for name in names] for row in rollouts]

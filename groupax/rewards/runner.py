@@ -42,6 +42,7 @@ class RewardRunner:
         settings: How to call them.
 
     Attributes:
+        names: Their names.
         device_lock: Lock to hold while reward models compute.
         groups_per_call: Number of groups in a call if `reward_scope` is "rollout"; None for all.
 
@@ -52,6 +53,7 @@ class RewardRunner:
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
         self.rewards, self.settings = rewards, settings
+        self.names = [reward.name for reward in rewards]
         self.device_lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.groups_per_call: int | None = None
         self._own = _ThreadState()
@@ -117,9 +119,11 @@ class RewardRunner:
                     self._start_calls([row for index in part for row in groups[index]])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
-            self.serve([call for row in calls for call in row])
-        by_reward = self._model_scores(groups)
-        called = self._from_all_processes([[call.result() for call in row] for row in calls], len(parts))
+            self._main_thread.run_until([call for row in calls for call in row])
+        by_reward = self._model_scores(groups) if len(self._functions) < len(self.rewards) else {}
+        called = [[call.result() for call in row] for row in calls]
+        if processes.num_processes() > 1:
+            called = self._from_all_processes(called, len(parts))
         for number, reward in enumerate(self._functions):
             scores: dict[int, Scores] = {}
             for part, row in zip(parts, called, strict=True):
@@ -152,7 +156,8 @@ class RewardRunner:
         with self._starting:
             if self._supervisor is None:
                 self._supervisor = Supervisor(self.settings, self._main_thread, self._has_workers)
-        calls = [self._supervisor.submit(reward, rollouts, self.state) for reward in self._functions]
+        state = self._own.trainer_state
+        calls = [self._supervisor.submit(reward, rollouts, state) for reward in self._functions]
         self._own.calls.append(calls)
         for call in calls:
             self._running.add(call)
@@ -160,12 +165,11 @@ class RewardRunner:
 
     def _is_ours(self, index: int) -> bool:
         """Returns whether this process makes the calls of this index."""
-        return index % processes.num_processes() == processes.process_index()
+        num = processes.num_processes()
+        return num == 1 or index % num == processes.process_index()
 
     def _from_all_processes(self, called: list[list[Scores]], num_calls: int) -> list[list[Scores]]:
         """Returns the scores of the calls in all processes, in their order."""
-        if processes.num_processes() == 1:
-            return called
         shares = [iter(share) for share in processes.all_gather_object(called)]
         return [next(shares[index % len(shares)]) for index in range(num_calls)]
 

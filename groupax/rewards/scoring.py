@@ -1,12 +1,13 @@
 """Scoring of groups while further groups are sampled. Imports no jax."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from groupax.rewards.contract import Scores, rewards_by_name
+from groupax.rewards.contract import Scores
 from groupax.rewards.runner import RewardRunner
 from groupax.types import Rollout, Turn
 
@@ -42,8 +43,7 @@ def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scor
     Raises:
         RewardError: A call failed, and the runner's settings are to raise.
     """
-    names = [reward.name for reward in runner.rewards]
-    started_s = time.perf_counter()
+    names, started_s = runner.names, time.perf_counter()
     groups = []
     for group in sampled:
         runner.start(group)
@@ -71,13 +71,15 @@ def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequenc
     matrix = np.stack([score.values for score in scores], axis=1)  # (G, K)
     # an episode whose environment failed is not compared with the others
     matrix[[row.is_failure for row in group]] = np.nan
+    rewards = [[None if math.isnan(value) else value for value in own] for own in matrix.tolist()]
     by_turn = {name: score.by_turn for name, score in zip(names, scores, strict=True)}
+    has_turns = any(values is not None for own in by_turn.values() for values in own)
     extra = {column: values for score in scores for column, values in score.extra.items()}
     return [
         replace(
             row,
-            rewards=rewards_by_name(names, matrix[index]),
-            turns=_with_rewards(row, {name: values[index] for name, values in by_turn.items()}),
+            rewards=dict(zip(names, rewards[index], strict=True)),
+            turns=_with_rewards(row, {n: own[index] for n, own in by_turn.items()}) if has_turns else row.turns,
             advantage=0.0,
             environment=None,
             extra={column: values[index] for column, values in extra.items() if index < len(values)},

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -132,25 +132,11 @@ print(tokenizer.decode(model.generate(input_ids=input_ids, max_new_tokens=64)[0]
 """
 
 
-def run_card(
-    args: RunConfig,
-    base: str | None,
-    adapter: Mapping[str, Any] | None,
-    dataset: str,
-    rewards: Sequence[str],
-    num_steps: int,
-    metrics: Metrics,
-    is_chat: bool = False,
-    license_id: str | None = None,
-    of_episodes: Mapping[str, str] | None = None,
-    method: Method = GRPO,
-    of_run: str = "",
-    recipe: str | None = None,
-    prompt: Prompt | None = None,
-) -> str:
-    """Returns the card of a model that a run has trained.
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A model that a run has trained, as its card describes it.
 
-    Args:
+    Attributes:
         args: The run's settings.
         base: The starting model; None for one that was created in memory.
         adapter: Settings of the trained adapter; None if all weights were trained.
@@ -161,30 +147,52 @@ def run_card(
         is_chat: Whether prompts are formatted with the tokenizer's chat template.
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
-        method: How it was trained.
-        of_run: Further sections in Markdown about the run.
         recipe: Name of the recipe, if there is one.
         prompt: A prompt of the training that may be published; None for none, since prompts may be private.
     """
+
+    args: RunConfig
+    base: str | None
+    adapter: Mapping[str, Any] | None
+    dataset: str
+    rewards: Sequence[str]
+    num_steps: int
+    metrics: Metrics
+    is_chat: bool = False
+    license_id: str | None = None
+    of_episodes: Mapping[str, str] = field(default_factory=dict)
+    recipe: str | None = None
+    prompt: Prompt | None = None
+
+
+def run_card(model: Trained, method: Method = GRPO, of_run: str = "") -> str:
+    """Returns the card of a model that a run has trained.
+
+    Args:
+        model: The model.
+        method: How it was trained.
+        of_run: Further sections in Markdown about the run.
+    """
+    settings, base, adapter, metrics = model.args.to_dict(), model.base, model.adapter, model.metrics
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
-    settings = args.to_dict()
-    rows = [(method.data, shown_name(dataset))]
-    rows += [("recipe", recipe)] if recipe else []
-    weights = settings.get("reward_weights") or [1.0] * len(rewards)
-    rows += [("rewards", ", ".join(map(_weighted, rewards, weights)))] if rewards else []
-    rows += [*(of_episodes or {}).items(), ("optimizer steps", str(num_steps))]
+    rows = [(method.data, shown_name(model.dataset))]
+    rows += [("recipe", model.recipe)] if model.recipe else []
+    weights = settings.get("reward_weights") or [1.0] * len(model.rewards)
+    rows += [("rewards", ", ".join(map(_weighted, model.rewards, weights)))] if model.rewards else []
+    rows += [*model.of_episodes.items(), ("optimizer steps", str(model.num_steps))]
     rows += [(name, str(settings[name])) for name in method.settings]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [(f"{name} ({method.measured_on})", f"{metrics[name]:.4g}") for name in method.metrics if name in metrics]
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
-        f"## Use\n\n{_usage(adapter is not None, is_chat, prompt)}",
+        f"## Use\n\n{_usage(adapter is not None, model.is_chat, model.prompt)}",
         f"## Training\n\n{_table(('', ''), rows)}",
         of_run,
         f"## Citation\n\n```bibtex\n{method.citation}{CITATION}```",
     ]
-    return card(method.title, "\n\n".join(filter(None, parts)), base, adapter is not None, license_id, method.tag)
+    text = "\n\n".join(filter(None, parts))
+    return card(method.title, text, base, adapter is not None, model.license_id, method.tag)
 
 
 def derived_card(how: str, base: str | None, of_source: str | None, is_chat: bool = False) -> str:

@@ -25,8 +25,8 @@ from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
 from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.files import complete_run, free_name
 from groupax.runs.folder import RunFolder
+from groupax.runs.header import begun_process
 from groupax.runs.log import RunLog
-from groupax.runs.process import begun_process
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
@@ -286,10 +286,6 @@ class Run:
         trainer.cursor = replace(trainer.cursor, evaluated_step=trainer.cursor.step)
         self.log.evaluation(trainer.cursor.step, evaluation)
 
-    def save_if_due(self) -> None:
-        """Writes a checkpoint if one is due before the next step."""
-        self.hooks.save_if_due(self)
-
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Surrounds an update with what else changes in it; if it fails half-way, the state is not saved."""
@@ -304,8 +300,6 @@ class Run:
         Raises:
             DivergedError: There were that many.
         """
-        if update.applied:
-            return
         cursor, folder = self.trainer.cursor, self.folder
         path = processes.run_on_primary(lambda: folder.write_bad_batch(cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]

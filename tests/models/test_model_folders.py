@@ -617,7 +617,7 @@ def test_the_usage_in_a_card_runs(good, tmp_path, name):
     pytest.importorskip("torch")
     pytest.importorskip("peft")
     folder = tmp_path / "model"
-    text = run_card(GRPOConfig(), "b", {"r": 2} if name == "adapter" else None, "d", ["f"], 1, {})
+    text = run_card(Trained(GRPOConfig(), "b", {"r": 2} if name == "adapter" else None, "d", ["f"], 1, {}))
     shutil.copytree(good / name, folder)
     for file in (good / "base").glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -634,7 +634,7 @@ EVIL = 'x`</code>\n---\nlicense: evil\n| <script>alert(1)</script> | \x1b[2J\u20
 
 def test_names_in_a_card_are_neither_markup_nor_metadata():
     args = replace(GRPOConfig(), seed=1)
-    card = run_card(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL})
+    card = run_card(Trained(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL}))
     assert "| `tools` | `x" in card
     assert "license" not in yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in card.split("---\n")[1]
@@ -647,7 +647,7 @@ def test_names_in_a_card_are_neither_markup_nor_metadata():
         assert "http://b" not in outside
     table = [line for line in card.splitlines() if line.startswith("| `")]
     assert {line.count("|") for line in table} == {3}
-    front = yaml.safe_load(run_card(args, "owner/name", {"r": 2}, "d", ["f"], 1, {}).split("---\n")[1])
+    front = yaml.safe_load(run_card(Trained(args, "owner/name", {"r": 2}, "d", ["f"], 1, {})).split("---\n")[1])
     assert (front["base_model"], front["library_name"]) == ("owner/name", "peft")
 
 

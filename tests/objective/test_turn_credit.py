@@ -26,7 +26,7 @@ from groupax.rewards.contract import checked_scores, reward_matrix, turn_reward_
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
-from groupax.rollouts.rows import row_of
+from groupax.rollouts.collector import row_of
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.rollouts import RewardSettings
 from groupax.types import FAILURES, Rollout, Turn

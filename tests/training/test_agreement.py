@@ -58,7 +58,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens, share_prefix=share_prefix)[0]:
         batch = shard_batch(part.batch, model.mesh)
         out = np.asarray(
-            score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh, execution=DIRECT)[0]
+            score(model.params, batch, settings=StepSettings(model.config, settings, model.mesh, DIRECT))[0]
         )
         for index, logp in zip(part.rows, out, strict=True):
             if index >= 0:

@@ -34,7 +34,7 @@ def play(answer, record, tools=(), environments=None, num_prompts=2, step=0, **s
     ids = np.asarray(TOKENIZER.encode(text), np.int32)
     examples = [{"prompt": PROMPT, "words": ["a"]}] * num_prompts
     groups = play_episodes(
-        Script(answer), TOKENIZER, examples, [ids] * num_prompts, PARAMS, step, rules=rules, record=record
+        Script(answer), TOKENIZER, Prompts(examples, [ids] * num_prompts), PARAMS, step, rules=rules, record=record
     )
     try:
         return sorted((list(group) for group in groups), key=lambda group: group[0].prompt_index)

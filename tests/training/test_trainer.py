@@ -99,7 +99,7 @@ def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkey
     assert len({line["completions/max_length"] for line in lines}) > 5, "lengths differ from step to step"
     counts = [line["compile/num_large_programs"] for line in lines]
     assert counts == sorted(counts), "numbers since the start"
-    assert 3 <= counts[-1] <= 6, {name: compilation().programs[name] for name in LARGE_PROGRAMS}
+    assert 3 <= counts[-1] <= 6
     assert lines[-1]["compile/num_programs"] > counts[-1]
     assert lines[-1]["compile/total_s"] >= lines[0]["time/compile_s"] > 0
 

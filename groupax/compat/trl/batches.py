@@ -17,7 +17,7 @@ from groupax.events import TokenScores
 from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rewards.contract import reward_matrix
-from groupax.rollouts.rows import advantages_of, masked_ends, row_of
+from groupax.rollouts.collector import advantages_of, masked_ends, row_of
 from groupax.rollouts.state import Cursor, Experience, UpdateSchedule
 from groupax.runs.build import eval_params
 from groupax.runs.checkpoints.fingerprint import Identity
@@ -239,8 +239,7 @@ class TRLBatchTrainer(GRPOTrainer):
         scores = map(TokenScores, update.logps[first:], update.entropies[first:])
         of_rows = zip(self.experience.next_indices(num), scores, strict=True)
         by_index = {index: each for index, each in of_rows if index is not None}
-        experience = self.experience.after(update.logps[first:], num)
-        self.experience = experience if experience.num_left(self.schedule.num_passes) else None
+        self.experience = self.experience.after(update.logps[first:], self.schedule.num_passes, num)
         self._step_start = None
         return by_index
 

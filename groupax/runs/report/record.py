@@ -75,7 +75,7 @@ class RunRecord:
         metrics: Lines of training, by step.
         evaluations: Lines of evaluations during training, with `eval_...`.
         settings: Value and default of each setting that differs from its default.
-        processes: what worked on it (see `runs.process`).
+        processes: what worked on it (see `runs.header`).
         diagnostics: Records with `step`, `name`, `text`.
         result: Content of `result.json`, if it exists.
         samples: Completions early and late, of the same prompts if possible.
