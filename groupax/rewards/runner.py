@@ -146,7 +146,6 @@ class RewardRunner:
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
-        self._main_thread.close()
 
     def _start_calls(self, rollouts: list[Rollout]) -> None:
         with self._starting:

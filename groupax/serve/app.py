@@ -46,7 +46,6 @@ from groupax.serve.prompts import (
     tokenizer_info,
 )
 from groupax.serve.protocols import PROTOCOLS, EventStream, Protocol, anthropic
-from groupax.serve.remote import MAX_PIECE_BYTES
 from groupax.serve.requests import ChatRequest, Request, parse_json
 from groupax.serve.turns import TurnFormats
 from groupax.serve.web import (
@@ -64,7 +63,7 @@ from groupax.serve.web import (
 from groupax.serve.weights import Weights
 
 RETRY_S = 1
-LEAST_UPLOAD_BYTES_PER_S = 1 << 20  # of a piece of weights, besides receive_timeout_s
+LEAST_UPLOAD_BYTES_PER_S = 1 << 20  # of weights, besides receive_timeout_s
 PREPARING_THREADS = 8
 LARGE_BYTES = 64 << 10  # requests with more, or with images, share LARGE_THREADS, so that others go on meanwhile
 LARGE_THREADS = 2
@@ -160,9 +159,7 @@ class Server:
             ("GET", "/is_paused", self._is_paused),
             ("GET", weights, self._list_weights),
             ("POST", weights, self._begin_upload),
-            ("DELETE", upload, self._abort_upload),
-            ("PUT", upload + "/{piece:int}", self._put_piece),
-            ("POST", upload + "/commit", self._commit_upload),
+            ("PUT", upload, self._take_upload),
         ]
         counting = self._endpoint(self._count_tokens, anthropic.error_body)
         return [
@@ -391,25 +388,17 @@ class Server:
         self._check_has_keys("weights can be changed")
         return self.weights.begin(await run_in_threadpool(parse_json, await self._body(http)))
 
-    async def _put_piece(self, http: HttpRequest) -> Any:
+    async def _take_upload(self, http: HttpRequest) -> Any:
         self._check_has_keys("weights can be changed")
-        upload, piece = http.path_params["upload"], http.path_params["piece"]
-        time_s = self.limits.receive_timeout_s + MAX_PIECE_BYTES / LEAST_UPLOAD_BYTES_PER_S
+        upload = self.weights.take(http.path_params["upload"])
+        time_s = self.limits.receive_timeout_s + upload.num_bytes / LEAST_UPLOAD_BYTES_PER_S
         try:
             async with asyncio.timeout(time_s):
-                return await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream())
+                tensors = await self.weights.received(upload, http.stream())
         except TimeoutError as error:
-            message = f"piece {piece} did not arrive within {time_s:g} s"
+            message = f"the weights did not arrive within {time_s:g} s"
             raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
-
-    async def _abort_upload(self, http: HttpRequest) -> Any:
-        self._check_has_keys("weights can be changed")
-        return self.weights.abort(http.path_params["upload"])
-
-    async def _commit_upload(self, http: HttpRequest) -> Any:
-        self._check_has_keys("weights can be changed")
-        upload = self.weights.close(http.path_params["upload"])
-        held = await run_in_threadpool(self.weights.prepared, upload)
+        held = await run_in_threadpool(self.weights.prepared, upload, tensors)
         return await self._done(self.loop.between_chunks(lambda: self.weights.take_over(upload, held)))
 
     def _check_has_keys(self, what: str) -> None:

@@ -31,6 +31,19 @@ def short(value: Any) -> str:
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
 
 
+def expect(condition: Any, message: str, value: Any) -> None:
+    """Raises an `ApiError` that quotes a value, of the field that the message begins with, unless a condition holds."""
+    if not condition:
+        field = message.partition(" ")[0].partition(".")[0]
+        raise ApiError(400, f"{message}, got {short(value)}", field)
+
+
+def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+    """Returns another protocol's tool, whose schema has the name `parameters`, as one of a chat."""
+    function = {key: tool.get(key) for key in ("name", "description", "strict")}
+    return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
+
+
 def _unicode(text: str) -> str:
     if not is_text(text):
         raise ValueError("be valid Unicode")  # half of a surrogate pair
@@ -195,11 +208,8 @@ def text_of(content: Any, kinds: tuple[str, ...], where: str, between: str = "")
     """Returns the text of a content: a text, or a list of parts of these types with texts, joined by `between`."""
     if is_text(content):
         return content
-    field = where.partition(".")[0]
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be a text or a list of parts, got {short(content)}", field)
+    expect(isinstance(content, list), f"{where} must be a text or a list of parts", content)
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in kinds or not is_text(part.get("text")):
-            message = f"{where} may have parts of type {' or '.join(kinds)} with a text, got {short(part)}"
-            raise ApiError(400, message, field)
+        is_sound = isinstance(part, Mapping) and part.get("type") in kinds and is_text(part.get("text"))
+        expect(is_sound, f"{where} may have parts of type {' or '.join(kinds)} with a text", part)
     return between.join(part["text"] for part in content)

@@ -12,7 +12,6 @@ import pytest
 from groupax import Engine, init_model
 from groupax.models.decoder import logits
 from groupax.serve.app import Limits, create_app
-from groupax.serve.exchange import tokens_of_text
 from groupax.serve.loop import EngineLoop
 from tests.conftest import TINY
 from tests.data.chat_tokenizers import chat_tokenizer
@@ -133,48 +132,10 @@ def test_an_openai_client_asks_for_responses(client):
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*send the whole conversation as input"):
         client.responses.create(input="Hi", model="tiny", previous_response_id="resp_1")
-
-
-def test_responses_have_the_log_probs_of_their_text(client):
-    letters = {str(TOKENIZER.convert_tokens_to_ids(letter)): 100 for letter in "abcdef"}
-    given = {"model": "tiny", "temperature": 1.0, "extra_body": {"ignore_eos": True, "seed": 1, "logit_bias": letters}}
-    chat = client.chat.completions.create(messages=USER, max_tokens=6, logprobs=True, top_logprobs=2, **given)
-    wanted = [(each.token, each.logprob, len(each.top_logprobs)) for each in chat.choices[0].logprobs.content]
-    given |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    answer = client.responses.create(input=USER, max_output_tokens=6, **given)
-    [part] = answer.output[0].content
-    assert [(each.token, each.logprob, len(each.top_logprobs)) for each in part.logprobs] == wanted
-    assert answer.top_logprobs == 2
-    with client.responses.stream(input=USER, max_output_tokens=6, **given) as stream:
-        events = list(stream)
-    deltas = [event for event in events if event.type == "response.output_text.delta"]
-    [streamed] = events[-1].response.output[0].content
-    assert streamed.logprobs == part.logprobs
-    assert [each.logprob for event in deltas for each in event.logprobs] == [logprob for _, logprob, _ in wanted]
-
-    given["extra_body"] = saying(THOUGHT)["extra_body"]
-    thought = client.responses.create(input=USER, max_output_tokens=20, **given)
-    assert [each.token for each in thought.output[1].content[0].logprobs] == [THOUGHT]
-    given["extra_body"] = saying(CALL)["extra_body"]
-    called = client.responses.create(
-        input=USER, tools=[{"type": "function", **LOOKUP["function"], "strict": False}], **given
-    )
-    assert [item.type for item in called.output] == ["function_call"]
-    without = client.responses.create(input=USER, model="tiny", max_output_tokens=2)
-    assert without.output[0].content[0].logprobs == []
-
-
-def test_the_tokens_of_a_part_of_a_turn():
-    pieces = ["<think>", "a", "b", "</think>", "a", "b ", "\u00e9", "a", "<end>"]
-
-    def decode(tokens):
-        return "".join(pieces[token] for token in tokens)
-
-    tokens = range(len(pieces))
-    assert tokens_of_text(decode, tokens, "ab", "") == range(1, 3)
-    assert tokens_of_text(decode, tokens, "ab \u00e9a", "ab") == range(4, 8)
-    assert tokens_of_text(decode, tokens, "b", "a") == range(2, 3)
-    assert tokens_of_text(decode, tokens, "c", "ab") == tokens_of_text(decode, tokens, "", "") == range(0)
+    with pytest.raises(
+        openai.BadRequestError, match=r"top_logprobs=2 is not supported; chat completions have log-probs"
+    ):
+        client.responses.create(input="Hi", model="tiny", top_logprobs=2)
 
 
 @pytest.fixture(scope="module")
