@@ -83,7 +83,7 @@ class RemoteSampler:
         self.servers = [RemoteServer(url, api_key, timeout_s) for url in urls]
         self._adapter, self._shared = adapter, shared
         self._dialects: dict[RemoteServer, Dialect] = {}
-        self.begun: set[_RolloutRequests] = set()
+        self.begun: set[RemoteSession] = set()
         self.version = 0
         self._params: Params | None = None
         self.params = params
@@ -125,17 +125,17 @@ class RemoteSampler:
 
     def cancel(self) -> None:
         """Cancels everything under way, whose consumers get a `RolloutCancelled`. From any thread."""
-        for requests in list(self.begun):
-            requests.cancel()
+        for session in list(self.begun):
+            session.cancel()
 
-    def complete(self, number: int, group: list[Completion], requests: "_RolloutRequests") -> list[Completion]:
+    def complete(self, number: int, group: list[Completion], session: "RemoteSession") -> list[Completion]:
         """Samples a prompt's completions on the server of this number, or on the next ones."""
         silent_since_s: float | None = None
         attempt, wait_s = 0, FIRST_WAIT_S
-        while not requests.cancelled.is_set():
-            server, is_full, is_slow = self.servers[(number + attempt) % len(self.servers)], False, False
+        while not session.cancelled.is_set():
+            server, is_full, advice = self.servers[(number + attempt) % len(self.servers)], False, ""
             try:
-                return self._sample_on(server, group, requests)
+                return self._sample_on(server, group, session)
             except RefusedError as refused:
                 if refused.code in RETRIED_CODES:
                     self._forget_weights(server)
@@ -144,33 +144,26 @@ class RemoteSampler:
                 last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
                 is_slow = refused.status == HTTPStatus.GATEWAY_TIMEOUT
             except (OSError, http.client.HTTPException) as error:
-                if requests.cancelled.is_set():
+                if session.cancelled.is_set():
                     break
                 self._forget_weights(server)  # it may have restarted
                 last = f"{server.url}: {error!r}"
                 is_slow = isinstance(error, TimeoutError) and error.errno is None  # our timeout, not the system's
+            if is_slow:
+                advice = (
+                    f"; the {len(group)} completions of a prompt, of up to {group[0].params.max_tokens} tokens, took "
+                    f"too long: raise rollout_timeout_s, now {self.timeout_s:g} s, and the servers' own limit "
+                    "(--request_timeout_s of groupax serve), or sample fewer or shorter ones"
+                )
             now_s = time.monotonic()
-            if is_full:
-                silent_since_s = None
-            elif silent_since_s is None:
-                silent_since_s = now_s
-            elif now_s - silent_since_s > self.patience_s:
-                raise RunError(self._too_slow(group, last) if is_slow else self._silent(last))
+            silent_since_s = None if is_full else silent_since_s or now_s
+            if silent_since_s is not None and now_s - silent_since_s > self.patience_s:
+                raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last error is: {last}{advice}")
             attempt += 1
             if attempt % len(self.servers) == 0:
-                requests.cancelled.wait(wait_s)
+                session.cancelled.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         raise RolloutCancelled
-
-    def _silent(self, last: str) -> str:
-        return f"no server has sampled for {self.patience_s:.0f} s; the last error is: {last}"
-
-    def _too_slow(self, group: list[Completion], last: str) -> str:
-        return (
-            f"the {len(group)} completions of a prompt, of up to {group[0].params.max_tokens} tokens, took too long: "
-            f"{last}; raise rollout_timeout_s, now {self.timeout_s:g} s, and the servers' own limit "
-            "(--request_timeout_s of groupax serve), or sample fewer or shorter ones"
-        )
 
     def push(self, server: RemoteServer) -> tuple[Dialect, int]:
         """Gives a server the current weights, unless it has them; returns its dialect and their version."""
@@ -188,13 +181,11 @@ class RemoteSampler:
         if (dialect := self._dialects.get(server)) is not None:
             dialect.pushed = UNKNOWN
 
-    def _sample_on(
-        self, server: RemoteServer, group: list[Completion], requests: "_RolloutRequests"
-    ) -> list[Completion]:
+    def _sample_on(self, server: RemoteServer, group: list[Completion], session: "RemoteSession") -> list[Completion]:
         if group[0].params.grammar is not None:
             raise RunError("servers take no grammar; set regex or json_schema, or sample without rollout_servers")
         dialect, made_by = self.push(server)
-        with requests.connection(server) as connection:
+        with session.connection(server) as connection:
             completions = dialect.complete(group, connection)
         check_completions(completions, group, server.url, self.config.vocab_size)
         for sequence, each in zip(group, completions, strict=True):
@@ -206,14 +197,20 @@ class RemoteSampler:
 
 
 class RemoteSession:
-    """The requests of a rollout, one per prompt: a `engine.sequence.SamplingSession`."""
+    """The requests of a rollout, one per prompt: a `engine.sequence.SamplingSession`.
+
+    Attributes:
+        cancelled: Set when they are cancelled, all together.
+    """
 
     def __init__(self, sampler: RemoteSampler) -> None:
-        self._sampler, self._requests = sampler, _RolloutRequests()
-        sampler.begun.add(self._requests)
+        self._sampler, self.cancelled = sampler, threading.Event()
+        sampler.begun.add(self)
         self._pool = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="rollout")
         self._work: set[Future[list[Completion]]] = set()
         self._num_submitted = 0
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
 
     @property
     def busy(self) -> bool:
@@ -226,7 +223,7 @@ class RemoteSession:
         for sequence in sequences:
             groups.setdefault(sequence.prompt_index, []).append(sequence)
         for group in groups.values():
-            self._work.add(self._pool.submit(self._sampler.complete, self._num_submitted, group, self._requests))
+            self._work.add(self._pool.submit(self._sampler.complete, self._num_submitted, group, self))
             self._num_submitted += 1
 
     def step(self) -> Iterator[tuple[Completion, int]]:
@@ -243,18 +240,9 @@ class RemoteSession:
 
     def close(self) -> None:
         """Cancels what is under way."""
-        self._sampler.begun.discard(self._requests)
-        self._requests.cancel()
+        self._sampler.begun.discard(self)
+        self.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _RolloutRequests:
-    """The requests of a rollout, which are cancelled together."""
-
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
 
     @contextmanager
     def connection(self, server: RemoteServer) -> Iterator[http.client.HTTPConnection]:

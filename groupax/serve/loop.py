@@ -28,6 +28,7 @@ from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 from groupax.parallel.mesh import num_data_shards
 from groupax.serve.exchange import Delta
+from groupax.serve.web import ApiError
 from groupax.settings.sampling import SamplingParams
 from groupax.types import PromptImages
 
@@ -45,12 +46,18 @@ LONGEST_TURN_S = 0.25
 PART = 32
 
 
-class QueueFullError(Exception):
+class QueueFullError(ApiError):
     """The loop has as many sequences as it takes."""
 
+    def __init__(self, what: str) -> None:
+        super().__init__(429, f"{what}; try again later", code="queue_full", headers={"retry-after": "1"})
 
-class ClosedError(Exception):
+
+class ClosedError(ApiError):
     """The loop takes no more requests."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is stopping", code="stopping")
 
 
 @dataclass(eq=False)
@@ -176,21 +183,19 @@ class EngineLoop:
             while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
                 programs.request(missing)
                 programs.wait(missing)
-            for number in sorted(clients):  # requests compile the small rest, and load the programs
+            for number in sorted(min(each, self.max_sequences) for each in clients):
+                # requests compile the small rest, and load the programs
                 self._widths[name] = max(self._widths[name], number)
-                self._run_dummies(name, min(number, self.max_sequences))
+                done = threading.Semaphore(0)
+
+                def listener(delta: Delta, done: threading.Semaphore = done) -> None:
+                    if delta.finish_reason is not None:
+                        done.release()
+
+                self.submit(name, [np.zeros(1, np.int32)] * number, SamplingParams(max_tokens=1), listener)
+                for _ in range(number):
+                    done.acquire()
         return sum(programs.num_compiled for programs in self.programs.values()) - before
-
-    def _run_dummies(self, model: str, number: int) -> None:
-        done = threading.Semaphore(0)
-
-        def listener(delta: Delta) -> None:
-            if delta.finish_reason is not None:
-                done.release()
-
-        self.submit(model, [np.zeros(1, np.int32)] * number, SamplingParams(max_tokens=1), listener)
-        for _ in range(number):
-            done.acquire()
 
     @property
     def is_alive(self) -> bool:
@@ -225,9 +230,6 @@ class EngineLoop:
         for sequence in sequences:
             sequence.images = images
         if row_keys is not None:
-            if row_keys.shape != (len(sequences), 2):
-                num = len(sequences)
-                raise ValueError(f"row_keys must have {num} pairs, one for each completion, got {len(row_keys)}")
             for sequence, key in zip(sequences, row_keys, strict=True):
                 sequence.key = key
         session = self._sessions[self._firsts[model]]
@@ -237,7 +239,7 @@ class EngineLoop:
             if self._closed:
                 raise ClosedError
             if self._num_sequences + len(sequences) > self.max_sequences:
-                raise QueueFullError
+                raise QueueFullError(f"{self.max_sequences} completions wait or run")
             self._num_sequences += len(sequences)
             self._commands.append(lambda: self._start(job))
             self._changed.notify()
@@ -317,7 +319,7 @@ class EngineLoop:
         try:
             while True:
                 with self._changed:
-                    while not (self._closed or self._commands or self._can_step):
+                    while not (self._closed or self._commands or (self._has_work and not self.is_paused)):
                         self._changed.wait()
                     if self._closed:
                         break
@@ -333,7 +335,7 @@ class EngineLoop:
             with self._changed:
                 self._closed = True
             with ExitStack() as last:  # runs each of these, even if an earlier one raises
-                last.callback(self._end_pause)
+                last.callback(self._answer_pauses)
                 last.callback(self._abort_all)
                 for command in reversed(self._commands):
                     last.callback(command)
@@ -346,8 +348,8 @@ class EngineLoop:
         return Session(self.engines[model], PATIENCE, self.programs[model])
 
     @property
-    def _can_step(self) -> bool:
-        return not self.is_paused and any(self._parts[name] or each.can_step for name, each in self._sessions.items())
+    def _has_work(self) -> bool:
+        return any(self._parts[name] or session.can_step for name, session in self._sessions.items())
 
     def _pause_if_idle(self) -> None:
         """Stops the engines for a pause, unless it waits for requests that still run."""
@@ -356,17 +358,14 @@ class EngineLoop:
             self.is_paused = True
             self._answer_pauses()
 
-    def _end_pause(self) -> None:
-        self.pausing, self.is_paused = None, False
-        self._answer_pauses()
-
     def _answer_pauses(self) -> None:
         waiting, self._pauses = self._pauses, []
         for future in waiting:
             future.set_result(None)
 
     def _resume(self) -> None:
-        self._end_pause()
+        self.pausing, self.is_paused = None, False
+        self._answer_pauses()
         arrived, self._arrived_while_paused = self._arrived_while_paused, []
         for job in arrived:
             self._admit(job)
@@ -508,7 +507,7 @@ class PromptScorer:
             ClosedError: The loop has stopped.
         """
         if self._num_waiting + len(prompts) > self._loop.max_sequences:
-            raise QueueFullError
+            raise QueueFullError(f"{self._loop.max_sequences} prompts wait for their log-probs")
         self._num_waiting += len(prompts)
         engine, found = self._loop.engines[model], dict[int, PromptLogps]()
         size = num_data_shards(engine.mesh)

@@ -14,6 +14,7 @@ from groupax.constraints import HEADER, ConstraintCompiler, rule, supported
 from groupax.data.chat import render, unknown_template_kwargs
 from groupax.data.prompts import ImageEncoder
 from groupax.data.tokenizer import decode, encode_prompts, encode_texts, encode_within
+from groupax.engine.engine import Engine
 from groupax.errors import MissingPackageError
 from groupax.serve.chats import Text, decoded_images
 from groupax.serve.exchange import Exchange, TokenTexts
@@ -59,6 +60,23 @@ class ServedModel:
     vocab_size: int
     max_positions: int
     encoder: ImageEncoder | None = None
+
+    @classmethod
+    def of(cls, name: str, engine: Engine) -> "ServedModel":
+        """Returns an engine's model; raises ValueError if the engine has no tokenizer."""
+        tokenizer, config = engine.tokenizer, engine.config
+        if tokenizer is None:
+            raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
+        return cls(
+            name=name,
+            tokenizer=tokenizer,
+            turn_formats=TurnFormats(tokenizer),
+            token_texts=TokenTexts(tokenizer),
+            constraints=engine.constraints,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            encoder=engine.image_encoder,
+        )
 
     def check_text(self, ids: np.ndarray, field: str) -> None:
         """Refuses a text that has a token which stands for an image."""
@@ -110,6 +128,9 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     if num_prompts * max(n, 1) > max_completions:
         message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
         raise ApiError(400, message, param="n")
+    if request.row_keys is not None and len(request.row_keys) != num_prompts * n:
+        message = f"row_keys must have {num_prompts * n} pairs, one for each completion, got {len(request.row_keys)}"
+        raise ApiError(400, message, "row_keys")
     _check_tokens(request, model.vocab_size)
     reader = images = None
     if isinstance(request, ChatRequest):

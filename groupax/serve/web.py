@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,11 +62,6 @@ def bad_request(param: str | None = None, what: str = "", code: str | None = Non
         yield
     except ValueError as error:
         raise ApiError(400, f"{what}{error}", param, code) from error
-
-
-def stopping() -> ApiError:
-    """Returns the error of a request that a stopping server does not begin."""
-    return ApiError(503, "the server is stopping", code="stopping")
 
 
 def timeout_error() -> ApiError:
@@ -179,29 +174,25 @@ async def json_body(http: Request, limit: int, timeout_s: float | None = None) -
         message = f"the content-type is {kind[:80]!a}; send 'content-type: application/json' "
         message += "(with curl: -H 'content-type: application/json')"
         raise ApiError(415, message, code="unsupported_media_type")
-    length = http.headers.get("content-length", "")
     parts, size = [], 0
-    if length.isdecimal() and int(length) > MAX_DRAIN_RATIO * limit:
-        size = int(length)
-    else:
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for part in http.stream():
-                    size += len(part)
-                    if size <= limit:
-                        parts.append(part)
-                    elif size > MAX_DRAIN_RATIO * limit:
-                        break
-        except TimeoutError as error:
-            message = f"the body did not arrive within {timeout_s:g} s"
-            raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in http.stream():
+                size += len(part)
+                if size <= limit:
+                    parts.append(part)
+                elif size > MAX_DRAIN_RATIO * limit:
+                    break
+    except TimeoutError as error:
+        message = f"the body did not arrive within {timeout_s:g} s"
+        raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from error
     if size > limit:
         raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
     return b"".join(parts)
 
 
-async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, deadline_s: float) -> Any:
-    """Returns the result of the work.
+async def unless_disconnected(coroutine: Awaitable[Any], receive: Receive, deadline_s: float) -> Any:
+    """Returns the result of a coroutine, which is cancelled at the deadline.
 
     Raises:
         ClientDisconnect: The client disconnects first.
@@ -212,7 +203,7 @@ async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, dea
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    watch = asyncio.ensure_future(disconnected())
+    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(disconnected())
     try:
         timeout_s = deadline_s - time.monotonic()
         await asyncio.wait({work, watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -222,4 +213,5 @@ async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, dea
             raise ClientDisconnect
         raise timeout_error()
     finally:
+        work.cancel()
         watch.cancel()

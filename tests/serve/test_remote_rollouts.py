@@ -223,7 +223,7 @@ def test_requests_that_take_too_long_name_the_limits(tiny_model, tmp_path, statu
         )
         group = sampler.sequences([np.array([4, 5])], SamplingParams(n=2, max_tokens=9))
         expected = (
-            f"the 2 completions of a prompt, of up to 9 tokens, took too long: .*{says}.*; raise rollout_timeout_s"
+            f"{says}.*; the 2 completions of a prompt, of up to 9 tokens, took too long: raise rollout_timeout_s"
         )
         with pytest.raises(RunError, match=expected + r", now 0.3 s, and .* \(--request_timeout_s"):
             list(sampler.stream(group))

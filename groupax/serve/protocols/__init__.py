@@ -1,6 +1,5 @@
 """The protocols in which completions are requested, by their paths, and their streams. Imports no jax."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -84,12 +83,10 @@ class EventStream(Response):
             async for event in self._events:
                 await send_body(self._protocol.encode_event(event))
 
-        work = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            work = asyncio.ensure_future(send_events())
             try:
-                await unless_disconnected(work, receive, self._deadline_s)
+                await unless_disconnected(send_events(), receive, self._deadline_s)
                 await send_body(self._protocol.end, more=False)
             except (ClientDisconnect, OSError):
                 raise
@@ -100,8 +97,6 @@ class EventStream(Response):
         except (ClientDisconnect, OSError):
             self.status_code = CLIENT_GONE
         finally:
-            if work is not None:
-                work.cancel()
             self._cancel()
             self.on_end()
 
