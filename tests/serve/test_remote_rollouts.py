@@ -222,9 +222,7 @@ def test_requests_that_take_too_long_name_the_limits(tiny_model, tmp_path, statu
             [address], tiny_model.config, tiny_model.params, (1,), shared=shared, timeout_s=0.3, patience_s=0.0
         )
         group = sampler.sequences([np.array([4, 5])], SamplingParams(n=2, max_tokens=9))
-        expected = (
-            f"{says}.*; the 2 completions of a prompt, of up to 9 tokens, took too long: raise rollout_timeout_s"
-        )
+        expected = f"{says}.*; the 2 completions of a prompt, of up to 9 tokens, took too long: raise rollout_timeout_s"
         with pytest.raises(RunError, match=expected + r", now 0.3 s, and .* \(--request_timeout_s"):
             list(sampler.stream(group))
 

@@ -78,24 +78,29 @@ def apply_limits(order: dict[str, Any]) -> None:
     sys.path += [path for path in order["paths"] if os.path.isdir(path)]  # noqa: PTH112 - pathlib is slow to import
 
 
-def spawn_untrusted(order: dict[str, Any], actions: list[Any]) -> None:
+def spawn_untrusted(order: dict[str, Any], reader: int, writer: int, errors: int) -> None:
     """Starts the process of the order's command, which installs the order's filter of system calls.
 
     Args:
         order: The order of this process.
-        actions: What else the new process does with its descriptors first.
+        reader, writer, errors: Descriptors of the new process's standard streams.
     """
-    closed = []
+    actions: list[Any] = [(os.POSIX_SPAWN_DUP2, each, place) for place, each in enumerate((reader, writer, errors))]
     if order["filter"]:
         program, filled = os.pipe()
         os.write(filled, order["filter"])
         os.close(filled)
         actions.append((os.POSIX_SPAWN_DUP2, program, order["filter_descriptor"]))
-        closed.append(program)
-    command = [*order["command"], "-c", BOOTSTRAP]
-    os.posix_spawn(command[0], command, {"PATH": "/usr/bin:/bin"}, file_actions=actions)
-    for descriptor in closed:
-        os.close(descriptor)
+    command, environment = [*order["command"], "-c", BOOTSTRAP], {"PATH": "/usr/bin:/bin", **order["environment"]}
+    os.posix_spawn(command[0], command, environment, file_actions=actions)
+    if order["filter"]:
+        os.close(program)
+
+
+def inner_order(order: dict[str, Any], *more: str) -> bytes:
+    """Returns the order of the untrusted process, with the limits and these further fields of this process's order."""
+    limits = ("user", "cpu_seconds", "memory_bytes", "file_bytes", "num_files", "num_processes", "paths")
+    return serialize_order({name: order[name] for name in (*limits, *more)} | {"modules": order["inner_modules"]})
 
 
 def has_too_many_files() -> bool:
@@ -106,10 +111,10 @@ def has_too_many_files() -> bool:
 
 def main(order: dict[str, Any]) -> None:
     """Starts an interpreter and waits for its end; one with too many files is ended too."""
-    spawn_untrusted(order, [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0)])
+    spawn_untrusted(order, 0, 1, os.open(os.devnull, os.O_RDWR))
     for descriptor in take_over_streams():
         os.close(descriptor)  # or the trainer would not notice that the interpreter has ended
     apply_limits(order)
-    while not os.waitpid(-1, os.WNOHANG)[0] and not has_too_many_files():
+    while not os.waitpid(-1, os.WNOHANG)[0] and not (order["is_watched"] and has_too_many_files()):
         time.sleep(PAUSE_S)
     os._exit(0)

@@ -21,7 +21,7 @@ from groupax.rewards.isolated.start import (
     PAUSE_S,
     apply_limits,
     has_too_many_files,
-    serialize_order,
+    inner_order,
     spawn_untrusted,
     take_over_streams,
 )
@@ -243,7 +243,13 @@ class Namespace(dict):
 
 def main(order: dict[str, Any]) -> None:
     """Runs the tests and writes the order's token if none of them failed."""
-    reader, writer = _start_solution(order)
+    (requests, writer), (reader, replies) = os.pipe(), os.pipe()
+    spawn_untrusted(order, requests, replies, 2 if order["shows_errors"] else os.open(os.devnull, os.O_RDWR))
+    for descriptor in (requests, replies):
+        os.close(descriptor)
+    view = memoryview(inner_order(order))
+    while view:
+        view = view[os.write(writer, view) :]
     silent, out = take_over_streams()
     os.close(silent)
     apply_limits(order)
@@ -257,28 +263,6 @@ def main(order: dict[str, Any]) -> None:
     if os.getpid() == pid and not peer.is_wrong and not peer.is_broken:
         os.write(out, token)
     os._exit(0)
-
-
-def _start_solution(order: dict[str, Any]) -> tuple[int, int]:
-    """Starts the solution's process and returns the descriptors to read replies from and to write requests to."""
-    requests, to_solution = os.pipe()
-    replies, from_solution = os.pipe()
-    actions: list[Any] = [
-        (os.POSIX_SPAWN_DUP2, requests, 0),
-        (os.POSIX_SPAWN_DUP2, from_solution, 1),
-    ]
-    if not order["shows_errors"]:
-        actions.append((os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_RDWR, 0))
-    spawn_untrusted(order, actions)
-    for descriptor in (requests, from_solution):
-        os.close(descriptor)
-    own = ("tests", "token", "solution", "stub", "command", "filter", "modules", "solution_modules", "entry_point")
-    data = {name: value for name, value in order.items() if name not in own}
-    data["modules"] = order["solution_modules"]
-    view = memoryview(serialize_order(data))
-    while view:
-        view = view[os.write(to_solution, view) :]
-    return replies, to_solution
 
 
 def _watch() -> None:
