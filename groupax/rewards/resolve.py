@@ -156,25 +156,31 @@ def find_reward(reference: str) -> Any:
 
 
 def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Sequence[str]) -> Reward:
-    if _is_model(item):
+    is_name = isinstance(item, str) and not {"(", ":"} & set(item) and ("/" in item or Path(item).is_dir())
+    if is_name or isinstance(item, Path) or hasattr(item, "hf_config"):  # a reward model that is not loaded or wrapped
         from groupax.rewards.model import RewardModel
 
         item = RewardModel(item, tokenizer)
     found: Any = find_reward(item) if isinstance(item, str) else item
     renamed: Mapping[str, str] = found.columns if isinstance(found, WithColumns) else {}
     function: Any = found.function if isinstance(found, WithColumns) else found
-    if isinstance(function, ModelReward) and not inspect.isfunction(function):
-        return Reward(_unique(function.name, taken_names), function.rewards, on_device=True)
-    if not callable(function):
+    is_model = isinstance(function, ModelReward) and not inspect.isfunction(function)
+    if not is_model and not callable(function):
         raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
-    name = _unique(_name(function), taken_names)
-    per_completion = _is_per_completion(function)
+    core = _core(function)
+    own = function.name if is_model else getattr(core, "__name__", type(core).__name__)
+    candidates = [own, *(f"{own}_{number}" for number in range(2, len(taken_names) + 3))]
+    name = next(candidate for candidate in candidates if candidate not in taken_names)
+    if is_model:
+        return Reward(name, function.rewards, on_device=True)
+    parameters = inspect.signature(function).parameters
+    per_completion = "completion" in parameters and not {"prompts", "completions"} & set(parameters)
     return Reward(
         name,
         function,
         takes=_checked_arguments(name, function, columns, per_completion, renamed),
         per_completion=per_completion,
-        is_async=_is_async(function),
+        is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
     )
 
@@ -192,42 +198,11 @@ def check_setup(function: Callable[..., Any]) -> None:
         check_sandbox(options.get("sandbox", "bwrap"))
 
 
-def _is_model(item: Any) -> bool:
-    """Returns whether this is a reward model that is not loaded or wrapped yet: a folder, a hub id or a `Model`."""
-    if hasattr(item, "hf_config") or isinstance(item, Path):
-        return True
-    return isinstance(item, str) and "(" not in item and ":" not in item and ("/" in item or Path(item).is_dir())
-
-
-def _name(function: Any) -> str:
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _unique(name: str, taken: Sequence[str]) -> str:
-    candidates = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
-    return next(candidate for candidate in candidates if candidate not in taken)
-
-
-def _bound_options(function: Any) -> set[str]:
-    """Returns the options that functools.partial has set. A column of the same name does not replace them."""
-    names: set[str] = set()
-    while isinstance(function, functools.partial):
-        names |= set(function.keywords)
-        function = function.func
-    return names
-
-
-def _is_async(function: Any) -> bool:
+def _core(function: Any) -> Any:
+    """Returns the function in a functools.partial."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _is_per_completion(function: Any) -> bool:
-    parameters = inspect.signature(function).parameters
-    return "completion" in parameters and not {"prompts", "completions"} & set(parameters)
+    return function
 
 
 def _checked_arguments(
@@ -259,6 +234,10 @@ def _checked_arguments(
                 f"{', '.join(sorted(supplied))} by keyword, or a column under another name with "
                 f"with_columns(function, {parameter.name}='column'){nearest(parameter.name, supplied)}"
             )
+    bound: set[str] = set()  # options of functools.partial, which a column of the same name does not replace
+    while isinstance(function, functools.partial):
+        bound |= set(function.keywords)
+        function = function.func
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None if not _bound_options(function) else frozenset(supplied - _bound_options(function))
-    return frozenset(set(parameters) - _bound_options(function))
+        return frozenset(supplied - bound) if bound else None
+    return frozenset(set(parameters) - bound)
