@@ -18,6 +18,7 @@ MAX_ALL_PIXELS = 1 << 25  # of the images of a request: each takes 4 bytes decod
 DETAILS = ("auto", "low", "high")  # of images; without an effect here
 CHOICES = ("none", "auto", "required")
 SYSTEM = ("system", "developer")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def is_text(value: Any) -> bool:
@@ -70,11 +71,10 @@ def _is_image(part: Any) -> bool:
 
 def _image(part: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an image of OpenAI's format as the chat template's, with the checked URL."""
-    if part["type"] == "image":
-        raise ApiError(400, "a message has a part of type image; images are parts of type image_url", "messages")
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS):
+    is_sound = isinstance(url, str) and not (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS)
+    if part["type"] == "image" or not is_sound:
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
         raise ApiError(400, f"a part of a message must be {form}", "messages")
     if not url.startswith(URL):
@@ -84,11 +84,7 @@ def _image(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded_images(urls: Sequence[str]) -> list[Any]:
-    """Returns the PIL images of `data:` URLs.
-
-    Raises:
-        ApiError: One cannot be decoded or is too large, there are too many, or they are too large together.
-    """
+    """Returns the PIL images of `data:` URLs."""
     if len(urls) > MAX_IMAGES:
         raise ApiError(400, f"the chat has {len(urls)} images; a request may have {MAX_IMAGES}", "messages")
     with bad_request("messages", code="invalid_image"):
@@ -153,43 +149,41 @@ def _check_results(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise ApiError(400, f"tools must be a list of at most {MAX_TOOLS} functions, got {short(value)}", "tools")
+    is_list = isinstance(value, list) and len(value) <= MAX_TOOLS
+    expect(is_list, f"tools must be a list of at most {MAX_TOOLS} functions", value)
+    tools = []
     for number, tool in enumerate(value):
         if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
             message = f"tools.{number} must be {{'type': 'function', 'function': {{...}}}}, got {short(tool)}"
             raise ApiError(400, message, "tools", "unsupported_value")
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not is_text(function.get("name")) or not function["name"]:
-            raise ApiError(400, f"tools.{number}.function must have a name, got {short(function)}", "tools")
-        if not isinstance(function.get("parameters"), Mapping | None):
-            message = f"tools.{number}.function.parameters must be a JSON schema, got {short(function['parameters'])}"
-            raise ApiError(400, message, "tools")
-    names = [tool["function"]["name"] for tool in value]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise ApiError(400, f"two tools have the name {short(repeated)}", "tools")
+        given = tool.get("function")
+        has_name = isinstance(given, Mapping) and is_text(given.get("name")) and given["name"]
+        expect(has_name, f"tools.{number}.function must have a name", given)
+        parameters = given.get("parameters")
+        is_schema = isinstance(parameters, Mapping | None)
+        expect(is_schema, f"tools.{number}.function.parameters must be a JSON schema", parameters)
+        expect(
+            all(given["name"] != each["function"]["name"] for each in tools),
+            "tools must have different names",
+            given["name"],
+        )
+        # in the order in which templates of models that know tools were trained to read them; null fields are left out
+        function = {"name": "", "description": "", "parameters": NO_ARGUMENTS}
+        function |= {key: each for key, each in given.items() if each is not None and (key, each) != ("parameters", {})}
+        tools.append({"type": "function", "function": function})
     with bad_request("tools"):
         check_tools(value, "the request")
-    return [{"type": "function", "function": _function(tool["function"])} for tool in value]
-
-
-def _function(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a function without null fields, with the schema of no arguments if it has none."""
-    function = {key: value for key, value in given.items() if value is not None and (key, value) != ("parameters", {})}
-    # in the order in which templates of models that know tools were trained to read them
-    no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"name": "", "description": "", "parameters": no_arguments, **function}
+    return tools
 
 
 def _tool_choice(value: Any) -> str | dict[str, str]:
     if value in CHOICES:
         return value
     function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
-    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        return {"name": function["name"]}
-    message = f"tool_choice must be one of {', '.join(CHOICES)}, or {{'type': 'function', 'function': {{'name': ...}}}}"
-    raise ApiError(400, f"{message}, got {short(value)}", "tool_choice")
+    has_name = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    form = f"one of {', '.join(CHOICES)}, or {{'type': 'function', 'function': {{'name': ...}}}}"
+    expect(has_name, f"tool_choice must be {form}", value)
+    return {"name": function["name"]}
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:

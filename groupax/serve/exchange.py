@@ -57,11 +57,7 @@ class Completion:
 
 
 async def arriving_deltas(deltas: "asyncio.Queue[Delta]", num: int) -> AsyncIterator[Delta]:
-    """Yields the deltas of a job until all its completions are finished.
-
-    Raises:
-        ApiError: The engine failed, or gave up the request.
-    """
+    """Yields the deltas of a job until all its completions are finished."""
     while num:
         delta = await deltas.get()
         if delta.finish_reason == "abort":

@@ -119,9 +119,6 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
         model: The model that it names.
         max_completions: Most prompts times `n`.
         chat_max_tokens: Longest completion of a chat that sets no limit.
-
-    Raises:
-        ApiError: The request has too many completions, is too long, or cannot be encoded.
     """
     request = incoming.request
     num_prompts, n = len(request.prompts), request.n
@@ -226,10 +223,6 @@ def encoded_chat(
         request: The chat.
         model: The model that it names.
         hints: Arguments for the chat template that only count if it reads them.
-
-    Raises:
-        ApiError: The chat template cannot write it, or the model has no tools, or it has images that the model cannot
-            see.
     """
     urls = request.image_urls
     if urls and model.encoder is None:
@@ -267,11 +260,7 @@ def encoded_chat(
 
 
 def template_kwargs(request: ChatRequest, tokenizer: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a request for the chat template, with those hints that the template reads.
-
-    Raises:
-        ApiError: The template does not read an argument of the request, or there is none.
-    """
+    """Returns the arguments of a request for the chat template, with those hints that the template reads."""
     kwargs = request.template_kwargs
     if not tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template; start the server with --chat_template", "messages")
@@ -402,11 +391,7 @@ class TokensToDecode(BaseModel):
 
 
 def tokenize(given: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Returns the tokens of a text, or of a chat as the chat template writes it, in vLLM's format of /tokenize.
-
-    Raises:
-        ApiError: A field is missing, unknown or of another type, or the chat cannot be written.
-    """
+    """Returns the tokens of a text, or of a chat as the chat template writes it, in vLLM's format of /tokenize."""
     tokenizer, fields = model.tokenizer, {key: value for key, value in given.items() if key != "return_token_strs"}
     if "messages" in fields:
         check_known(fields, CHAT_FIELDS, "the request")

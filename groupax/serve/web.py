@@ -25,7 +25,7 @@ MAX_DRAIN_RATIO = 16  # a body of up to this many times the limit is read, so th
 
 
 class ApiError(Exception):
-    """A request that is refused or cannot be finished.
+    """A request that is refused or cannot be finished. What reads requests raises it.
 
     Args:
         status: HTTP status.
@@ -165,9 +165,6 @@ async def json_body(http: Request, limit: int, timeout_s: float | None = None) -
         http: The request.
         limit: Most bytes.
         timeout_s: Time in which the body must arrive; None waits for ever.
-
-    Raises:
-        ApiError: The content type is another one, the body is too large, or it arrives too slowly.
     """
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

@@ -111,11 +111,7 @@ class Weights:
         return self._held[model].state if model in self._held else None
 
     def begin(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model.
-
-        Raises:
-            ApiError: It does not fit the model, or replaces other weights than the model has.
-        """
+        """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model."""
         check_known(given, UploadRequest.model_fields, "the upload")
         request = validated(UploadRequest, given)
         model = request.model
@@ -133,22 +129,14 @@ class Weights:
         return {"upload": name}
 
     def take(self, name: str) -> Upload:
-        """Returns an upload whose bytes arrive, which nobody else can send any more.
-
-        Raises:
-            ApiError: There is no such upload.
-        """
+        """Returns an upload whose bytes arrive, which nobody else can send any more."""
         if name not in self._uploads:
             message = f"there is no upload {name!r}: it was sent, or another one was started"
             raise ApiError(404, message, code="upload_not_found")
         return self._uploads.pop(name)
 
     async def received(self, upload: Upload, parts: AsyncIterator[bytes]) -> dict[str, np.ndarray]:
-        """Returns the tensors of an upload when all of its bytes have arrived.
-
-        Raises:
-            ApiError: There are more or fewer, or it would replace other weights than the model has.
-        """
+        """Returns the tensors of an upload when all of its bytes have arrived."""
         size, at = upload.num_bytes, 0
         data = np.empty(size + ALIGNMENT, np.uint8)
         first = -data.ctypes.data % ALIGNMENT
@@ -163,11 +151,7 @@ class Weights:
         return tensors_in(data, upload.extents)
 
     def prepared(self, upload: Upload, tensors: dict[str, np.ndarray]) -> Held:
-        """Returns the weights of an upload, on the devices. Safe in any thread.
-
-        Raises:
-            ApiError: Its adapter would spoil others in the same batch.
-        """
+        """Returns the weights of an upload, on the devices. Safe in any thread."""
         model = upload.request.model
         held, config = self._held[model], self.models[model].config
         if upload.lora is None:
@@ -182,11 +166,7 @@ class Weights:
         return Held(held.base, upload.lora, new)
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
-        """Gives an engine its new weights. Must be run between two chunks.
-
-        Raises:
-            ApiError: Another upload came first.
-        """
+        """Gives an engine its new weights. Must be run between two chunks."""
         request = upload.request
         self._check_state(request)
         engine = self.loop.engines[request.model]

@@ -174,7 +174,7 @@ CHAT_FAULTS = [
     ({"prompt": "x"}, "unknown field 'prompt'"),
     ({"tools": 3}, "tools must be a list of at most 256 functions, got 3"),
     ({"tools": [LOOKUP] * 257}, "tools must be a list of at most 256"),
-    ({"tools": [LOOKUP, LOOKUP]}, "two tools have the name 'lookup'"),
+    ({"tools": [LOOKUP, LOOKUP]}, "tools must have different names, got 'lookup'"),
     ({"tools": [{"type": "web_search"}]}, "tools.0 must be .* got {'type': 'web_search'}"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "must be a JSON schema, got 3"),
     ({"tools": [LOOKUP], "tool_choice": "any"}, "tool_choice must be one of none, auto, required"),
@@ -211,22 +211,16 @@ def test_bodies_that_are_no_objects_are_refused(body):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "value",
     [
-        (b'"\\ud800"', "half of a surrogate pair"),
-        (b'[{"a": ["\\udc00x"]}]', "half of a surrogate pair"),
-        (b'{"\\ud83d": 1}', "half of a surrogate pair"),
-        (b'"\xed\xa0\x80"', "not UTF-8"),
-        (b'"\xe9"', "not UTF-8"),
-        (b"1e999", "not JSON"),
-        (b'{"a": [-1e400]}', "not JSON"),
-        (b"Infinity", "not JSON"),
+        *(b'"\\ud800"', b'[{"a": ["\\udc00x"]}]', b'{"\\ud83d": 1}', b'"\xed\xa0\x80"', b'"\xe9"', b"1e999"),
+        *(b'{"a": [-1e400]}', b"Infinity"),
     ],
 )
 @pytest.mark.parametrize("path", [*PROTOCOLS])
-def test_values_that_a_response_could_not_repeat_are_refused(path, value, message):
+def test_values_that_a_response_could_not_repeat_are_refused(path, value):
     for name in (b"metadata", b"user", b"prompt", b"instructions", b"messages", b"input", b"unknown"):
-        with pytest.raises(ApiError, match=f"the body (is|has) {message}") as caught:
+        with pytest.raises(ApiError, match="the body is not JSON") as caught:
             PROTOCOLS[path].parse(b'{"%s": %s}' % (name, value))
         assert caught.value.status == 400
     PROTOCOLS["/v1/responses"].parse(b'{"input": "x", "metadata": "\\ud83d\\ude00"}')

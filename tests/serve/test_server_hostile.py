@@ -109,7 +109,7 @@ HOSTILE = {
 RAW = [
     *(b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b"[" * 100_000, b"{'a': 1}"),
     ('{"a":' * 100_000 + "1" + "}" * 100_000).encode(),
-    *(b'{"prompt": NaN}', b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}'),
+    *(b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}'),
     *(b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"prompt": "a"} {}', b'{"prompt": "a", "n": 1e999}'),
 ]
 NAMED = [  # with the field that the error has to name

@@ -31,11 +31,7 @@ MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 def parse(body: bytes, counts_only: bool = False) -> Incoming:
-    """Returns the request in the body of a POST to /v1/messages; one that only counts needs no `max_tokens`.
-
-    Raises:
-        ApiError: The body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
-    """
+    """Returns the request in the body of a POST to /v1/messages; one that only counts needs no `max_tokens`."""
     given, chat = chat_fields(body, SAME, [*OWN, *IGNORED])
     if "max_tokens" not in given and not counts_only:
         raise ApiError(400, "max_tokens is missing", "max_tokens")

@@ -140,11 +140,7 @@ def _format_fields(text: Any) -> dict[str, Any]:
 
 
 def parse(body: bytes) -> Incoming:
-    """Returns the request in the body of a POST to /v1/responses.
-
-    Raises:
-        ApiError: The body is not a JSON object, or a field is missing, unknown, of another type, or not supported.
-    """
+    """Returns the request in the body of a POST to /v1/responses."""
     given, chat = chat_fields(body, SAME, [*OWN, *IGNORED, *UNSUPPORTED])
     for name in given.keys() & UNSUPPORTED.keys():
         if given[name] not in UNSUPPORTED[name]:
