@@ -52,22 +52,14 @@ class CallLog:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log_extra(self, column: Any, values: Any) -> None:
-        """Keeps one value per completion for the rollout log.
-
-        Raises:
-            TypeError: The column's name is not a text, or the values have no order.
-        """
+        """Keeps one value per completion for the rollout log."""
         check_name("log_extra", "column", column)
         if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__iter__"):
             raise TypeError(f"log_extra: values must be a list with one value per completion, got {short_repr(values)}")
         self.extra.setdefault(column, []).extend(itertools.islice(values, MAX_VALUES))
 
     def log_metric(self, name: Any, value: Any) -> None:
-        """Keeps a number for the metrics of the step.
-
-        Raises:
-            TypeError: The name is not a text, or the value is not a number.
-        """
+        """Keeps a number for the metrics of the step."""
         check_name("log_metric", "name", name)
         try:
             if isinstance(value, (str, bytes)):  # which float reads
@@ -84,16 +76,7 @@ class CallLog:
 
 
 def check_name(function: str, argument: str, name: Any) -> None:
-    """Checks the name of what user code logs.
-
-    Args:
-        function: The function that was called with it.
-        argument: Its argument with the name.
-        name: The name.
-
-    Raises:
-        TypeError: It is not a text.
-    """
+    """Checks the name of what user code logs."""
     if not isinstance(name, str):
         raise TypeError(f"{function}: {argument} must be a text, got {type(name).__name__} {short_repr(name)}")
 
@@ -186,13 +169,7 @@ def _as_list(returned: Any) -> Any:
 
 
 class Supervisor:
-    """Calls reward functions so that none can stop the run.
-
-    Args:
-        settings: How to call them.
-        main_thread: Calls the functions that set signal handlers.
-        has_workers: Whether to start worker processes.
-    """
+    """Calls reward functions so that none can stop the run."""
 
     def __init__(self, settings: RewardSettings, main_thread: MainThread, has_workers: bool) -> None:
         self.settings, self._main_thread = settings, main_thread

@@ -124,13 +124,7 @@ class _Process:
         self.write(len(data).to_bytes(8, "little") + data, deadline_s)
 
     def receive(self, longest: int, deadline_s: float) -> Any:
-        """Returns the next frame.
-
-        Raises:
-            TimeoutError: The deadline is over.
-            EOFError: The process has ended.
-            ValueError: It is too long, or no JSON.
-        """
+        """Returns the next frame."""
         size = int.from_bytes(self._read(8, deadline_s), "little")
         if size > longest:
             raise ValueError(f"a reply of {size} bytes")

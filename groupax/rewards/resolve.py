@@ -92,11 +92,7 @@ def resolve_rewards(functions: Any, columns: Sequence[str], processing_classes: 
 
 
 def resolve_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) -> np.ndarray:
-    """Returns the weight of each reward, [K]; 1 if `weights` is None.
-
-    Raises:
-        ValueError: The number of weights is not the number of rewards.
-    """
+    """Returns the weight of each reward, [K]; 1 if `weights` is None."""
     values = np.ones(len(rewards)) if weights is None else np.asarray(weights, float)
     if values.shape != (len(rewards),):
         raise ValueError(f"reward_weights has {values.size} entries for {len(rewards)} reward functions")
@@ -104,17 +100,7 @@ def resolve_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) 
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str], row: Mapping[str, Any], name: str) -> None:
-    """Checks that another dataset has the columns that the rewards take from the training dataset.
-
-    Args:
-        rewards: Rewards of the run.
-        columns: Columns of the training dataset.
-        row: First row of the other dataset.
-        name: Name of the other dataset.
-
-    Raises:
-        ValueError: A column is missing.
-    """
+    """Checks that another dataset has the columns that the rewards take from the training dataset."""
     for reward in rewards:
         if reward.on_device or reward.takes is None:
             continue

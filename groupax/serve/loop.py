@@ -92,13 +92,7 @@ class LoopCounts:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The current load of an engine.
-
-    Attributes:
-        num_running: Sequences in slots.
-        num_waiting: Sequences without a slot.
-        kv_frac: Fraction of the KV cache that they use.
-    """
+    """The current load of an engine."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -494,18 +488,7 @@ class PromptScorer:
     async def score(
         self, model: str, prompts: list[np.ndarray], temperature: float, num_alternatives: int
     ) -> list[PromptLogps]:
-        """Returns the log-probs of prompts, in their order.
-
-        Args:
-            model: Name of the engine's model.
-            prompts: Token ids of each prompt.
-            temperature: Divisor of the logits; 0 counts as 1.
-            num_alternatives: Number of alternatives to return for each token.
-
-        Raises:
-            QueueFullError: Too many prompts wait.
-            ClosedError: The loop has stopped.
-        """
+        """Returns the log-probs of prompts, in their order."""
         if self._num_waiting + len(prompts) > self._loop.max_sequences:
             raise QueueFullError(f"{self._loop.max_sequences} prompts wait for their log-probs")
         self._num_waiting += len(prompts)

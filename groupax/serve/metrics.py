@@ -40,14 +40,7 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Attributes:
-        requests: Finished requests, by path and status.
-        seconds: Duration of each.
-        prompt_tokens, generation_tokens: Tokens, by model.
-        finished: Finished completions, by model and reason.
-    """
+    """The metrics of one server."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._registry = CollectorRegistry()

@@ -112,14 +112,7 @@ class ChatPrompt:
 
 
 def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
-    """Checks and encodes a request, which takes a while for long prompts. Safe in any thread.
-
-    Args:
-        incoming: The request.
-        model: The model that it names.
-        max_completions: Most prompts times `n`.
-        chat_max_tokens: Longest completion of a chat that sets no limit.
-    """
+    """Checks and encodes a request, which takes a while for long prompts. Safe in any thread."""
     request = incoming.request
     num_prompts, n = len(request.prompts), request.n
     if num_prompts * max(n, 1) > max_completions:
@@ -217,13 +210,7 @@ def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.nda
 def encoded_chat(
     request: ChatRequest, model: ServedModel, hints: Mapping[str, Any]
 ) -> tuple[list[np.ndarray], PromptImages | None, TurnReader]:
-    """Returns the token ids of a chat as a list of one prompt, its images, and what reads the turns that answer it.
-
-    Args:
-        request: The chat.
-        model: The model that it names.
-        hints: Arguments for the chat template that only count if it reads them.
-    """
+    """Returns the token ids of a chat as a list of one prompt, its images, and what reads the turns that answer it."""
     urls = request.image_urls
     if urls and model.encoder is None:
         message = f"the chat has images, and {model.name} reads text only; send the text alone, or to a model that sees"

@@ -241,13 +241,7 @@ def parse(body: bytes, is_chat: bool) -> Request:
 
 
 def chat_fields(body: bytes, same: set[str], others: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of a body in another protocol, and those of them that a chat has under the same names.
-
-    Args:
-        body: The body.
-        same: Fields of the protocol that are a chat's.
-        others: Its other fields.
-    """
+    """Returns the fields of a body in another protocol, and those of them that a chat has under the same names."""
     given = {name: value for name, value in parse_json(body).items() if value is not None}
     check_known(given, [*same, *others, *EXTENSIONS], "the request")
     return given, {name: given[name] for name in given.keys() & (same | EXTENSIONS)}

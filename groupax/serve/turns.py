@@ -105,13 +105,7 @@ ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool.
-
-    Attributes:
-        id: Id, which depends on the prompt, the turn before the call and the number of the call alone.
-        name: Name of the tool.
-        arguments: Arguments as the text of a JSON object.
-    """
+    """A call of a tool."""
 
     id: str
     name: str

@@ -96,10 +96,6 @@ class CallerCheck:
     * `Host` must be an address, the loopback, a name of this machine (unless the server is bound to the loopback), or
       one of the allowed names. A page that reaches this server by DNS rebinding uses a name of its own.
     * A browser's request must come from a page of the same origin, which `Origin` and `Sec-Fetch-Site` show.
-
-    Args:
-        host: Address or name that the server listens on.
-        allowed_hosts: Further names.
     """
 
     def __init__(self, host: str, allowed_hosts: Iterable[str] = ()) -> None:
@@ -159,13 +155,7 @@ def _is_address(name: str) -> bool:
 
 
 async def json_body(http: Request, limit: int, timeout_s: float | None = None) -> bytes:
-    """Returns the body of a request in JSON.
-
-    Args:
-        http: The request.
-        limit: Most bytes.
-        timeout_s: Time in which the body must arrive; None waits for ever.
-    """
+    """Returns the body of a request in JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"the content-type is {kind[:80]!a}; send 'content-type: application/json' "

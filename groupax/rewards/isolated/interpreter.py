@@ -22,11 +22,7 @@ NAME = "<python>"  # file of the programs in tracebacks
 
 
 class Output(io.TextIOBase):
-    """A stream that keeps the start and the end of what is written.
-
-    Args:
-        size: Number of characters to keep.
-    """
+    """A stream that keeps the start and the end of what is written."""
 
     def __init__(self, size: int) -> None:
         self.half = size // 2

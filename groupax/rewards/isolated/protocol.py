@@ -106,12 +106,7 @@ class Table:
 
 
 class Peer:
-    """One end of the two pipes.
-
-    Args:
-        reader: Descriptor to read from.
-        writer: Descriptor to write to.
-    """
+    """One end of the two pipes."""
 
     keeps = ""  # module of classes that extend a container and whose instances are not sent as that container
 
@@ -212,12 +207,7 @@ class Peer:
             self._send(["reply", number, False, self._encode_error(fault), [], self.printed()])
 
     def receive(self) -> Any:
-        """Returns the next frame.
-
-        Raises:
-            BrokenError: There is none.
-            ValueError: It is not JSON.
-        """
+        """Returns the next frame."""
         size = int.from_bytes(self._read(8), "little")
         if size > MAX_FRAME_BYTES:
             raise self.broken()

@@ -79,12 +79,7 @@ def apply_limits(order: dict[str, Any]) -> None:
 
 
 def spawn_untrusted(order: dict[str, Any], reader: int, writer: int, errors: int) -> None:
-    """Starts the process of the order's command, which installs the order's filter of system calls.
-
-    Args:
-        order: The order of this process.
-        reader, writer, errors: Descriptors of the new process's standard streams.
-    """
+    """Starts the process of the order's command, which installs the order's filter of system calls."""
     actions: list[Any] = [(os.POSIX_SPAWN_DUP2, each, place) for place, each in enumerate((reader, writer, errors))]
     if order["filter"]:
         program, filled = os.pipe()
