@@ -177,11 +177,11 @@ def start_isolated(
         "num_files": limits.num_files,
         # without a sandbox, other threads of this user would count
         "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_isolated else 0,
-        "paths": _packages(sys.base_prefix if is_isolated else sys.prefix),
+        "paths": site.getsitepackages([sys.base_prefix if is_isolated else sys.prefix]),
         "modules": _compiled_modules("start", *outer),
         "inner_modules": _compiled_modules("start", *inner),
         "command": command,
-        "filter": _call_filter() if is_isolated else b"",
+        "filter": filter_program(platform.machine()) if is_isolated else b"",
         "filter_descriptor": FILTER_DESCRIPTOR,
         "is_watched": is_isolated,
     }
@@ -237,18 +237,6 @@ def _bwrap() -> str:
             "sandbox='none' runs it with your own permissions, for code that you trust"
         )
     return str(Path(executable).resolve())
-
-
-@cache
-def _packages(prefix: str) -> list[str]:
-    """Returns the folders of an installation's packages, which `site` would find slowly in each process."""
-    return site.getsitepackages([prefix])
-
-
-@cache
-def _call_filter() -> bytes:
-    """Returns the filter of system calls of untrusted processes on this machine."""
-    return filter_program(platform.machine())
 
 
 @cache

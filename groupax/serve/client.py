@@ -50,6 +50,9 @@ class RemoteSampler:
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
     Other programs' servers have their own arithmetic and randomness (see `serve.dialects`).
 
+    Of several processes the primary one asks the servers, with a copy of the weights in its host's memory, and
+    broadcasts the completions; all processes must submit the same sequences.
+
     Args:
         urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
         config: The model's architecture.
@@ -86,6 +89,9 @@ class RemoteSampler:
         self.begun: set[RemoteSession] = set()
         self.version = 0
         self._params: Params | None = None
+        self._copied: Params | None = None  # the weights that `_on_host` is a copy of
+        self._on_host: Params | None = None
+        self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
         self.params = params
 
     @property
@@ -121,6 +127,20 @@ class RemoteSampler:
 
     def session(self) -> "RemoteSession":
         """Returns a new session, in which further sequences can be submitted while others run."""
+        if processes.num_processes() > 1 and self._copied is not self.params:
+            copies = {}
+
+            def copied(leaf: Any) -> Any:
+                if not isinstance(leaf, jax.Array):  # a number, as an adapter's scale
+                    return leaf
+                known, copy = self._copies.get(id(leaf), (None, None))
+                if known is None or known() is not leaf:
+                    copy = to_host_on_primary(leaf)
+                copies[id(leaf)] = weakref.ref(leaf), copy
+                return copy
+
+            self._on_host, self._copied = jax.tree.map(copied, self.params), self.params
+            self._copies = copies
         return RemoteSession(self)
 
     def cancel(self) -> None:
@@ -173,7 +193,7 @@ class RemoteSampler:
                 self._dialects[server] = dialect
             dialect = self._dialects[server]
             if dialect.pushed != self.version:
-                dialect.push(self.params, self.version)
+                dialect.push(self.params if self._on_host is None else self._on_host, self.version)
             return dialect, dialect.pushed
 
     def _forget_weights(self, server: RemoteServer) -> None:
@@ -209,20 +229,23 @@ class RemoteSession:
         self._pool = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="rollout")
         self._work: set[Future[list[Completion]]] = set()
         self._num_submitted = 0
+        self._numbers = itertools.count()
+        self._under_way: dict[int, Completion] = {}  # by number, which all processes give alike
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     @property
     def busy(self) -> bool:
         """True while any sequence waits or runs."""
-        return bool(self._work)
+        return bool(self._under_way)
 
     def submit(self, sequences: Iterable[Completion]) -> None:
         """Adds unstarted sequences; those of one prompt are one request."""
         groups: dict[int, list[Completion]] = {}
         for sequence in sequences:
+            self._under_way[next(self._numbers)] = sequence
             groups.setdefault(sequence.prompt_index, []).append(sequence)
-        for group in groups.values():
+        for group in groups.values() if processes.is_primary() else ():
             self._work.add(self._pool.submit(self._sampler.complete, self._num_submitted, group, self))
             self._num_submitted += 1
 
@@ -230,16 +253,28 @@ class RemoteSession:
         """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
 
         Raises:
-            RunError: No server can sample, or the servers do not fit the model.
+            RunError: No server can sample, or the servers do not fit the model. It is raised in all processes.
             RolloutCancelled: `RemoteSampler.cancel` was called.
         """
+        for number, values in processes.run_on_primary(self._finished):
+            sequence = self._under_way.pop(number)
+            for name, value in zip(UPDATED_FIELDS, values, strict=True):
+                setattr(sequence, name, value)
+            yield sequence, len(sequence.tokens)
+
+    def _finished(self) -> list[tuple[int, list[Any]]]:
+        """Returns the numbers and the new values of sequences that have finished."""
         done, self._work = wait(self._work, LONGEST_STEP_S, FIRST_COMPLETED)
-        for each in done:
-            for sequence in each.result():
-                yield sequence, len(sequence.tokens)
+        numbers = {id(sequence): number for number, sequence in self._under_way.items()}
+        return [
+            (numbers[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS])
+            for each in done
+            for sequence in each.result()
+        ]
 
     def close(self) -> None:
         """Cancels what is under way."""
+        self._under_way.clear()
         self._sampler.begun.discard(self)
         self.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -295,101 +330,3 @@ def check_completions(
 
 def _is_list(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
-
-
-class BroadcastSampler:
-    """A `engine.sequence.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
-
-    Args:
-        sampler: Samples on the servers.
-        params: The weights; set them before each rollout. The primary process keeps a copy of them in host memory.
-    """
-
-    def __init__(self, sampler: RemoteSampler, params: Params) -> None:
-        self.params = params
-        self._sampler = sampler
-        self._sent: Params | None = None
-        self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
-
-    def release(self) -> None:
-        """Does nothing: the servers have their own copies of the weights."""
-
-    def sequences(
-        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
-    ) -> list[Completion]:
-        """Returns unstarted sequences (see `Engine.sequences`)."""
-        return self._sampler.sequences(prompts, params, step, first_prompt)
-
-    def session(self) -> "BroadcastSession":
-        """Returns a new session. All processes must submit the same sequences to it."""
-        if self.params is not self._sent:
-            copies = self._copied(self.params)
-            if processes.is_primary():
-                self._sampler.params = copies
-            self._sent = self.params
-        return BroadcastSession(self._sampler.session() if processes.is_primary() else None)
-
-    def _copied(self, params: Params) -> Params:
-        """Returns the weights in host memory of the primary process; arrays that were copied before are reused."""
-        copies = {}
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array):  # a number, as an adapter's scale
-                return leaf
-            known, copy = self._copies.get(id(leaf), (None, None))
-            if known is None or known() is not leaf:
-                copy = to_host_on_primary(leaf)
-            copies[id(leaf)] = weakref.ref(leaf), copy
-            return copy
-
-        result = jax.tree.map(copied, params)
-        self._copies = copies
-        return result
-
-
-class BroadcastSession:
-    """Sequences that the primary process samples (the session is its own): a `engine.sequence.SamplingSession`."""
-
-    def __init__(self, session: RemoteSession | None) -> None:
-        self._session = session
-        self._numbers = itertools.count()
-        self._under_way: dict[int, Completion] = {}  # by number, which the processes give alike
-
-    @property
-    def busy(self) -> bool:
-        """True while any sequence waits or runs."""
-        return bool(self._under_way)
-
-    def submit(self, sequences: Iterable[Completion]) -> None:
-        """Adds unstarted sequences."""
-        given = list(sequences)
-        for sequence in given:
-            self._under_way[next(self._numbers)] = sequence
-        if self._session is not None:
-            self._session.submit(given)
-
-    def step(self) -> Iterator[tuple[Completion, int]]:
-        """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
-
-        Errors (see `RemoteSession.step`) are raised in all processes.
-        """
-        for number, values in processes.run_on_primary(self._finished):
-            sequence = self._under_way.pop(number)
-            for name, value in zip(UPDATED_FIELDS, values, strict=True):
-                setattr(sequence, name, value)
-            yield sequence, len(sequence.tokens)
-
-    def close(self) -> None:
-        """Cancels what is under way."""
-        self._under_way.clear()
-        if self._session is not None:
-            self._session.close()
-
-    def _finished(self) -> list[tuple[int, list[Any]]]:
-        """Returns the numbers and the new values of sequences that have finished, in the primary process."""
-        assert self._session is not None, "of the primary process"
-        numbers = {id(sequence): number for number, sequence in self._under_way.items()}
-        return [
-            (numbers[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS])
-            for sequence, _ in self._session.step()
-        ]

@@ -20,16 +20,16 @@ import _thread
 import builtins
 import collections
 import importlib
-import json
 import operator
 import os
+
+from groupax.rewards.isolated.start import receive_frame, send_frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing `typing` would slow down the start of each process
     from collections.abc import Callable
     from typing import Any
 
-MAX_FRAME_BYTES = 32 << 20
 MAX_OUTPUT_CHARS = 1 << 20
 
 SCALARS = frozenset({bool, int, float, str, type(None)})
@@ -207,11 +207,11 @@ class Peer:
             self._send(["reply", number, False, self._encode_error(fault), [], self.printed()])
 
     def receive(self) -> Any:
-        """Returns the next frame."""
-        size = int.from_bytes(self._read(8), "little")
-        if size > MAX_FRAME_BYTES:
-            raise self.broken()
-        return json.loads(self._read(size))
+        """Returns the next frame; raises BrokenError if there is none, and ValueError if it is not JSON."""
+        try:
+            return receive_frame(self.reader)
+        except EOFError as error:
+            raise self.broken() from error
 
     def _reply(self, frame: Any, number: str, table: Table) -> tuple[bool, Any]:
         tag, echo, done, node, changes, output = frame
@@ -233,25 +233,10 @@ class Peer:
             self.show(text)
 
     def _send(self, frame: list[Any]) -> None:
-        data = json.dumps(frame).encode()
-        if len(data) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {len(data)} bytes is too large; at most {MAX_FRAME_BYTES} can be sent")
-        view = memoryview(len(data).to_bytes(8, "little") + data)
-        while view:
-            try:
-                view = view[os.write(self.writer, view) :]
-            except OSError as error:
-                raise self.broken() from error
-
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = os.read(self.reader, min(size, 1 << 20))
-            if not part:
-                raise self.broken()
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+        try:
+            send_frame(self.writer, frame)
+        except OSError as error:
+            raise self.broken() from error
 
     # Values.
 

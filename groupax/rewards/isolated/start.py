@@ -6,6 +6,7 @@ ends with it. The interpreter has the standard streams of the guard, and with th
 
 from __future__ import annotations
 
+import json
 import marshal
 import os
 import resource
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_FILES = 10_000  # in /tmp: empty files take memory that its size limit does not count
 PAUSE_S = 0.05
+MAX_FRAME_BYTES = 32 << 20
 
 # The program for `python -c`: it reads an order, creates the order's modules and calls `main` of the last one.
 BOOTSTRAP = """
@@ -42,6 +44,40 @@ def serialize_order(order: dict[str, Any]) -> bytes:
     """Returns an order in the form that `BOOTSTRAP` reads."""
     data = marshal.dumps(order)
     return len(data).to_bytes(8, "little") + data
+
+
+def send(writer: int, data: bytes) -> None:
+    """Writes all of some bytes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(writer, view) :]
+
+
+def send_frame(writer: int, frame: Any) -> None:
+    """Writes the length of a frame, and its JSON."""
+    data = json.dumps(frame).encode()
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(data)} bytes is too large; at most {MAX_FRAME_BYTES} can be sent")
+    send(writer, len(data).to_bytes(8, "little") + data)
+
+
+def receive_frame(reader: int) -> Any:
+    """Returns the next frame; raises EOFError if there is none, and ValueError if it is too large or no JSON."""
+
+    def read(size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(reader, min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    size = int.from_bytes(read(8), "little")
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    return json.loads(read(size))
 
 
 def take_over_streams() -> tuple[int, int]:

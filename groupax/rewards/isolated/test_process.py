@@ -22,6 +22,7 @@ from groupax.rewards.isolated.start import (
     apply_limits,
     has_too_many_files,
     inner_order,
+    send,
     spawn_untrusted,
     take_over_streams,
 )
@@ -247,9 +248,7 @@ def main(order: dict[str, Any]) -> None:
     spawn_untrusted(order, requests, replies, 2 if order["shows_errors"] else os.open(os.devnull, os.O_RDWR))
     for descriptor in (requests, replies):
         os.close(descriptor)
-    view = memoryview(inner_order(order))
-    while view:
-        view = view[os.write(writer, view) :]
+    send(writer, inner_order(order))
     silent, out = take_over_streams()
     os.close(silent)
     apply_limits(order)
