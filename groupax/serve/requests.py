@@ -31,7 +31,7 @@ Number = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 def _prompts(value: Any) -> list[Any]:
     single = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
-    prompts = [value] if single else value
+    prompts: Any = [value] if single else value
     is_list = isinstance(prompts, list) and prompts
     expect(is_list, "prompt must be a string, token ids, or a list of either", value)
     for each in prompts:
@@ -305,7 +305,7 @@ def _constraint(name: str, value: Any) -> tuple[str, str] | None:
             return None
         is_known = form in ("json_object", "json_schema")
         expect(is_known, "response_format must have the type text, json_object or json_schema", value)
-        schema = {"schema": {"type": "object"}} if form == "json_object" else value.get("json_schema")
+        schema: Any = {"schema": {"type": "object"}} if form == "json_object" else value.get("json_schema")
         has_schema = isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping | bool)
         expect(has_schema, "response_format.json_schema must be an object with a schema", schema)
         kind, value = "json", schema["schema"]

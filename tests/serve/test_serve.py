@@ -42,8 +42,6 @@ THINKING = HERMES.replace("{{ m.content }}", "{% if m.x %}</think>{% endif %}{{ 
 USER = [{"role": "user", "content": "What is a word?"}]
 NAMED = {"type": "function", "function": {"name": "lookup"}}
 CALLS = '<tool_call>{"name": "lookup", "arguments": {"value": "a<b"}}</tool_call>'
-CALLED = {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "lookup", "arguments": "{}"}}]}
-RESULT = {"role": "tool", "tool_call_id": "a", "content": "3"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
@@ -187,10 +185,6 @@ CHAT_FAULTS = [
     ({"messages": [*USER, {"role": "tool", "tool_call_id": "a"}]}, "messages.1.content is missing"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "JSON"),
     ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls must be a list of calls"),
-    ({"messages": [*USER, RESULT]}, "1, a tool's, is the result of the call 'a'; there is no call"),
-    ({"messages": [*USER, CALLED, RESULT]}, r"the calls before it have the ids 'b'"),
-    ({"messages": [*USER, CALLED, {"role": "tool", "content": "3"}]}, "messages.2, a tool's, has no tool_call_id"),
-    ({"messages": [RESULT, {**CALLED, "tool_calls": [{**CALLED["tool_calls"][0], "id": "a"}]}]}, "no call before"),
 ]
 
 
@@ -226,18 +220,6 @@ def test_values_that_a_response_could_not_repeat_are_refused(path, value):
     PROTOCOLS["/v1/responses"].parse(b'{"input": "x", "metadata": "\\ud83d\\ude00"}')
     body = ApiError(400, "demo has no tensors \ud800, é").body
     assert json.loads(json.dumps(body, ensure_ascii=False).encode())["error"]["message"].endswith(r" \ud800, é")
-
-
-def test_many_results_of_tools_are_checked_in_linear_time():
-    calls = [
-        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        for number in range(20_000)
-    ]
-    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": calls}]
-    messages += [{"role": "tool", "content": "", "tool_call_id": "19999"}] * 20_000
-    begun_s = time.process_time()
-    parse(json.dumps({"messages": messages}).encode(), True)
-    assert time.process_time() - begun_s < 6  # of a slow core; 30 with a search for each
 
 
 def test_prompts_are_counted_before_they_are_encoded():

@@ -29,7 +29,6 @@ JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "a"}]
 DEEP = json.loads('{"a":' * 200 + "1" + "}" * 200)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
 
 
 def tool(**fields):
@@ -84,7 +83,6 @@ HOSTILE = {
         {"input": "a", "include": ["file_search\x1b[31m"]},
         {"input": "a", "top_logprobs": True},
         {"input": "a", "top_logprobs": 21},
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},
     ],
     "/v1/messages": [
         {},
@@ -94,7 +92,6 @@ HOSTILE = {
         {"messages": USER, "max_tokens": 4, "tools": [{"name": 1}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 4},
         {"messages": [{"role": "root", "content": "a"}], "max_tokens": 4},
-        {"messages": [{"role": "user", "content": [RESULT]}], "max_tokens": 4},
     ],
     "/v1/messages/count_tokens": [{}, {"messages": 1}],
     "/tokenize": [{}, {"prompt": 1}, {"messages": {}}, []],

@@ -222,7 +222,7 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
         fields.setdefault("tools", []).append(function_tool(tool, "input_schema"))
     if choice is None:
         return fields
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    kind: Any = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     else:

@@ -37,7 +37,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-HINTS = dict.fromkeys(("conversation", "previous_response_id"), "send the whole conversation as input")
+HINTS: dict[str, str] = dict.fromkeys(("conversation", "previous_response_id"), "send the whole conversation as input")
 HINTS |= dict.fromkeys(
     ("include", "top_logprobs"), "chat completions have log-probs, and return_token_ids gives them here"
 )
@@ -49,7 +49,7 @@ ECHOED = (
 
 def _conversation(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the conversation of a request as messages of a chat."""
-    items = given.get("input")
+    items: Any = given.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     expect(isinstance(items, list) and items, "input must be a text or a list of at least one item", given.get("input"))
     messages: list[dict[str, Any]] = []
