@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from inspect import isawaitable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -303,7 +303,13 @@ class Server:
 
     async def _pause(self, http: HttpRequest) -> Any:
         self._check_has_keys("a server can be paused")
-        await asyncio.wrap_future(self.loop.pause(_pause_mode(http)))
+        query, modes = http.query_params, get_args(PauseMode)
+        mode = query.get("mode", "abort")  # as in vLLM
+        if unknown := sorted(query.keys() - {"mode"}):
+            raise ApiError(400, f"{unknown[0][:80]!a} is not supported; a pause has only a mode", unknown[0])
+        if mode not in modes:
+            raise ApiError(400, f"mode must be one of {', '.join(modes)}, got {mode[:80]!a}", "mode")
+        await asyncio.wrap_future(self.loop.pause(cast(PauseMode, mode)))
         return {"status": "paused"}
 
     async def _resume(self, _: HttpRequest) -> Any:
@@ -365,18 +371,6 @@ class Server:
                 return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
         except TimeoutError as error:
             raise timeout_error() from error
-
-
-def _pause_mode(http: HttpRequest) -> PauseMode:
-    """Returns the mode in the query of a request to pause; "abort" by default, as in vLLM."""
-    query = http.query_params
-    if unknown := sorted(query.keys() - {"mode"}):
-        raise ApiError(400, f"{unknown[0][:80]!a} is not supported; a pause has only a mode", unknown[0])
-    for mode in get_args(PauseMode):
-        if query.get("mode", "abort") == mode:
-            return mode
-    message = f"mode must be one of {', '.join(get_args(PauseMode))}, got {query['mode'][:80]!a}"
-    raise ApiError(400, message, param="mode")
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:

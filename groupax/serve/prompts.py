@@ -121,7 +121,15 @@ def prepare(incoming: Incoming, model: ServedModel, max_completions: int, chat_m
     if request.row_keys is not None and len(request.row_keys) != num_prompts * n:
         message = f"row_keys must have {num_prompts * n} pairs, one for each completion, got {len(request.row_keys)}"
         raise ApiError(400, message, "row_keys")
-    _check_tokens(request, model.vocab_size)
+    named = {
+        "prompt": [token for prompt in request.prompts if _is_ids(prompt) for token in prompt],
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": request.logit_bias,
+    }
+    for field, tokens in named.items():
+        if (largest := max(tokens, default=0)) >= model.vocab_size:
+            message = f"{field} names token {largest}; the vocabulary has {model.vocab_size} tokens"
+            raise ApiError(400, message, param=field)
     reader = images = None
     if isinstance(request, ChatRequest):
         prompts, images, reader = encoded_chat(request, model, incoming.hints)
@@ -157,19 +165,6 @@ def check_constraint(model: ServedModel, params: SamplingParams) -> None:
             model.constraints.matcher(*params.constraint)
         except ValueError as error:
             raise ApiError(501 if isinstance(error, MissingPackageError) else 400, str(error)) from error
-
-
-def _check_tokens(request: Request, vocab_size: int) -> None:
-    """Refuses a request that names a token which the vocabulary lacks."""
-    named = {
-        "prompt": [token for prompt in request.prompts if _is_ids(prompt) for token in prompt],
-        "stop_token_ids": request.stop_token_ids,
-        "logit_bias": request.logit_bias,
-    }
-    for field, tokens in named.items():
-        largest = max(tokens, default=0)
-        if largest >= vocab_size:
-            raise ApiError(400, f"{field} names token {largest}; the vocabulary has {vocab_size} tokens", param=field)
 
 
 def _is_ids(prompt: Any) -> bool:

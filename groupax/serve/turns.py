@@ -61,7 +61,9 @@ class TurnFormat:
             header = next(reversed([*HEADER.finditer(text)]), None)
             if header is not None and MESSAGE not in text[header.start() :]:
                 text = text[: header.start()]
-        return text[: len(text) - max((_overlap(text, mark) for mark in self.marks), default=0)]
+        # a mark may have begun, but not ended
+        starts = (mark[:size] for mark in self.marks for size in range(1, len(mark)))
+        return text[: len(text) - max((len(start) for start in starts if text.endswith(start)), default=0)]
 
 
 class TurnFormats:
@@ -91,11 +93,6 @@ class TurnFormats:
         added = {} if found.name == RESPONSE_TEMPLATE else tokenizer.added_tokens_decoder
         hidden = frozenset(index for index, token in added.items() if token.special and token.content not in marks)
         return TurnFormat(tokenizer, found, marks, hidden)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest end of the text with which a mark begins, but not the whole mark."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 ID_LETTERS = 9  # letters and digits, which is all that some templates take for an id

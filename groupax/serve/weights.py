@@ -8,7 +8,7 @@ the server. So a late upload, or one to weights that another client has changed,
 """
 
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +120,10 @@ class Weights:
             raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
         self._check_state(request)
         with bad_request("tensors"):
-            lora = None if request.adapter is None else _lora_config(request.adapter)
+            try:
+                lora = None if request.adapter is None else as_lora_config(request.adapter, has_weights=True)
+            except TypeError as error:
+                raise ValueError(str(error)) from error
             extents = read_manifest(request.tensors)
             self._check_tensors(model, lora, extents)
         self._uploads = {name: each for name, each in self._uploads.items() if each.request.model != model}
@@ -157,7 +160,11 @@ class Weights:
         if upload.lora is None:
             return Held(replace_tensors(model_specs(config), held.base, tensors))
         specs = adapter_specs(config, upload.lora)
-        trained = held.trained if held.lora == upload.lora else self._new_adapter(model, upload.lora)
+        trained = held.trained
+        if held.lora != upload.lora:
+            sharding = jax.NamedSharding(self.models[model].mesh, jax.P())
+            added = init_adapter(config, upload.lora, held.base, jax.random.key(0), sharding)
+            trained = _in_dtype_of(held.base, added)
         assert trained is not None, "an adapter has weights"
         new = replace_tensors(specs, trained, tensors)
         if self.loop.engines[model].adapters:
@@ -173,20 +180,15 @@ class Weights:
         self._held[request.model] = held
         if engine.adapters:
             version = engine.version
-            engine.params = self._stacked(engine.adapters, held.base)
+            adapters = [self._held[name] for name in engine.adapters]
+            changes = [Changes(each.trained, each.lora.scale) for each in adapters if each.lora and each.trained]
+            assert len(changes) == len(adapters), "adapters have weights"
+            engine.params = stack_adapters(held.base, changes)
             engine.version, engine.adapter_versions[request.model] = version, request.version
         else:
             engine.params = held.params
             engine.version = request.version
         return self._state(request.model)
-
-    def _stacked(self, adapters: Sequence[str], base: Params) -> Params:
-        changes = []
-        for name in adapters:
-            held = self._held[name]
-            assert held.lora is not None and held.trained is not None, "it is an adapter"  # noqa: PT018
-            changes.append(Changes(held.trained, held.lora.scale))
-        return stack_adapters(base, changes)
 
     def _state(self, model: str) -> dict[str, Any]:
         held, engine = self._held[model], self.loop.engines[model]
@@ -227,19 +229,6 @@ class Weights:
         missing = sorted(expected.keys() - extents.keys())
         if lora is not None and lora != held.lora and missing:
             raise ValueError(f"{model} has no such adapter yet, and its first upload lacks {', '.join(missing[:3])}")
-
-    def _new_adapter(self, model: str, lora: LoRAConfig) -> Params:
-        base = self._held[model].base
-        sharding = jax.NamedSharding(self.models[model].mesh, jax.P())
-        trained = init_adapter(self.models[model].config, lora, base, jax.random.key(0), sharding)
-        return _in_dtype_of(base, trained)
-
-
-def _lora_config(given: dict[str, Any]) -> LoRAConfig:
-    try:
-        return as_lora_config(given, has_weights=True)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 def _held(model: Model) -> Held:

@@ -101,23 +101,22 @@ class EventStream(Response):
             self.on_end()
 
 
-def _openai_error(error: ApiError) -> dict[str, Any]:
-    return error.body
-
-
-def _responses_error_event(error: ApiError) -> dict[str, Any]:
-    return {**error.body["error"], **error.body, "type": "error", "sequence_number": 0}
-
-
 def _openai(is_chat: bool) -> Protocol:
-    return Protocol(lambda body: Incoming(parse(body, is_chat)), ResponseBuilder, _openai_error, _openai_error, False)
+    def parsed(body: bytes) -> Incoming:
+        return Incoming(parse(body, is_chat))
+
+    return Protocol(parsed, ResponseBuilder, lambda error: error.body, lambda error: error.body, has_event_names=False)
 
 
 PROTOCOLS = {
     "/v1/completions": _openai(is_chat=False),
     "/v1/chat/completions": _openai(is_chat=True),
     "/v1/responses": Protocol(
-        responses.parse, responses.ResponseWriter, _openai_error, _responses_error_event, has_event_names=True
+        responses.parse,
+        responses.ResponseWriter,
+        lambda error: error.body,
+        lambda error: {**error.body["error"], **error.body, "type": "error", "sequence_number": 0},
+        has_event_names=True,
     ),
     "/v1/messages": Protocol(
         anthropic.parse, anthropic.MessageWriter, anthropic.error_body, anthropic.error_body, has_event_names=True
