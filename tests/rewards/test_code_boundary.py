@@ -567,6 +567,10 @@ def test_what_does_not_cross_fails():
         ("class A: pass", "class B(A): pass"),  # the tests extend a class of the solution
         ("class A:\n    __contains__ = lambda *a: True\ndef f(): return A()", "assert 3 in f()"),
         ("class A:\n    __mul__ = lambda *a: 3\ndef f(): return A()", "assert f() * 2 == 3"),
+        (
+            "class R: startswith = lambda *a: True\nclass Model:\n    def __call__(self, x): return R()",
+            "assert Model()(1).startswith('7')",
+        ),
         ("def f(h): return h.read()", "import io\nassert f(io.StringIO('a')) == 'a'"),  # only its lines are items
         ("class A:\n    startswith = lambda *a: True\ndef f(): return A()", "assert f().startswith('x')"),
         ("import os\ndef f(): os.fork()", "f()"),

@@ -54,27 +54,27 @@ class Handle:
     Args:
         peer: The connection to the solution.
         number: Number of the object there.
-        is_own: Whether it is a class of the solution, or the tests created it by calling one.
+        rights: "class" for a class of the solution, "own" for an instance that the tests created by calling one.
     """
 
-    __slots__ = ("__weakref__", "_groupax_number", "_groupax_own", "_groupax_peer")
+    __slots__ = ("__weakref__", "_groupax_number", "_groupax_peer", "_groupax_rights")
 
-    def __init__(self, peer: TestPeer, number: int, is_own: bool = False) -> None:
+    def __init__(self, peer: TestPeer, number: int, rights: str = "") -> None:
         object.__setattr__(self, "_groupax_peer", peer)
         object.__setattr__(self, "_groupax_number", number)
-        object.__setattr__(self, "_groupax_own", is_own)
+        object.__setattr__(self, "_groupax_rights", rights)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         value = self._groupax_peer.request("call", self, *args, **kwargs)
-        return owned(value) if self._groupax_own else value
+        return with_rights(value, "own") if self._groupax_rights == "class" else value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in READABLE:
             raise AttributeError(name)
         value = self._groupax_peer.request("getattr", self, name)
-        if name in PLAIN_METHODS and callable(value) and not self._groupax_own:
+        if name in PLAIN_METHODS and callable(value) and not self._groupax_rights:
             raise AttributeError(f"{name}, of an object that the solution returned, is not one of a plain value")
-        return owned(value) if CLASS_NAME.fullmatch(name) else value
+        return with_rights(value, "class") if CLASS_NAME.fullmatch(name) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._groupax_peer.request("setattr", self, name, value)
@@ -95,7 +95,7 @@ class Handle:
         return self._groupax_peer.request("hash", self)
 
     def __contains__(self, item: Any) -> bool:
-        if self._groupax_own or isinstance(item, Handle):
+        if self._groupax_rights or isinstance(item, Handle):
             return self._groupax_peer.request("contains", self, item) is True
         return any(each is item or each == item for each in iter(self))
 
@@ -120,9 +120,9 @@ for _name in OPERATORS.keys() - {"eq", "hash", "contains", "exit"}:
     setattr(Handle, f"__{_name}__", _operation(_name))
 
 
-def owned(value: Any) -> Any:
-    """Returns the handle of an object as one that the tests have created; other values as they are."""
-    return Handle(value._groupax_peer, value._groupax_number, is_own=True) if isinstance(value, Handle) else value
+def with_rights(value: Any, rights: str) -> Any:
+    """Returns a handle with other rights; other values as they are."""
+    return Handle(value._groupax_peer, value._groupax_number, rights) if isinstance(value, Handle) else value
 
 
 class TestPeer(Peer):
@@ -136,7 +136,7 @@ class TestPeer(Peer):
     def name(self, name: str) -> Any:
         """Returns the value of a global name of the solution; raises KeyError if it does not define the name."""
         value = self.request("name", name)
-        return owned(value) if CLASS_NAME.fullmatch(name) else value
+        return with_rights(value, "class") if CLASS_NAME.fullmatch(name) else value
 
     def perform(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls a function of the tests, or returns the next item of an iterator, that was passed to the solution."""
