@@ -93,7 +93,7 @@ class Interpreter:
         start = partial(start_isolated, (), ("interpreter",), order, self._limits, self._sandbox)
         try:
             # bubblewrap ends with the thread that has started it, and that of a call ends with the call
-            own, orders = _starter().submit(start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/").result()
+            own, orders = _starter().submit(start).result()
         except OSError as error:
             raise InfrastructureError(f"the Python interpreter did not start: {error}") from error
         process = _Process(own)

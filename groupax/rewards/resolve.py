@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -150,21 +150,24 @@ def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Seq
     found: Any = find_reward(item) if isinstance(item, str) else item
     renamed: Mapping[str, str] = found.columns if isinstance(found, WithColumns) else {}
     function: Any = found.function if isinstance(found, WithColumns) else found
-    is_model = isinstance(function, ModelReward) and not inspect.isfunction(function)
-    if not is_model and not callable(function):
+    model = function if isinstance(function, ModelReward) and not inspect.isfunction(function) else None
+    if model is None and not callable(function):
         raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
-    core = _core(function)
-    own = function.name if is_model else getattr(core, "__name__", type(core).__name__)
+    core: Any = function
+    while isinstance(core, functools.partial):
+        core = core.func
+    own = getattr(core, "__name__", type(core).__name__) if model is None else model.name
     candidates = [own, *(f"{own}_{number}" for number in range(2, len(taken_names) + 3))]
     name = next(candidate for candidate in candidates if candidate not in taken_names)
-    if is_model:
-        return Reward(name, function.rewards, on_device=True)
-    parameters = inspect.signature(function).parameters
+    if model is not None:
+        return Reward(name, model.rewards, on_device=True)
+    called = cast(Callable[..., Any], function)
+    parameters = inspect.signature(called).parameters
     per_completion = "completion" in parameters and not {"prompts", "completions"} & set(parameters)
     return Reward(
         name,
-        function,
-        takes=_checked_arguments(name, function, columns, per_completion, renamed),
+        called,
+        takes=_checked_arguments(name, called, columns, per_completion, renamed),
         per_completion=per_completion,
         is_async=inspect.iscoroutinefunction(core) or inspect.iscoroutinefunction(type(core).__call__),
         columns=dict(renamed),
@@ -182,13 +185,6 @@ def check_setup(function: Callable[..., Any]) -> None:
         function, options = function.func, {**function.keywords, **options}
     if function is code_tests:
         check_sandbox(options.get("sandbox", "bwrap"))
-
-
-def _core(function: Any) -> Any:
-    """Returns the function in a functools.partial."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def _checked_arguments(

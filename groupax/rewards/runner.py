@@ -135,8 +135,8 @@ class RewardRunner:
                 scores |= zip(part, _split(row[number], [groups[index] for index in part]), strict=True)
             by_reward[reward.name] = [scores[index] for index in range(len(groups))]
         by_group = [[by_reward[reward.name][index] for reward in self.rewards] for index in range(len(groups))]
-        for index, scores in enumerate(by_group if self.settings.reward_errors == "raise" else ()):
-            for reward, score in zip(self.rewards, scores, strict=True):
+        for index, row in enumerate(by_group if self.settings.reward_errors == "raise" else ()):
+            for reward, score in zip(self.rewards, row, strict=True):
                 if score.error:
                     raise RewardError(
                         f"the reward function {reward.name!r} failed in step {self.state.step + 1}, group {index} "

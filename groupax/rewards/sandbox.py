@@ -146,7 +146,14 @@ def _verdict(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[b
 
 
 def start_isolated(
-    outer: Sequence[str], inner: Sequence[str], order: dict[str, Any], limits: Limits, sandbox: Sandbox, **options: Any
+    outer: Sequence[str],
+    inner: Sequence[str],
+    order: dict[str, Any],
+    limits: Limits,
+    sandbox: Sandbox,
+    cwd: str = "/",
+    stdout: Any = subprocess.PIPE,
+    stderr: Any = subprocess.DEVNULL,
 ) -> "tuple[subprocess.Popen[bytes], bytes]":
     """Starts a trusted process in a sandbox, which starts an untrusted one in a sandbox of its own.
 
@@ -156,7 +163,7 @@ def start_isolated(
         order: Further contents of the trusted process's order, which is completed.
         limits: Limits of both processes.
         sandbox: "none" runs both with this process's permissions.
-        options: Further arguments for `Popen`.
+        cwd, stdout, stderr: Folder and streams of the trusted process.
 
     Returns:
         The process, and what it must be sent first.
@@ -190,7 +197,9 @@ def start_isolated(
         stdin=subprocess.PIPE,
         env={"PATH": "/usr/bin:/bin"},
         start_new_session=True,
-        **options,
+        cwd=cwd,
+        stdout=stdout,
+        stderr=stderr,
     )
     return process, serialize_order(order)
 

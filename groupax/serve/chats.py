@@ -72,7 +72,7 @@ def _is_image(part: Any) -> bool:
 def _image(part: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an image of OpenAI's format as the chat template's, with the checked URL."""
     given = part.get("image_url")
-    url = given.get("url") if isinstance(given, Mapping) else given
+    url: Any = given.get("url") if isinstance(given, Mapping) else given
     is_sound = isinstance(url, str) and not (isinstance(given, Mapping) and given.get("detail", "auto") not in DETAILS)
     if part["type"] == "image" or not is_sound:
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,...'}}"
@@ -140,7 +140,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
             message = f"tools.{number} must be {{'type': 'function', 'function': {{...}}}}, got {short(tool)}"
             raise ApiError(400, message, "tools", "unsupported_value")
-        given = tool.get("function")
+        given: Any = tool.get("function")
         has_name = isinstance(given, Mapping) and is_text(given.get("name")) and given["name"]
         expect(has_name, f"tools.{number}.function must have a name", given)
         parameters = given.get("parameters")

@@ -277,7 +277,7 @@ class Peer:
             if value.ndim == 0 or value.dtype.kind not in ARRAYS:
                 return self.encode(value.tolist(), table)
             return ["array", value.dtype.str, list(value.shape), value.tobytes().hex()]
-        return self.encode(list(value), table) if kind in VIEWS else self.encode_object(value)
+        return self.encode([*value], table) if isinstance(value, VIEWS) else self.encode_object(value)
 
     def decode(self, node: Any, table: Table) -> Any:
         """Returns the value of a node.

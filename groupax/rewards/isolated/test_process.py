@@ -97,7 +97,7 @@ class Handle:
     def __contains__(self, item: Any) -> bool:
         if self._groupax_rights or isinstance(item, Handle):
             return self._groupax_peer.request("contains", self, item) is True
-        return any(each is item or each == item for each in iter(self))
+        return any(each is item or each == item for each in self._groupax_peer.request("iter", self))
 
     def __exit__(self, *_: object) -> bool:
         self._groupax_peer.request("exit", self)
