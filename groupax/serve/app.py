@@ -5,7 +5,7 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,14 +24,11 @@ from starlette.routing import Route
 
 from groupax.models.weights.checkpoint import Model
 from groupax.serve.exchange import (
-    Completion,
     Delta,
-    Exchange,
-    PieceStream,
-    Writer,
     arriving_deltas,
     collect,
     no_tokens,
+    streamed,
 )
 from groupax.serve.loop import EngineLoop, PauseMode, PromptScorer, adapter_of
 from groupax.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
@@ -244,31 +241,13 @@ class Server:
             arriving, cancel = record.watch(arriving_deltas(deltas, num)), partial(self.loop.cancel, job)
         writer = protocol.writer(exchange)
         if request.stream:
-            events = self._events(exchange, writer, num, arriving)
+            events = streamed(exchange, writer, num, arriving, model.tokenizer)
             return EventStream(events, protocol, cancel, deadline_s)
         try:
             completions = await unless_disconnected(collect(arriving, num), http.receive, deadline_s)
         finally:
             cancel()
         return await run_in_threadpool(lambda: JSONResponse(writer.full(completions)))
-
-    async def _events(
-        self, exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta]
-    ) -> AsyncIterator[dict[str, Any]]:
-        tokenizer = self.models[exchange.model].tokenizer
-        streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
-        completions = [Completion() for _ in streams]
-        for event in writer.first_events():
-            yield event
-        async for delta in arriving:
-            completion = completions[delta.index]
-            if delta.start < len(completion.tokens):
-                raise ApiError(503, "the weights changed, and the completion had to be restarted", code="aborted")
-            for event in writer.events(delta, streams[delta.index].add(delta), completion):
-                yield event
-            completion.add(delta)
-        for event in writer.last_events(completions):
-            yield event
 
     async def _count_tokens(self, http: HttpRequest) -> Any:
         body, deadline_s = await self._body(http), self._deadline_s(http)

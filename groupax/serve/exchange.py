@@ -288,3 +288,30 @@ class TextStream:
                     first_held = start
                 start = text.find(stop[0], start + 1)
         return text[:first_held]
+
+
+async def streamed(
+    exchange: Exchange, writer: Writer, num: int, arriving: AsyncIterator[Delta], tokenizer: Any
+) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of a streamed response.
+
+    Args:
+        exchange: The request and what its response is made of.
+        writer: Writes the events.
+        num: Number of completions.
+        arriving: Their deltas.
+        tokenizer: Tokenizer of the model.
+    """
+    streams = [PieceStream(exchange, index, tokenizer) for index in range(num)]
+    completions = [Completion() for _ in streams]
+    for event in writer.first_events():
+        yield event
+    async for delta in arriving:
+        completion = completions[delta.index]
+        if delta.start < len(completion.tokens):
+            raise ApiError(503, "the weights changed, and the completion had to be restarted", code="aborted")
+        for event in writer.events(delta, streams[delta.index].add(delta), completion):
+            yield event
+        completion.add(delta)
+    for event in writer.last_events(completions):
+        yield event
