@@ -39,10 +39,15 @@ def expect(condition: Any, message: str, value: Any) -> None:
         raise ApiError(400, f"{message}, got {short(value)}", field)
 
 
-def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """Returns another protocol's tool, whose schema has the name `parameters`, as one of a chat."""
-    function = {key: tool.get(key) for key in ("name", "description", "strict")}
-    return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
+def tools_of(tools: Any, kinds: tuple[str | None, ...], what: str, parameters: str) -> list[dict[str, Any]]:
+    """Returns the tools of another protocol, of these types and with schemas named `parameters`, as those of a chat."""
+    expect(isinstance(tools, list), "tools must be a list", tools)
+    found = []
+    for number, tool in enumerate(tools):
+        expect(isinstance(tool, Mapping) and tool.get("type") in kinds, f"tools.{number} must be {what}", tool)
+        function = {key: tool.get(key) for key in ("name", "description", "strict")}
+        found.append({"type": "function", "function": {**function, "parameters": tool.get(parameters)}})
+    return found
 
 
 def _unicode(text: str) -> str:

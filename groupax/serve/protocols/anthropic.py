@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from groupax.data.images import URL
-from groupax.serve.chats import expect, function_tool, is_text, text_of
+from groupax.serve.chats import expect, is_text, text_of, tools_of
 from groupax.serve.exchange import Completion, Delta, Exchange, parts_of
 from groupax.serve.requests import Incoming, chat_fields, check_known, request_of
 from groupax.serve.turns import Call, Turn
@@ -213,13 +213,9 @@ def _assistant_message(blocks: list[Mapping[str, Any]], where: str) -> list[dict
 
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a chat about tools."""
-    fields: dict[str, Any] = {}
-    tools, choice = given.get("tools", []), given.get("tool_choice")
-    expect(isinstance(tools, list), "tools must be a list", tools)
-    for number, tool in enumerate(tools):
-        is_own = isinstance(tool, Mapping) and tool.get("type", "custom") in ("custom", None)
-        expect(is_own, f"tools.{number} must be a tool of yours with an input_schema", tool)
-        fields.setdefault("tools", []).append(function_tool(tool, "input_schema"))
+    choice, tools = given.get("tool_choice"), given.get("tools", [])
+    own = "a tool of yours with an input_schema"
+    fields: dict[str, Any] = {"tools": tools_of(tools, ("custom", None), own, "input_schema")}
     if choice is None:
         return fields
     kind: Any = choice.get("type") if isinstance(choice, Mapping) else None

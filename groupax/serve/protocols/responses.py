@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupax.data.tokenizer import encode_texts
-from groupax.serve.chats import expect, function_tool, is_text, short, text_of
+from groupax.serve.chats import expect, is_text, short, text_of, tools_of
 from groupax.serve.exchange import Completion, Delta, Exchange, parts_of
 from groupax.serve.requests import Incoming, chat_fields, check_known, request_of
 from groupax.serve.turns import Call, Turn
@@ -114,16 +114,10 @@ def _open_turn(messages: list[dict[str, Any]], has_call: bool) -> dict[str, Any]
 
 def _tool_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a chat about tools."""
-    fields: dict[str, Any] = {}
-    tools, choice = given.get("tools", []), given.get("tool_choice")
-    expect(isinstance(tools, list), "tools must be a list", tools)
-    for number, tool in enumerate(tools):
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            message = f"tools.{number} must be a function of yours, got {short(tool)}"
-            raise ApiError(400, message, "tools", "unsupported_value")
-        fields.setdefault("tools", []).append(function_tool(tool, "parameters"))
+    choice, tools = given.get("tool_choice"), given.get("tools", [])
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
+    fields = {"tools": tools_of(tools, ("function",), "a function of yours", "parameters")}
     return fields if choice is None else {**fields, "tool_choice": choice}
 
 
