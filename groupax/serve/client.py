@@ -89,8 +89,8 @@ class RemoteSampler:
         self.begun: set[RemoteSession] = set()
         self.version = 0
         self._params: Params | None = None
-        self._copied: Params | None = None  # the weights that `_on_host` is a copy of
-        self._on_host: Params | None = None
+        self._copied: Params | None = None  # the weights that `_to_push` is a copy of, if there are several processes
+        self._to_push: Params | None = None
         self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
         self.params = params
 
@@ -104,7 +104,9 @@ class RemoteSampler:
     def params(self, params: Params) -> None:
         if params is not self._params:
             self._params = params
-            self.version += 1
+            if processes.num_processes() == 1:  # else `session` copies them first
+                self._to_push = params
+                self.version += 1
 
     def release(self) -> None:
         """Does nothing: the servers have their own copies of the weights."""
@@ -139,8 +141,9 @@ class RemoteSampler:
                 copies[id(leaf)] = weakref.ref(leaf), copy
                 return copy
 
-            self._on_host, self._copied = jax.tree.map(copied, self.params), self.params
+            self._to_push, self._copied = jax.tree.map(copied, self.params), self.params
             self._copies = copies
+            self.version += 1  # after the weights, which another session's requests may push
         return RemoteSession(self)
 
     def cancel(self) -> None:
@@ -193,7 +196,8 @@ class RemoteSampler:
                 self._dialects[server] = dialect
             dialect = self._dialects[server]
             if dialect.pushed != self.version:
-                dialect.push(self.params if self._on_host is None else self._on_host, self.version)
+                assert self._to_push is not None, "set by __init__, or copied by the session"
+                dialect.push(self._to_push, self.version)
             return dialect, dialect.pushed
 
     def _forget_weights(self, server: RemoteServer) -> None:
