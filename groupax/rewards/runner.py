@@ -119,19 +119,31 @@ class RewardRunner:
                     self._start_calls([row for index in part for row in groups[index]])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
-            self._main_thread.run_until([call for row in calls for call in row])
-        by_reward = self._model_scores(groups) if len(self._functions) < len(self.rewards) else {}
+            self.serve([call for row in calls for call in row])
+        by_reward: dict[str, list[Scores]] = {}
+        rollouts = [row for group in groups for row in group]
+        for reward in self.rewards:  # a reward model forms its own batches
+            if reward.on_device and rollouts:
+                with self.device_lock:
+                    returned = reward.function(rollouts)
+                by_reward[reward.name] = _split(checked_scores(reward.name, returned, rollouts), groups)
         called = [[call.result() for call in row] for row in calls]
         if processes.num_processes() > 1:
-            called = self._from_all_processes(called, len(parts))
+            shares = [iter(share) for share in processes.all_gather_object(called)]
+            called = [next(shares[index % len(shares)]) for index in range(len(parts))]
         for number, reward in enumerate(self._functions):
             scores: dict[int, Scores] = {}
             for part, row in zip(parts, called, strict=True):
                 scores |= zip(part, _split(row[number], [groups[index] for index in part]), strict=True)
             by_reward[reward.name] = [scores[index] for index in range(len(groups))]
         by_group = [[by_reward[reward.name][index] for reward in self.rewards] for index in range(len(groups))]
-        if self.settings.reward_errors == "raise":
-            self._raise_failures(by_group)
+        for index, row in enumerate(by_group if self.settings.reward_errors == "raise" else ()):
+            for reward, score in zip(self.rewards, row, strict=True):
+                if score.error:
+                    raise RewardError(
+                        f"the reward function {reward.name!r} failed in step {self.state.step + 1}, group {index} "
+                        f"(reward_errors is 'raise'):\n{score.error}"
+                    )
         return by_group
 
     def serve(self, until: "Sequence[concurrent.futures.Future[Any]]") -> None:
@@ -150,7 +162,6 @@ class RewardRunner:
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
-        self._main_thread.close()
 
     def _start_calls(self, rollouts: list[Rollout]) -> None:
         with self._starting:
@@ -167,31 +178,6 @@ class RewardRunner:
         """Returns whether this process makes the calls of this index."""
         num = processes.num_processes()
         return num == 1 or index % num == processes.process_index()
-
-    def _from_all_processes(self, called: list[list[Scores]], num_calls: int) -> list[list[Scores]]:
-        """Returns the scores of the calls in all processes, in their order."""
-        shares = [iter(share) for share in processes.all_gather_object(called)]
-        return [next(shares[index % len(shares)]) for index in range(num_calls)]
-
-    def _model_scores(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Scores]]:
-        """Returns the scores of reward models by name and group. Each is called once, as it forms its own batches."""
-        rollouts = [row for group in groups for row in group]
-        scores: dict[str, list[Scores]] = {}
-        for reward in self.rewards:
-            if reward.on_device and rollouts:
-                with self.device_lock:
-                    returned = reward.function(rollouts)
-                scores[reward.name] = _split(checked_scores(reward.name, returned, rollouts), groups)
-        return scores
-
-    def _raise_failures(self, by_group: Sequence[Sequence[Scores]]) -> None:
-        for index, scores in enumerate(by_group):
-            for reward, score in zip(self.rewards, scores, strict=True):
-                if score.error:
-                    raise RewardError(
-                        f"the reward function {reward.name!r} failed in step {self.state.step + 1}, group {index} "
-                        f"(reward_errors is 'raise'):\n{score.error}"
-                    )
 
 
 def _split(scores: Scores, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:

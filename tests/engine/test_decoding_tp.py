@@ -21,7 +21,7 @@ from groupax.models.weights.checkpoint import add_adapter, reshard
 from groupax.models.weights.saving import host_tensors, param_leaves, save_adapter
 from groupax.parallel.mesh import make_mesh
 from groupax.serve.loop import EngineLoop
-from groupax.serve.remote import manifest_of, pieces_of
+from groupax.serve.remote import bytes_of, manifest_of
 from groupax.serve.weights import Weights
 from tests.conftest import LATENTS, TINY, assert_trees_match, one_device_mesh, rest_heavy
 from tests.data.test_config_and_data import a_tokenizer
@@ -223,19 +223,14 @@ def push(weights, name, specs, params, **given):
     """Send weights to a server's model."""
     tensors = host_tensors(specs, param_leaves(specs, params))
     given |= {"model": name, "version": 5, "replaces": weights.state(name), "tensors": manifest_of(tensors)}
-    begun = weights.begin(given)
+    upload = weights.take(weights.begin(given)["upload"])
 
-    async def as_they_come(parts):
-        for part in parts:
+    async def as_they_come():
+        for part in bytes_of(tensors):
             yield bytes(part)
 
-    async def put():
-        for number, (parts, crc) in enumerate(pieces_of(tensors, begun["piece_bytes"])):
-            await weights.put(begun["upload"], number, f"{crc:08x}", as_they_come(parts))
-
-    asyncio.run(put())
-    upload = weights.close(begun["upload"])
-    weights.take_over(upload, weights.prepared(upload))
+    received = asyncio.run(weights.received(upload, as_they_come()))
+    weights.take_over(upload, weights.prepared(upload, received))
 
 
 # -- whole runs

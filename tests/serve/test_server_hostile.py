@@ -47,11 +47,9 @@ HOSTILE = {
         {"input": "a", "text": {"format": {"type": "json_schema", "schema": 3}}},
         {"input": "a", "include": ["file_search\x1b[31m"]},
         {"input": "a", "top_logprobs": 21},
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},
     ],
     "/v1/messages": [
         {"messages": [{"role": "root", "content": "a"}], "max_tokens": 4},
-        {"messages": [{"role": "user", "content": [RESULT]}], "max_tokens": 4},
     ],
     "/v1/messages/count_tokens": [{}],
     "/tokenize": [{}, {"prompt": 1}, []],
@@ -62,7 +60,7 @@ HOSTILE = {
 RAW = [
     *(b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b"[" * 100_000, b"{'a': 1}"),
     ('{"a":' * 100_000 + "1" + "}" * 100_000).encode(),
-    *(b'{"prompt": NaN}', b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}'),
+    *(b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}'),
     *(b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"prompt": "a"} {}', b'{"prompt": "a", "n": 1e999}'),
 ]
 NAMED = [  # with the field that the error has to name
@@ -88,7 +86,7 @@ NAMED = [  # with the field that the error has to name
 PATHS = [
     ("GET", "/v1/completions"), ("PUT", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health"), ("GET", "/"),
     ("GET", "/v1/models/none"), ("GET", "/v1/../etc/passwd"), ("POST", "/v1/embeddings"), ("GET", "/%00"),
-    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights/x/1"),
+    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights/x"),
 ]  # fmt: skip
 
 
