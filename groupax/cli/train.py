@@ -296,7 +296,6 @@ def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool
     closing = []
     if processes.is_primary():
         trainer.emit(PhaseStarted("writing the report"))
-        trainer.run_folder.flush()
         closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
     trainer.write_card()
     if not processes.is_primary():

@@ -19,7 +19,7 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.items import ONLY_SET
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
-from groupax.runs.checkpoints import saver, writer
+from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
 from groupax.runs.checkpoints.fingerprint import tokenizer_fingerprint
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
@@ -413,65 +413,40 @@ def fill(place):
 
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
-def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch):
-    monkeypatch.setattr(writer, "RETRY_S", 0.0)
-    monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
-    seen = []
+@pytest.mark.parametrize("step", [3, 4], ids=["in the middle", "at the end"])
+def test_without_room_a_run_stops_and_loses_nothing(small_disk, earlier, caplog, step):
+    settings = {"max_steps": 4, "save_steps": 1, "save_total_limit": 0}
 
-    def breaking(completion_ids, trainer_state):
-        if 3 <= trainer_state.step < 6:
+    def filling(completion_ids, trainer_state):
+        if trainer_state.step == step - 1:
             trainer.run.saver.writer.wait()  # what it could not write would make room again
             trainer.run.saver.states.writer.wait()
             fill(small_disk)
-        elif trainer_state.step == 6 and not seen:
-            seen.extend(name for name in steps_in(small_disk) if not name.startswith("."))
-            (small_disk / "filler").unlink()
         return count_a(completion_ids)
 
-    trainer = a_trainer(small_disk, breaking, max_steps=8, save_steps=1)
-    trainer.train()
-    assert "could not be written (" in caplog.text
-    assert "No space left on device" in caplog.text
-    newest = int(seen[-1].removeprefix("step_"))
-    assert newest == 3
-    assert f"the newest one is that of step {newest}. Training continues" in caplog.text
-    assert "Metrics and rollouts wait in memory" in caplog.text
-    assert damage(checkpoint(small_disk, 8)) is None
-    assert [line["step"] for line in lines_of(small_disk)] == list(range(1, 9))
-    assert len(list((small_disk / "run" / "rollouts").iterdir())) == 8
-    assert (small_disk / "run" / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.heavy
-def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
-    monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
-    monkeypatch.setattr(saver.time, "sleep", lambda _: (small_disk / "filler").unlink())
-
-    def filling(completion_ids, trainer_state):
-        if trainer_state.step == 1:
-            fill(small_disk)
-        return count_a(completion_ids)
-
-    a_trainer(small_disk, filling, max_steps=2).train()
-    assert "the end of the run cannot be saved in" in caplog.text
-    assert "Make room" in caplog.text
-    assert damage(checkpoint(small_disk, 2)) is None
+    trainer = a_trainer(small_disk, filling, **settings)
+    with pytest.raises(RunError, match=r"cannot be written to: .*No space left .*continues from its newest checkpoint"):
+        trainer.train()
+    assert f"the run's state is in {checkpoint(small_disk, step - 1)}" in caplog.text
+    (small_disk / "filler").unlink()
+    resumed = a_trainer(small_disk, **settings)
+    resumed.train()
+    assert_same_end(resumed, earlier[0])
+    assert lines_of(small_disk) == lines_of(earlier[1])
+    assert len(list((small_disk / "run" / "rollouts").iterdir())) == 4
     assert load_model(small_disk / "run" / "model").config.vocab_size == 13
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.heavy
-def test_the_end_of_a_run_does_not_wait_for_ever(small_disk, monkeypatch):
-    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
+def test_training_continues_after_a_checkpoint_that_cannot_be_written(tmp_path, caplog, monkeypatch):
+    def failing_once(folder):
+        monkeypatch.setattr(writer, "seal", seal)
+        raise OSError("no answer")
 
-    def filling(completion_ids, trainer_state):
-        if trainer_state.step == 1:
-            fill(small_disk)
-        return count_a(completion_ids)
-
-    with pytest.raises(RunError, match="the end of the run could not be saved in"):
-        a_trainer(small_disk, filling, max_steps=2).train()
+    monkeypatch.setattr(writer, "seal", failing_once)
+    a_trainer(tmp_path, max_steps=3, save_steps=1, save_total_limit=0).train()
+    assert "the checkpoint of step 1 could not be written (no answer); there is none yet. Training cont" in caplog.text
+    assert steps_in(tmp_path) == ["step_000002", "step_000003"]
 
 
 # -- faults of other parts
@@ -572,7 +547,6 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
 @pytest.fixture
 def bucket(monkeypatch):
     """A real S3 API on loopback."""
-    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
     server_of = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs")
@@ -596,7 +570,6 @@ def bucket(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of moto and of the clients
 def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch):
     """The server dies while a checkpoint is uploaded; the one before it stays usable, and later ones are written."""
-    monkeypatch.setattr(writer, "RETRY_S", 0.0)
     server, another = bucket
     place = "s3://bucket/runs/one"
     settings = {"max_steps": 4, "output_dir": place, "save_steps": 1, "save_total_limit": 2}

@@ -3,22 +3,18 @@
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from groupax.config import GRPOConfig, RunConfig
 from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
-from groupax.events import Emit, Message
+from groupax.events import Message
 from groupax.models.weights.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
@@ -35,8 +31,6 @@ from groupax.storage.buckets import is_remote
 from groupax.training.adapters import PolicyLearner
 
 RECORD_BYTES = 500_000_000  # of what tools answered in earlier rollouts
-PATIENCE_S = 1800.0  # that the end of a run waits for disk space
-RETRY_END_S = 5.0  # between two attempts
 
 
 class RunSaver:
@@ -133,7 +127,6 @@ class RunSaver:
         more = self.more()
         if not processes.is_primary():
             return
-        self.folder.flush()
         self._report_unknown_metric(cursor.step)
         state = self._state(cursor, experience, policies)
 
@@ -206,7 +199,7 @@ class RunSaver:
             experience: The rollout in progress.
             whole: Whether cursor, experience and learner are consistent; otherwise the newest checkpoint must do.
         """
-        if cursor.step and whole:
+        if cursor.step and whole and not self.folder.is_incomplete:
             self.save_and_wait(cursor, experience)
         self.writer.wait()
         if newest := self.writer.newest():
@@ -295,29 +288,3 @@ def remove_download(saved: Saved) -> None:
     """Deletes the local copy of a checkpoint from a bucket."""
     if is_remote(saved.where):
         shutil.rmtree(saved.folder, ignore_errors=True)
-
-
-def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, emit: Emit, stop: PreemptionHandler) -> None:
-    """Runs an action that needs disk space or a server, and retries it for a while if it fails.
-
-    Raises:
-        RunError: It failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
-    """
-    started_s, is_reported = time.monotonic(), False
-    while True:
-        try:
-            action()
-            return
-        except (OSError, RunError, SafetensorError) as error:
-            if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - started_s > PATIENCE_S)):
-                raise RunError(f"the end of the run could not be saved in {folder.uri}: {error}") from error
-            if not is_reported:
-                is_reported = True
-                emit(
-                    Message(
-                        f"the end of the run cannot be saved in {folder.uri}: {error}. Make room or repair the folder; "
-                        f"it is tried again for {PATIENCE_S / 60:.0f} minutes",
-                        warning=True,
-                    )
-                )
-            time.sleep(RETRY_END_S)
