@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.data.chat import without_nulls
-from groupax.data.files import TRAIN_SPLITS, TableRows, check_characters, read_rows, shape_of
+from groupax.data.files import TRAIN_SPLITS, TableRows, check_characters, read_rows
 from groupax.data.images import COLUMNS as IMAGES
 from groupax.data.images import absolute_paths, has_images, images_of, is_filled, named, unnamed
 from groupax.settings.run import PromptOrder
@@ -101,14 +101,8 @@ def load_examples(
     check_text_only(rows, name, may_have_images)
     if named is None:
         return _with_all_columns(absolute_paths(rows, Path.cwd()) if may_have_images else rows)
-    features = getattr(rows, "features", None)
     is_plain = getattr(rows, "format", {}).get("type") is None  # a transform may give other rows
-    shape = shape_of(features.arrow_schema) if features and is_plain else {}
-    return (
-        TableRows(rows, shape)
-        if any(isinstance(each, dict) and "tool_calls" in each for each in shape.values())
-        else rows
-    )
+    return TableRows(rows) if is_plain and hasattr(rows, "features") else rows
 
 
 def describe_source(dataset: Any, name: str) -> str:

@@ -136,14 +136,11 @@ class RunSaver:
                 more(folder)
             return begin(folder)
 
-        def write_more(folder: Path) -> None:
-            if experience is not None:
-                write_rollout(experience, folder)
-
         text = json.dumps(state)  # before the log changes
         updates = self.args.updates_per_rollout if isinstance(self.args, GRPOConfig) else 1
         kept = {(step - 1) // updates for step in self.folder.steps_with_findings()}
         published = partial(remove_records, self.folder.records, cursor.num_rollouts, RECORD_BYTES, kept)
+        write_more = partial(write_rollout, experience) if experience is not None else lambda _: None
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
 
     def _state(
@@ -248,23 +245,15 @@ class RunSaver:
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
-            self.log.emit(
-                Message(
-                    f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly", warning=True
-                )
-            )
+            text = f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly"
+            self.log.emit(Message(text, warning=True))
         devices = devices_of(self.learner.mesh)
         if saved.state["devices"] != devices:
-            self.log.emit(
-                Message(f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently")
-            )
+            text = f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently"
+            self.log.emit(Message(text))
         if not has_optimizer(saved.folder):
-            self.log.emit(
-                Message(
-                    "the checkpoint has no optimizer state (save_optimizer_state); it is initialized again",
-                    warning=True,
-                )
-            )
+            text = "the checkpoint has no optimizer state (save_optimizer_state); it is initialized again"
+            self.log.emit(Message(text, warning=True))
 
     def _is_candidate_for_best(self, cursor: Cursor) -> bool:
         """Returns whether the current policy was evaluated for the best checkpoint and is not saved yet."""
@@ -275,13 +264,10 @@ class RunSaver:
         name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
         will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
         if name is not None and name not in metrics and not will_be_evaluated:
-            self.log.diagnostics.report(
-                step,
-                {
-                    "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
-                    f"; no checkpoint is the best one{nearest(name, metrics)}"
-                },
+            text = (
+                f"metric_for_best_model is {name!r}, which is not among the metrics so far; no checkpoint is the best "
             )
+            self.log.diagnostics.report(step, {"metric_for_best_model": f"{text}one{nearest(name, metrics)}"})
 
 
 def remove_download(saved: Saved) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from groupax.events import CheckpointSaved, Emit, Message
 from groupax.runs.checkpoints.store import STATE, Store, seal
 from groupax.settings.run import CheckpointSettings
+from groupax.terminal.printable import error_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +179,5 @@ class CheckpointWriter:
 
 def _summary(error: BaseException) -> str:
     """Returns an error in short; array libraries wrap the system's message into long texts."""
-    for message in map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)):
-        if message in str(error):
-            return message
-    text = str(error).strip() or type(error).__name__
-    return text if len(text) < 400 else f"{text[:397]}..."
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) else error_line(error, 400) or type(error).__name__
