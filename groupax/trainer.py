@@ -67,7 +67,6 @@ from groupax.runs.header import data_name, memory_facts, run_facts, time_facts
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
-from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -529,7 +528,7 @@ class GRPOTrainer(Trainer):
             is_conversational(self.prompts.examples[0]["prompt"]),
             license_of(read_card(self.start_model.source)),
             self.rules.names,
-            of_run=run_sections(self.run_folder.path, self.estimates),
+            held_out=self.estimates,
             recipe=(self.run_folder.command or {}).get("recipe"),
             prompt=self.public_prompt,
         )

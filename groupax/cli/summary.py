@@ -1,4 +1,4 @@
-"""The summary of a training run: evaluations before and after as tables, verdicts, a curve and a file."""
+"""The summary of a training run: evaluations before and after as tables, verdicts and a file."""
 
 import json
 import shlex
@@ -11,17 +11,18 @@ import numpy as np
 
 from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
-from groupax.evaluation.items import Comparison, Item, compare, write_items
+from groupax.evaluation.items import Comparison, compare, write_items
 from groupax.evaluation.paired import PairedDifference, p_text
 from groupax.metrics.completions import first_and_last
 from groupax.metrics.estimates import Estimate
+from groupax.runs.progress.display import sparkline
+from groupax.runs.report.page import thinned
 from groupax.settings.sampling import SamplingParams
 from groupax.sft import SFTResult
 from groupax.terminal.printable import one_line, printable
 from groupax.trainer import TrainResult
 from groupax.types import Metrics, Prompt
 
-NUM_SAMPLES = 2
 CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 MANY_WITHOUT_SIGNAL = 0.5  # share of groups from which on dynamic sampling is worth a try
 SOLVED_ABOVE = 0.95  # smallest pass@1 of a model that has little to learn
@@ -38,7 +39,7 @@ class BeforeAfter:
 
 
 def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
-    """Writes `result.json`, `evaluations/` and, if matplotlib is installed, `reward.png` into the run folder.
+    """Writes `result.json` and `evaluations/` into the run folder.
 
     Returns:
         Texts and tables for the user (see `show`).
@@ -54,17 +55,13 @@ def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
         for name, each in evaluation.sets.items():
             write_items(folder / "evaluations" / f"{when}.{name}.jsonl", each.items)
 
-    scored = [metrics for metrics in logged if metrics["reward"] is not None]  # null in steps without any reward
-    steps, rewards = [metrics["step"] for metrics in scored], [metrics["reward"] for metrics in scored]
-    has_plot = _plot(steps, rewards, folder / "reward.png")
-    parts: list[Any] = [f"\nmean reward by step\n{text_curve(rewards)}"]
+    rewards = [metrics["reward"] for metrics in logged if metrics["reward"] is not None]  # null without any reward
+    parts: list[Any] = [f"\nmean reward by step\n{sparkline(thinned(rewards))}"] if rewards else []
     for name, comparison in comparisons.items():
         before, after = report.before.sets[name], report.after.sets[name]
         title = f"{name}: before and after, {comparison.num_items} held-out prompts"
-        parts += [difference_table(title, comparison, before.metrics, after.metrics), _samples(before, after)]
+        parts.append(difference_table(title, comparison, before.metrics, after.metrics))
     parts.append(_omissions(summary))
-    if has_plot:
-        parts.append(f"reward curve: {folder / 'reward.png'}")
     return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
 
 
@@ -166,21 +163,6 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
         table_of(title, columns[:3], [row[:3] for row in rows], left),
         stacked(title, [(name, f"{mean} (95 %: {interval})") for name, mean, interval, *_ in rows]),
     )
-
-
-def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str:
-    """Returns the values as a bar chart of characters, with the range on the left."""
-    if not values:
-        return ""
-    columns = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values), min(width, len(values)))])
-    low, high = float(columns.min()), float(columns.max())
-    eighths = np.rint((columns - low) / ((high - low) or 1.0) * (8 * height - 1)).astype(int) + 1
-    rows = []
-    for level in range(height - 1, -1, -1):
-        filled = np.clip(eighths - 8 * level, 0, 8)
-        label = f"{high:8.3f} " if level == height - 1 else f"{low:8.3f} " if level == 0 else " " * 9
-        rows.append(label + "".join(" ▁▂▃▄▅▆▇█"[eighth] for eighth in filled))
-    return "\n".join(rows)
 
 
 def plain_estimates(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
@@ -313,44 +295,3 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not np.isfinite(value) else value for key, value in record.items()
     }
-
-
-def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
-    """Returns a table of prompts that were not solved before and are now."""
-    from rich.text import Text
-
-    from groupax.terminal.tables import SAMPLE_COLUMNS, Fitting, empty_table, stacked
-
-    title, headers = "example completions, before and after", ("prompt", "before", "after")
-    table = empty_table(title, show_lines=True)
-    for header in headers:
-        table.add_column(header, overflow="fold", min_width=SAMPLE_COLUMNS)
-
-    def merit(item: Item) -> tuple[bool, float]:
-        return bool(item.completions[0].solved), item.completions[0].reward or 0.0
-
-    pairs = list(zip(before.items, after.items, strict=True))
-    gained = sorted((pair for pair in pairs if merit(pair[1]) > merit(pair[0])), key=lambda pair: not merit(pair[1])[0])
-    entries = []
-    for first, second in (gained or pairs)[:NUM_SAMPLES]:
-        shown = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
-        texts = [one_line(text, 400) for text in shown]
-        table.add_row(*map(Text, texts))
-        entries += zip(headers, texts, strict=True)
-    return Fitting(table, stacked(title, entries, show_lines=True))
-
-
-def _plot(steps: Sequence[float], rewards: Sequence[float], path: Path) -> bool:
-    """Writes the reward curve; returns False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("mean reward")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    return True

@@ -102,7 +102,8 @@ def load_examples(
     if named is None:
         return _with_all_columns(absolute_paths(rows, Path.cwd()) if may_have_images else rows)
     is_plain = getattr(rows, "format", {}).get("type") is None  # a transform may give other rows
-    return TableRows(rows) if is_plain and hasattr(rows, "features") else rows
+    has_calls = "tool_calls" in str(getattr(rows, "features", ""))
+    return TableRows(rows) if is_plain and has_calls else rows
 
 
 def describe_source(dataset: Any, name: str) -> str:

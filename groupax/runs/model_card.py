@@ -24,6 +24,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _FRONT = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,59}")
 _MAX_CARD_BYTES, _MAX_CHARS = 1 << 20, 200
+ESTIMATES = ("pass@1", "reward")  # of held-out prompts
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def run_card(
     license_id: str | None = None,
     of_episodes: Mapping[str, str] | None = None,
     method: Method = GRPO,
-    of_run: str = "",
+    held_out: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None,
     recipe: str | None = None,
     prompt: Prompt | None = None,
 ) -> str:
@@ -162,7 +163,7 @@ def run_card(
         license_id: License of the starting model.
         of_episodes: The names of tools and environments by label.
         method: How it was trained.
-        of_run: Further sections in Markdown about the run.
+        held_out: Estimates on held-out prompts, by the step after which they were measured, the set and the metric.
         recipe: Name of the recipe, if there is one.
         prompt: A prompt of the training that may be published; None for none, since prompts may be private.
     """
@@ -181,7 +182,7 @@ def run_card(
         f"{kind} {code(shown_name(base))}, trained with {method.name} by [groupax](https://pypi.org/project/groupax).",
         f"## Use\n\n{_usage(adapter is not None, is_chat, prompt)}",
         f"## Training\n\n{_table(('', ''), rows)}",
-        of_run,
+        _held_out(held_out) if held_out else "",
         f"## Citation\n\n```bibtex\n{method.citation}{CITATION}```",
     ]
     return card(method.title, "\n\n".join(filter(None, parts)), base, adapter is not None, license_id, method.tag)
@@ -272,6 +273,19 @@ def _usage(is_adapter: bool, is_chat: bool, prompt: Prompt | None = None) -> str
     if is_chat and is_adapter:
         given = f"tokenizer.apply_chat_template({given}, tokenize=False, add_generation_prompt=True)"
     return (ADAPTER_USAGE if is_adapter else FULL_USAGE).format(prompt=given)
+
+
+def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Returns a section with a table of the first and the last estimates."""
+    steps = sorted({min(estimates), max(estimates)})
+    rows = []
+    for name, last in estimates[steps[-1]].items():
+        for key in ESTIMATES:
+            if key in last:
+                values = [str(estimates[step][name].get(key, "")) for step in steps]
+                rows.append((f"{name}: {key} ({last[key].num_items} prompts)", *values))
+    head = ("means with 95 % intervals", *(f"after step {step}" for step in steps))
+    return f"## Held-out prompts\n\n{_table(head, rows)}"
 
 
 def _weighted(name: str, weight: float) -> str:

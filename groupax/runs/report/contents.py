@@ -45,7 +45,6 @@ TIMES_AHEAD = {
 }  # asynchronous rollouts
 EVALUATED = ("eval_*pass@1", "eval_*reward", "eval_*rewards/*", "eval_*loss", "eval_*completions/mean_length")
 TEXT_CHARACTERS = 4000
-CELL_CHARACTERS = 240  # of a text in a table
 
 Rows = list[tuple[str, ...]]
 
@@ -67,12 +66,10 @@ class Contents:
         title: Title of the page.
         subject: Model, data and rewards, as a table.
         command: Command line that repeats the run; empty for a run that was started from Python.
-        summary, settings, hardware, times, evaluations, changes, flipped: Tables whose first row is the head.
-        num_flipped: Number of items that flipped, and of those in the table if it is lower.
+        summary, settings, hardware, times, evaluations, changes: Tables whose first row is the head.
         verdicts: Sentences about evaluations.
         diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
         curves: Curves of metrics.
-        time_split: Seconds by activity.
         samples: Completions early and late.
     """
 
@@ -86,9 +83,6 @@ class Contents:
     samples: Sequence[BeforeAndAfter]
     evaluations: Rows
     changes: Rows
-    flipped: Rows
-    num_flipped: str
-    time_split: Mapping[str, float]
     times: Rows
     settings: Rows
     hardware: Rows
@@ -101,7 +95,6 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         run: Record of the run.
         price_per_hour: Price of a device, or of the machine if it trains on CPU.
     """
-    split = _time_split(run)
     return Contents(
         title=f"groupax run {run.name}",
         subject=_subject(run),
@@ -112,12 +105,9 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         curves=_curves(run),
         samples=run.samples,
         evaluations=_evaluations(run),
-        flipped=_flipped(run),
-        num_flipped=_num_flipped(run),
         changes=[("held-out prompts that were answered", "better", "worse", "alike")]
         + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
-        time_split=split,
-        times=_times(split),
+        times=_times(time_split(run)),
         settings=[("setting", "value", "default")]
         + [(name, _plain(value), _plain(default)) for name, (value, default) in run.settings.items()],
         hardware=_hardware(run),
@@ -267,25 +257,6 @@ def _logged(lines: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     return cells
 
 
-def _flipped(run: RunRecord) -> Rows:
-    """Returns held-out items that flipped: of each the rewards and the texts before and after."""
-    rows: Rows = [("prompt", "reward", "before", "after")]
-    for each in run.flipped.values():
-        for pair in each.shown:
-            rewards = numbers([math.nan if each.reward is None else each.reward for each in (pair.before, pair.after)])
-            texts = (beginning(text, CELL_CHARACTERS) for text in (pair.prompt, pair.before.text, pair.after.text))
-            prompt, before, after = texts
-            rows.append((prompt, " → ".join(rewards).replace("nan", "-"), before, after))
-    return rows
-
-
-def _num_flipped(run: RunRecord) -> str:
-    """Returns how many items flipped, and how many of them are shown if not all are."""
-    total = sum(each.total for each in run.flipped.values())
-    num_shown = sum(len(each.shown) for each in run.flipped.values())
-    return f"{total:,}" if num_shown == total else f"{num_shown:,} of {total:,}"
-
-
 def _curves(run: RunRecord) -> list[Curve]:
     curves = []
     for title, patterns in CURVES.items():
@@ -307,7 +278,8 @@ def _matches(name: str, pattern: str) -> bool:
     return long_enough and name.startswith(before) and name.endswith(after) if star else name == pattern
 
 
-def _time_split(run: RunRecord) -> dict[str, float]:
+def time_split(run: RunRecord) -> dict[str, float]:
+    """Returns the seconds of a run by activity."""
     times = TIMES if "time/rollout_s" in run.metrics[-1] else TIMES_OF_SUPERVISED
     times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else times
     split = {label: run.total(name) for name, label in times.items()}

@@ -52,8 +52,7 @@ def write_run_report(folder: Path, to: Path | None = None, price_per_hour: float
 def html_page(report: Contents) -> str:
     """Returns the report as HTML."""
     environment = _environment(shown, autoescape=True)
-    environment.globals |= {"curve": curve, "legend": legend, "bar": bar, "answers": _answers}
-    environment.filters["as_is"] = lambda url: Markup(html.escape(url))  # which is too long to be shown as text
+    environment.globals |= {"curve": curve, "legend": legend, "answers": _answers}
     return environment.get_template("report.html.jinja").render(report=report)
 
 
@@ -114,11 +113,11 @@ def sparklines(curves: Sequence[Curve]) -> Rows:
     for name, values in (item for each in curves for item in each.series.items()):
         known = [value for value in values if math.isfinite(value)]
         first, last = numbers([known[0], known[-1]])
-        rows.append((name, first, sparkline(_thinned(values)), last))
+        rows.append((name, first, sparkline(thinned(values)), last))
     return rows
 
 
-def _thinned(values: Sequence[float]) -> list[float]:
+def thinned(values: Sequence[float]) -> list[float]:
     """Returns at most `NUM_SPARKS` of the values, evenly spread, with the first and the last one."""
     if len(values) <= NUM_SPARKS:
         return list(values)
@@ -131,7 +130,7 @@ def _inline(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]|~#" else html.escape(c, quote=False) for c in line)
 
 
-# -- curves and bars as inline SVG, in the colours of the page around them
+# -- curves as inline SVG, in the colours of the page around them
 
 
 def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[float]]) -> Markup:
@@ -192,21 +191,6 @@ def legend(names: Iterable[str]) -> Markup:
         for index, name in enumerate(names)
     ]
     return Markup(f'<div class="legend">{"".join(marks)}</div>')
-
-
-def bar(parts: Mapping[str, float]) -> Markup:
-    """Returns a bar that is divided in proportion to the values."""
-    total, left, pieces = sum(parts.values()) or 1.0, 0.0, []
-    for index, (name, value) in enumerate(parts.items()):
-        width = 100 * value / total
-        pieces.append(
-            f'<rect x="{left:.2f}" width="{width:.2f}" height="6" fill="{PALETTE[index % len(PALETTE)]}">'
-            f"<title>{html.escape(name)}: {width:.0f} %</title></rect>"
-        )
-        left += width
-    label = html.escape(", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts.items()))
-    attributes = f'viewBox="0 0 100 6" preserveAspectRatio="none" class="bar" role="img" aria-label="{label}"'
-    return Markup(f"<svg {attributes}>{''.join(pieces)}</svg>")
 
 
 def _pieces(steps: np.ndarray, values: np.ndarray) -> list[list[tuple[float, float]]]:
