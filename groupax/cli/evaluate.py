@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from groupax.cli.train import chosen_agents, flag_value
 from groupax.config import GRPOConfig
@@ -18,7 +18,7 @@ from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.files import check_unlocked
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.settings.command_line import Positional, Topics, parsed
+from groupax.settings.command_line import Positional, parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings, PromptOverflow, RewardSettings
 from groupax.settings.sampling import SamplingParams
@@ -40,12 +40,6 @@ class Eval:
     """Evaluate a model on held-out prompts: pass@1 of greedy completions, with --n above 1 and a --temperature also
     pass@k and maj@k of sampled ones, and the mean of every reward, all with 95 % intervals. The default of --max_tokens
     becomes half of the model's positions if these are too few for it."""
-
-    TOPICS: ClassVar[Topics] = {
-        "Task": ("model", "recipe", "dataset", "reward_funcs", "tools", "environments", "limit", "output_dir"),
-        "Sampling": ("n", "temperature", "max_tokens", "greedy"),
-        "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
-    }
 
     model: str | None = None
     """Folder or Hugging Face hub id of a model or an adapter; by default the recipe's."""

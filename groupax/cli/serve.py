@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupax.errors import require
 from groupax.parallel.processes import is_loopback, listen
 from groupax.settings import environment as env
-from groupax.settings.command_line import Topics, parsed
+from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 
 OTHER_FILES = 256  # open files of the server in addition to its connections
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Serve:
     """Serve a model with OpenAI's API for completions and chats, with /health and /metrics."""
-
-    TOPICS: ClassVar[Topics] = {
-        "Model": ("model", "name", "adapter", "chat_template", "dtype", "weights", "tp"),
-        "Network": ("host", "port", "api_key", "allowed_hosts", "request_timeout_s"),
-        "Load": ("max_concurrent_rows", "kv_cache_gb", "prefix_cache_gb", "max_queue", "warmup"),
-    }
 
     model: str
     """Folder or Hugging Face Hub id of a model or an adapter."""

@@ -1,16 +1,12 @@
 """The help of commands with many settings, and the file of settings that `groupax init` writes."""
 
-import re
 from dataclasses import fields
 
 import pytest
 import yaml
 
-from groupax.cli.evaluate import Eval
-from groupax.cli.generate import Generate
 from groupax.cli.init import Init, run_yaml
 from groupax.cli.main import main
-from groupax.cli.serve import Serve
 from groupax.cli.train import train_defaults
 from groupax.config import GRPOConfig, SFTConfig
 from groupax.recipes import load_recipe
@@ -50,18 +46,6 @@ def test_the_help_of_train_has_the_twenty_settings_that_matter_and_fits_the_term
     assert "\033" not in text
     settings = {each.name for each in fields(GRPOConfig)} | {each.name for each in fields(SFTConfig)}
     assert {name for names in COMMON.values() for name in names} <= settings
-
-
-@pytest.mark.parametrize(("command", "kind"), [("eval", Eval), ("generate", Generate), ("serve", Serve)])
-def test_the_help_of_commands_with_many_options_has_those_that_matter_by_topic(command, kind, capsys):
-    brief, whole = help_of(capsys, command, "--help"), help_of(capsys, command, "--help", "all")
-    chosen = [name for names in kind.TOPICS.values() for name in names]
-    assert re.findall(r"^  --(\w+)", brief, re.MULTILINE) == chosen
-    assert all(f"\n{topic}\n" in brief for topic in kind.TOPICS)
-    assert len(brief.splitlines()) < 70
-    num_options = int(re.search(rf"groupax {command} --help all describes all (\d+) options", brief)[1])
-    assert len(re.findall(r"^  --", whole, re.MULTILINE)) == num_options + 1, "and --help"
-    assert ("\nSampling\n" in whole) == ("\nEpisodes\n" in whole) == (command != "serve")
 
 
 def test_the_help_of_checkpoints_says_what_its_actions_are(capsys):

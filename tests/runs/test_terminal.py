@@ -150,25 +150,6 @@ with named.Rich() as shown:
     ]
 
 
-def test_errors_warnings_and_logs_that_quote_completions_are_printed_visibly():
-    code = f"""
-import logging, sys, warnings
-from groupax.cli import main as cli
-def fails(arguments):
-    warnings.warn("w " + {HOSTILE!r}, stacklevel=1)
-    logging.getLogger("a").warning("l " + {HOSTILE!r})
-    raise KeyError(1) from RuntimeError({HOSTILE!r})
-cli.run_command = lambda name, arguments: fails(arguments)
-sys.argv = ["groupax", "train", "--x"]
-cli.entry_point()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    for text in ("RuntimeError: ", "UserWarning: w ", "\nl "):
-        assert f"{text}␛]0;owned␇␛[2J" in done.stderr
-    assert "\x1b" not in done.stderr
-
-
 def test_a_reader_that_ends_early_leaves_no_traceback():
     with subprocess.Popen(
         [sys.executable, "-m", "groupax", "train", "--help", "all"],
