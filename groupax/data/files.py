@@ -92,28 +92,14 @@ def check_characters(value: Any, where: str) -> None:
         ValueError: A text has half of a surrogate pair, or the value is nested too deeply.
     """
     try:
-        _check_value(value)
-    except ValueError as error:
-        raise ValueError(f"{where} {error}; remove it") from error
+        json.dumps(value, ensure_ascii=False, default=lambda _: None, skipkeys=True).encode()
+    except UnicodeEncodeError as error:
+        text = error.object[max(error.start - 20, 0) : error.end].encode(errors="backslashreplace").decode()
+        raise ValueError(
+            f"{where} has half of a surrogate pair, which is no character, in ...{text!r}; remove it"
+        ) from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
-
-
-def _check_value(value: Any) -> None:
-    if isinstance(value, str):
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                text = value[max(error.start - 20, 0) : error.end].encode(errors="backslashreplace").decode()
-                raise ValueError(f"has half of a surrogate pair, which is no character, in ...{text!r}") from error
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_value(key)
-            _check_value(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _check_value(inner)
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:

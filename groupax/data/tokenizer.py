@@ -20,8 +20,6 @@ from groupax.types import Prompt
 
 # Classes of tokenizers that are fully described by `tokenizer.json`.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-CHARACTERS_PER_TOKEN = 8  # more than most texts have
-SPARE_TOKENS = 64  # encoded in addition to the longest prompt, so that cutting the text changes none of the last tokens
 CONTEXT_TOKENS = 8  # tokens of a prompt with which a completion is decoded
 REPLACEMENT = "\ufffd"  # decoded for the bytes of an incomplete character
 # Without any of these files transformers creates a tokenizer of special tokens only for some families.
@@ -170,7 +168,6 @@ def encode_prompts(
     tokenizer: Any,
     prompts: Sequence[Any],
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    max_tokens: int | None = None,
     name: str = "prompt",
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     may_be_empty: bool = False,
@@ -178,8 +175,6 @@ def encode_prompts(
     """Returns the token ids of each prompt: a string is encoded directly, messages are rendered by the chat template.
 
     Args:
-        max_tokens: Limit beyond which a prompt need not be complete: of a longer prompt, an end that exceeds the limit
-            may be encoded instead. None encodes everything.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
 
     Raises:
@@ -208,21 +203,7 @@ def encode_prompts(
         next(rendered_texts) if flag else _checked_text(prompt, given, own, f"{name} {index}")
         for index, (prompt, given, own, flag) in enumerate(zip(prompts, arguments, tools, rendered, strict=True))
     ]
-    return (
-        encode_texts(tokenizer, texts, rendered)
-        if max_tokens is None
-        else encode_within(tokenizer, texts, rendered, max_tokens)
-    )
-
-
-def encode_within(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool], max_tokens: int) -> list[np.ndarray]:
-    """Returns the token ids of each text, or of an end that has more than `max_tokens` if the whole text does."""
-    longest = CHARACTERS_PER_TOKEN * (max_tokens + SPARE_TOKENS)
-    encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
-    for index, text in enumerate(texts):
-        if len(text) > longest:
-            encoded[index] = _encode_end(tokenizer, text, rendered[index], max_tokens)
-    return encoded
+    return encode_texts(tokenizer, texts, rendered)
 
 
 def _checked_text(
@@ -240,18 +221,6 @@ def _checked_text(
         )
     check_characters(prompt, name)
     return prompt
-
-
-def _encode_end(tokenizer: Any, text: str, rendered: bool, max_tokens: int) -> np.ndarray:
-    """Returns the token ids of a text, or of an end of it with more than `max_tokens` tokens."""
-    num_characters = CHARACTERS_PER_TOKEN * (max_tokens + SPARE_TOKENS)
-    while num_characters < len(text):
-        [ids] = encode_texts(tokenizer, [text[-num_characters:]], [rendered])
-        if len(ids) > max_tokens + SPARE_TOKENS:
-            return ids
-        num_characters *= 4
-    [ids] = encode_texts(tokenizer, [text], [rendered])
-    return ids
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:

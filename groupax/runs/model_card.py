@@ -52,24 +52,13 @@ class Method:
     citation: str = ""
 
 
+_LEARNING = ("optimizer", "learning_rate", "lr_scheduler_type", "base_weights", "seed")
 GRPO = Method(
     "GRPO run",
     "Group Relative Policy Optimization ([GRPO](https://arxiv.org/abs/2402.03300))",
     "grpo",
     "prompts",
-    (
-        "loss_type",
-        "beta",
-        "prompts_per_step",
-        "num_generations",
-        "max_completion_length",
-        "temperature",
-        "optimizer",
-        "learning_rate",
-        "lr_scheduler_type",
-        "base_weights",
-        "seed",
-    ),
+    ("loss_type", "beta", "prompts_per_step", "num_generations", "max_completion_length", "temperature", *_LEARNING),
     ("reward", "pass@1", "completions/mean_length", "entropy", "kl"),
     "training samples of the last step",
     """\
@@ -87,17 +76,7 @@ SFT = Method(
     "supervised fine-tuning",
     "sft",
     "examples",
-    (
-        "loss_type",
-        "batch_size",
-        "max_length",
-        "packing",
-        "optimizer",
-        "learning_rate",
-        "lr_scheduler_type",
-        "base_weights",
-        "seed",
-    ),
+    ("loss_type", "batch_size", "max_length", "packing", *_LEARNING),
     ("loss", "entropy"),
     "last step",
 )

@@ -113,23 +113,3 @@ def test_a_mistyped_flag_is_named_with_what_it_may_be(tmp_path, capsys):
     assert main(["init", str(tmp_path / "run.yaml"), "--modle", "x"]) == 2
     assert "there is no flag --modle; did you mean --model?" in capsys.readouterr().err
     assert not (tmp_path / "run.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["--model", "./modle"],
-            "./modle is neither a model folder nor a hub id of the form 'owner/name'; there is no",
-        ),
-        (["--dataset", "promts.jsonl"], "train_dataset: there is no file promts.jsonl; did you mean prompts.jsonl?"),
-        (["--eval_dataset", "hard=x.csv"], "eval_dataset 'hard': there is no file x.csv"),
-    ],
-)
-def test_init_refuses_what_train_would_not_find(argv, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text("{}")
-    assert main(["init", "run.yaml", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"groupax init: {message}")
-    assert not (tmp_path / "run.yaml").exists()
-    assert main(["init", "run.yaml", "--model", "some/model", "--dataset", "prompts.jsonl"]) == 0
