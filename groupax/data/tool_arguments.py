@@ -326,9 +326,9 @@ def _array(check: _Check, schema: Mapping[str, Any], values: list[Any], where: s
 
 def _object(check: _Check, schema: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
     owner, inside = where or check.owner, f" of {where}" if where else ""
-    properties, others = _mapping(schema, "properties"), schema.get("additionalProperties", True)
+    properties = _mapping(schema, "properties")
     faults = []
-    is_closed = others is False and where and not DESCRIBING & schema.keys()
+    is_closed = schema.get("additionalProperties") is False and where and not DESCRIBING & schema.keys()
     if is_closed and (unknown := [key for key in values if key not in properties]):
         faults.append(_unknown_fault(owner, unknown[0], properties))
     missing = [key for key in _list(schema, "required") if isinstance(key, str) and key not in values]
@@ -336,9 +336,11 @@ def _object(check: _Check, schema: Mapping[str, Any], values: Mapping[str, Any],
         faults.append(f"{owner} needs the argument{'s' * (len(missing) > 1)} {', '.join(missing)}")
     checked = {}
     for key, value in values.items():
-        part = properties.get(key, others or True)
-        checked[key], more = _checked(check, part, value, f"the argument {key!r:.80}{inside}")
-        faults += more
+        part = properties.get(key, schema.get("additionalProperties") or None)
+        if part is not None:
+            value, more = _checked(check, part, value, f"the argument {key!r:.80}{inside}")
+            faults += more
+        checked[key] = value
     return checked, faults
 
 
