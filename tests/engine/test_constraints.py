@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from groupax.constraints import MAX_CHARACTERS, ConstraintCompiler, fault_of
-from groupax.data.tokenizer import token_bytes
 from tests.data.chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 
 
@@ -197,10 +196,9 @@ def test_only_what_spells_text_may_follow(compiler, stories):
     from groupax.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(stories)
-    found = token_bytes(tokenizer, 512)
-    assert found[tokenizer.convert_tokens_to_ids("<0x0A>")] == b"\n"
-    assert found[tokenizer.convert_tokens_to_ids("\u2581the")] == b" the"
-    assert found[tokenizer.eos_token_id] == b""
+    tokens = ConstraintCompiler(tokenizer, 512, (tokenizer.eos_token_id,)).load_tokens()
+    for token, spelled in (("<0x0A>", b"\n"), ("\u2581the", b" the")):
+        assert tokens.decode_bytes([tokenizer.convert_tokens_to_ids(token)]) == spelled
 
 
 WORST = [
