@@ -103,14 +103,14 @@ def test_numbers_are_those_of_the_metrics(run, report):
     lines = [line for line in metrics_of(run) if "loss" in line]
     assert record.num_steps == 4
     assert record.total("step_time") == pytest.approx(sum(line["step_time"] for line in lines))
-    [cost] = [row for row in contents_of(record, 3600.0).summary if row[0] == "cost"]
+    [cost] = [row for row in contents_of(record, 3600.0)["summary"] if row[0] == "cost"]
     assert cost[1].startswith(f"{record.total('step_time'):,.2f} at 3600 per machine hour")
-    [curve_of_rewards] = [each for each in contents_of(record).curves if each.title == "reward"]
+    [curve_of_rewards] = [each for each in contents_of(record)["curves"] if each.title == "reward"]
     assert curve_of_rewards.series["reward"] == [line["reward"] for line in lines]
     evaluations = [line for line in metrics_of(run) if "eval_reward" in line]
-    [rewards] = [row[1:] for row in contents_of(record).evaluations if row[0] == "reward"]
+    [rewards] = [row[1:] for row in contents_of(record)["evaluations"] if row[0] == "reward"]
     assert [cell.split(" [")[0] for cell in rewards] == [f"{line['eval_reward']:.3f}" for line in evaluations]
-    assert "cost" not in dict(row[:2] for row in contents_of(record).summary)
+    assert "cost" not in dict(row[:2] for row in contents_of(record)["summary"])
     assert cost[1] in report[1]
 
 

@@ -251,8 +251,8 @@ def test_it_learns_evaluates_and_writes_what_a_run_writes(tmp_path):
     assert (run / "checkpoints" / "step_000040").is_dir()
     assert "SFT run" in (run / "model" / "README.md").read_text()
     contents = contents_of(read_run(run))
-    assert {"loss", "evaluation"} <= {curve.title for curve in contents.curves}
-    assert ("loss_type", "dft", "nll") not in contents.settings
+    assert {"loss", "evaluation"} <= {curve.title for curve in contents["curves"]}
+    assert ("loss_type", "dft", "nll") not in contents["settings"]
     files = WatchedRun(run)
     files.refresh()
     assert files.state()["latest"].keys() == {"loss"}

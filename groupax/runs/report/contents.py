@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from groupax.evaluation.paired import p_text
@@ -12,7 +13,7 @@ from groupax.metrics.completions import first_and_last
 from groupax.runs.diagnostics import Severity, severity_of
 from groupax.runs.model_card import shown_name
 from groupax.runs.progress.display import headline
-from groupax.runs.report.record import BeforeAndAfter, RunRecord
+from groupax.runs.report.record import RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.terminal.printable import printable
 
@@ -58,60 +59,30 @@ class Curve:
     series: Mapping[str, Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a report.
-
-    Attributes:
-        title: Title of the page.
-        subject: Model, data and rewards, as a table.
-        command: Command line that repeats the run; empty for a run that was started from Python.
-        summary, settings, hardware, times, evaluations, changes: Tables whose first row is the head.
-        verdicts: Sentences about evaluations.
-        diagnostics: Records with `step`, `name`, `text`, `severity`, errors first.
-        curves: Curves of metrics.
-        samples: Completions early and late.
-    """
-
-    title: str
-    subject: Rows
-    command: str
-    summary: Rows
-    verdicts: Sequence[str]
-    diagnostics: Sequence[Mapping[str, Any]]
-    curves: Sequence[Curve]
-    samples: Sequence[BeforeAndAfter]
-    evaluations: Rows
-    changes: Rows
-    times: Rows
-    settings: Rows
-    hardware: Rows
-
-
-def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents:
-    """Returns the contents of a run's report.
+def contents_of(run: RunRecord, price_per_hour: float | None = None) -> dict[str, Any]:
+    """Returns the contents of a run's report by name, as the templates show them. Tables have a head as first row.
 
     Args:
         run: Record of the run.
         price_per_hour: Price of a device, or of the machine if it trains on CPU.
     """
-    return Contents(
-        title=f"groupax run {run.name}",
-        subject=_subject(run),
-        command=repeating_command(run.command, run.settings) if run.command else "",
-        summary=_summary(run, price_per_hour),
-        verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
-        diagnostics=_by_severity(run.diagnostics),
-        curves=_curves(run),
-        samples=run.samples,
-        evaluations=_evaluations(run),
-        changes=[("held-out prompts that were answered", "better", "worse", "alike")]
-        + [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()],
-        times=_times(time_split(run)),
-        settings=[("setting", "value", "default")]
-        + [(name, _plain(value), _plain(default)) for name, (value, default) in run.settings.items()],
-        hardware=_hardware(run),
-    )
+    changes = [(name, *(f"{count:,}" for count in counts)) for name, counts in run.changes.items()]
+    settings = [(name, _plain(value), _plain(default)) for name, (value, default) in run.settings.items()]
+    return {
+        "title": f"groupax run {run.name}",
+        "subject": _subject(run),
+        "command": repeating_command(run.command, run.settings) if run.command else "",
+        "summary": _summary(run, price_per_hour),
+        "verdicts": [f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
+        "diagnostics": _by_severity(run.diagnostics),
+        "curves": _curves(run),
+        "samples": run.samples,
+        "evaluations": _evaluations(run),
+        "changes": [("held-out prompts that were answered", "better", "worse", "alike"), *changes],
+        "times": _times(time_split(run)),
+        "settings": [("setting", "value", "default"), *settings],
+        "hardware": _hardware(run),
+    }
 
 
 def shown(text: str) -> str:
@@ -242,7 +213,7 @@ def _evaluations(run: RunRecord) -> Rows:
     if len(rows) == 1 and run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         rows = [("", f"step {first['step']:.0f}", f"step {last['step']:.0f}")]
-        names = (name for name in last if any(_matches(name, pattern) for pattern in EVALUATED))
+        names = (name for name in last if any(fnmatchcase(name, pattern) for pattern in EVALUATED))
         rows += [(name.removeprefix("eval_"), *_logged((first, last), name)) for name in names]
     return rows if len(rows) > 1 else []
 
@@ -262,7 +233,7 @@ def _curves(run: RunRecord) -> list[Curve]:
     for title, patterns in CURVES.items():
         lines = run.evaluations if title == "evaluation" else run.metrics
         names = dict.fromkeys(name for line in (*lines[:1], *lines[-1:]) for name in line)
-        found = [name for pattern in patterns for name in names if _matches(name, pattern)]
+        found = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
         if title == "loss" and "reward" in names:  # GRPO's says nothing about progress
             continue
         series = {name: [line.get(name, math.nan) for line in lines] for name in found}
@@ -270,12 +241,6 @@ def _curves(run: RunRecord) -> list[Curve]:
         if series:
             curves.append(Curve(title, [line["step"] for line in lines], series))
     return curves
-
-
-def _matches(name: str, pattern: str) -> bool:
-    before, star, after = pattern.partition("*")
-    long_enough = len(name) >= len(before) + len(after)
-    return long_enough and name.startswith(before) and name.endswith(after) if star else name == pattern
 
 
 def time_split(run: RunRecord) -> dict[str, float]:

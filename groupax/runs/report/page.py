@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from groupax.runs.progress.display import sparkline
-from groupax.runs.report.contents import Contents, Curve, Rows, contents_of, number, numbers, shown
+from groupax.runs.report.contents import Curve, Rows, contents_of, number, numbers, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter, read_run
 from groupax.terminal.printable import one_line, printable
 
@@ -49,14 +49,14 @@ def write_run_report(folder: Path, to: Path | None = None, price_per_hour: float
     return files
 
 
-def html_page(report: Contents) -> str:
+def html_page(report: Mapping[str, Any]) -> str:
     """Returns the report as HTML."""
     environment = _environment(shown, autoescape=True)
     environment.globals |= {"curve": curve, "legend": legend, "answers": _answers}
     return environment.get_template("report.html.jinja").render(report=report)
 
 
-def markdown(report: Contents) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     """Returns the report as Markdown, with curves as lines of characters."""
     environment = _environment(_inline, autoescape=False)
     environment.globals |= {"table": table, "code": code, "sparklines": sparklines, "texts": _texts}
