@@ -312,17 +312,6 @@ def test_a_text_that_a_template_has_rendered_has_its_first_token_once(
     assert tokenizer.decode(ids) == "<|bos|>" * (not text.startswith("<|bos|>")) + text
 
 
-def test_one_token_may_stand_for_many_characters():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    prompts = encode_examples([{"prompt": "a " + "b" * 100_000 + " a"}], tokenizer, 8, "error")
-    assert prompts.token_ids[0].tolist() == [1, 0, 1]
-
-
 # -- stop texts in training
 
 
