@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from groupax.cli.summary import BeforeAfter, show, write_report
+from groupax.cli.summary import show, write_report
 from groupax.engine.engine import new_sequences
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, find_correctness_reward
 from groupax.evaluation.items import (
@@ -339,10 +339,10 @@ def test_a_verdict_without_progress_says_where_to_look(tmp_path, solved, rewards
         Evaluation({"eval": SetEvaluation(items, estimates(items), metrics, params, "r", {})})
         for items in ([an_item(str(index), [index < num]) for index in range(40)] for num in solved)
     )
-    report = BeforeAfter(before, after, TrainResult(2, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0})
+    counts = {"used": 1, "dropped": 0, "truncated": 0}
     lines = [{"step": float(step), "reward": reward} for step, reward in enumerate([*rewards[:1], None, *rewards[1:]])]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    show(write_report(report, tmp_path))
+    show(write_report(before, after, TrainResult(2, 1.0, 1.0, {}), counts, tmp_path))
     assert capsys.readouterr().out.splitlines()[1] == "mean reward by step"
     text = json.loads((tmp_path / "result.json").read_text())["verdicts"]["eval"]
     assert text.startswith(start)

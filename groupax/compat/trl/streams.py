@@ -12,11 +12,12 @@ from typing import Any
 
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.base import AcceleratorConfig
-from groupax.data.examples import MAX_ROWS
 
 NO_DISPATCH = (
     "Iterable datasets require `dispatch_batches=False`, but accelerator_config has dispatch_batches=True; leave it out"
 )
+
+MAX_ROWS = 50_000_000  # of a stream that is read into memory
 
 
 def is_stream(dataset: Any) -> bool:
