@@ -75,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Mistakes of the user are reported without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        commands = "".join(f"\n  {name:<11} {about}" for name, (_, about) in COMMANDS.items())
-        print(
-            f"usage: groupax COMMAND [options]  (groupax COMMAND --help lists them), or groupax --version\n{commands}"
-        )
+        print(usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
         print(f"groupax {__version__}")
@@ -88,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"groupax: there is no command {arguments[0]!r}{hint} (groupax --help explains them)", file=sys.stderr)
         return 2
     return exit_status(f"groupax {arguments[0]}", lambda: run_command(arguments[0], arguments[1:]))
+
+
+def usage() -> str:
+    """Returns the help of groupax: its commands."""
+    commands = "".join(f"\n  {name:<11} {about}" for name, (_, about) in COMMANDS.items())
+    return f"usage: groupax COMMAND [options]  (groupax COMMAND --help lists them), or groupax --version\n{commands}"
 
 
 def run_command(name: str, arguments: Sequence[str]) -> object:

@@ -1,5 +1,6 @@
 """Conversations: checks of their messages, and their rendering by chat templates. Imports no jax."""
 
+import atexit
 import html
 import json
 import os
@@ -258,6 +259,7 @@ class TemplateProcess:
 
 
 TEMPLATES = TemplateProcess()
+atexit.register(TEMPLATES.close)
 
 
 # Chat templates by name, for `GRPOConfig.chat_template`.
