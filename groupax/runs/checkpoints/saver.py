@@ -264,10 +264,12 @@ class RunSaver:
         name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
         will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
         if name is not None and name not in metrics and not will_be_evaluated:
-            text = (
-                f"metric_for_best_model is {name!r}, which is not among the metrics so far; no checkpoint is the best "
-            )
-            self.log.diagnostics.report(step, {"metric_for_best_model": f"{text}one{nearest(name, metrics)}"})
+            hint = nearest(name, metrics)
+            found = {
+                "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far; "
+                f"no checkpoint is the best one{hint}"
+            }
+            self.log.diagnostics.report(step, found)
 
 
 def remove_download(saved: Saved) -> None:
