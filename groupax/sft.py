@@ -38,7 +38,6 @@ from groupax.runs.header import data_name, memory_facts, model_facts, recomputat
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import SFT, Trained, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
-from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.trainer import Description, Trainer, make_learner
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
@@ -345,7 +344,7 @@ class SFTTrainer(Trainer):
             is_chat=bool(getattr(self.tokenizer, "chat_template", None)),
             license_id=license_of(read_card(self.start_model.source)),
         )
-        return run_card(trained, SFT, run_sections(self.run_folder.path))
+        return run_card(trained, SFT)
 
 
 def learner_settings(args: SFTConfig) -> LearnerSettings:

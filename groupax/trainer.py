@@ -68,7 +68,6 @@ from groupax.runs.header import data_name, memory_facts, recomputation, run_fact
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import Trained, license_of, read_card, run_card
 from groupax.runs.progress.display import Progress, headline_text, result_html, short_number
-from groupax.runs.report.card import run_sections
 from groupax.runs.run import Run, with_absolute_paths
 from groupax.runs.step_record import step_record
 from groupax.runs.trainer import Description, Trainer, make_learner
@@ -530,7 +529,8 @@ class GRPOTrainer(Trainer):
             is_conversational(self.prompts.examples[0]["prompt"]),
             license_of(read_card(self.start_model.source)),
             self.rules.names,
-            (self.run_folder.command or {}).get("recipe"),
-            self.public_prompt,
+            held_out=self.estimates,
+            recipe=(self.run_folder.command or {}).get("recipe"),
+            prompt=self.public_prompt,
         )
-        return run_card(trained, of_run=run_sections(self.run_folder.path, self.estimates))
+        return run_card(trained)

@@ -3,14 +3,14 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from groupax.cli.train import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import Rich
-from groupax.settings.command_line import Topics, parsed
+from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 from groupax.settings.rollouts import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Generate:
     """Sample completions of prompts and print them with the throughput."""
-
-    TOPICS: ClassVar[Topics] = {
-        "Task": ("model", "prompt", "raw", "tools", "environments"),
-        "Sampling": ("max_tokens", "temperature", "top_p", "n", "stop", "seed"),
-        "Model": ("chat_template", "weights", "tp", "kv_cache_gb"),
-    }
 
     model: str
     """A folder, a Hugging Face hub id, or the name of a recipe, which stands for its model."""

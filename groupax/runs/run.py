@@ -21,9 +21,9 @@ from groupax.parallel.runtime import compilation, configure_jax
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import complete_identity
 from groupax.runs.checkpoints.fingerprint import Identity, differences
-from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
+from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import LocalStore
-from groupax.runs.files import complete_run, free_name
+from groupax.runs.files import complete_run, free_name, stopping_unwritable
 from groupax.runs.folder import RunFolder
 from groupax.runs.header import begun_process
 from groupax.runs.log import RunLog
@@ -223,17 +223,17 @@ class Run:
         hooks.started(self)
 
     def save_end(self) -> None:
-        """Saves the last checkpoint, the model and the trackers' files; waits as long as the disk is full."""
+        """Saves the last checkpoint, the model and the trackers' files.
 
-        def save() -> None:
-            self.emit(PhaseStarted("writing the model"))
-            processes.run_on_primary(self.folder.flush)
+        Raises:
+            RunError: They cannot be written.
+        """
+        self.log.close_sinks()
+        self.emit(PhaseStarted("writing the model"))
+        with stopping_unwritable(self.folder.uri):
             self.saver.end(*self._settled())
             self.save_result()
             processes.run_on_primary(lambda: (self.folder.settle(), self.folder.sync()))
-
-        self.log.close_sinks()
-        retry_while_disk_full(save, self.folder, self.emit, self.stop)
 
     def save_result(self) -> None:
         """Saves the model in the run's `model/`, or next to it if somebody wrote into that during the run."""
@@ -310,8 +310,9 @@ class Run:
         self.emit(Message(text, warning=True))
         if cursor.num_bad_steps < self.trainer.args.max_bad_steps:
             return
-        self.save_result()
-        retry_while_disk_full(lambda: processes.run_on_primary(folder.sync), folder, self.emit, self.stop)
+        with stopping_unwritable(folder.uri):
+            self.save_result()
+            processes.run_on_primary(folder.sync)
         saved, batches = processes.run_on_primary(lambda: [*map(folder.uri_of, ("model", "bad_steps"))])
         raise DivergedError(
             f"{cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "

@@ -5,7 +5,6 @@ import json
 import time
 from dataclasses import replace
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing

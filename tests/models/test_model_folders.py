@@ -137,16 +137,6 @@ def both(*changes):
     return change
 
 
-def rules(**parts):
-    """Gives the tokenizer other rules."""
-    return config("tokenizer.json", **parts)
-
-
-def replaced(*patterns):
-    """Returns rules of which each replaces a pattern by a thousand "a"."""
-    return [{"type": "Replace", "pattern": {"String": each}, "content": "a" * 1000} for each in (*patterns, *"aaa")]
-
-
 def linked(name, target="/etc/passwd"):
     def change(folder):
         (folder / name).unlink(missing_ok=True)
@@ -579,24 +569,6 @@ def test_a_kill_leaves_the_old_model_or_the_new_one(tmp_path):
         check_destination(folder)
         leftovers = [path.name for path in tmp_path.iterdir() if path != folder]
         assert all(name.startswith(".model.partial-") for name in leftovers), "which the documents name"
-
-
-def test_files_that_appear_while_a_model_is_replaced_are_kept(tmp_path, monkeypatch, caplog):
-    folder, real = tmp_path / "model", groupax.storage.replacing._exchange
-
-    def exchange(new, old):
-        (old / "late.txt").write_text("mine")
-        real(new, old)
-
-    for number in range(2):
-        with replacing_folder(folder) as partial:
-            (partial / "config.json").write_text(str(number))
-            if number:
-                monkeypatch.setattr("groupax.storage.replacing._exchange", exchange)
-    assert (folder / "config.json").read_text() == "1"
-    [left] = [path for path in tmp_path.iterdir() if path != folder]
-    assert (left / "late.txt").read_text() == "mine"
-    assert str(left) in caplog.text
 
 
 def test_folders_are_exchanged_without_help_of_the_system(tmp_path, monkeypatch):

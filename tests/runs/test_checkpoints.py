@@ -19,7 +19,7 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.items import ONLY_SET
 from groupax.parallel.collectives import weights_digest
 from groupax.parallel.mesh import AXES
-from groupax.runs.checkpoints import saver, writer
+from groupax.runs.checkpoints import writer
 from groupax.runs.checkpoints.choose import readable_checkpoints
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, damage, seal
 from groupax.storage.buckets import RemoteFolder
@@ -337,13 +337,12 @@ def fill(place):
 
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
-def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch):
-    monkeypatch.setattr(writer, "RETRY_S", 0.0)
-    monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
-    seen = []
+@pytest.mark.parametrize("step", [3, 4], ids=["in the middle", "at the end"])
+def test_without_room_a_run_stops_and_loses_nothing(small_disk, earlier, caplog, step):
+    settings = {"max_steps": 4, "save_steps": 1, "save_total_limit": 0}
 
-    def breaking(completion_ids, trainer_state):
-        if 3 <= trainer_state.step < 6:
+    def filling(completion_ids, trainer_state):
+        if trainer_state.step == step - 1:
             trainer.run.saver.writer.wait()  # what it could not write would make room again
             trainer.run.saver.states.writer.wait()
             fill(small_disk)
@@ -454,7 +453,6 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
 @pytest.fixture
 def bucket(monkeypatch):
     """A real S3 API on loopback."""
-    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
     server_of = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs")
@@ -478,7 +476,6 @@ def bucket(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of moto and of the clients
 def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch):
     """The server dies while a checkpoint is uploaded; the one before it stays usable, and later ones are written."""
-    monkeypatch.setattr(writer, "RETRY_S", 0.0)
     server, another = bucket
     place = "s3://bucket/runs/one"
     settings = {"max_steps": 4, "output_dir": place, "save_steps": 1, "save_total_limit": 2, "report_to": ("jsonl",)}

@@ -138,11 +138,10 @@ def _frames():
         (_bomb(), "cannot be read: Image size"),
         (_frames(), "has 2 frames"),
         ("https://example.com/a.png", "nothing is fetched from a network"),
-        ("/dev/zero", "which is not a file"),
+        ("/dev/zero", "is not a regular file"),
         ("/nowhere/a.png", "which cannot be read"),
         ("data:image/png;base64,????", "base64 is damaged"),
         (17, "must be a PIL image, bytes, a path"),
-        ({"decodermaxblock": 65536, "height": 8}, "must be .* datasets makes JSON of images in parts of messages"),
     ],
 )
 def test_bad_images_are_refused_by_their_row(value, fault):
@@ -157,7 +156,6 @@ def test_bad_images_are_refused_by_their_row(value, fault):
         ({"prompt": user(text("a")), "image": an_image(0)}, "has 1 images in its column and 0 parts"),
         ({"prompt": user({"type": "image"}, text("a")), "images": [an_image(0)] * 2}, "has 2 images .* and 1 parts"),
         ({"prompt": user({"type": "image"}, text("a"))}, "has 0 images in its column and 1 parts"),
-        ({"prompt": user({"type": "image", "url": "x"}, text("a"))}, "has its image under 'url'"),
         ({"prompt": user({"type": "image_url", "image_url": "http://x"})}, "only data: URLs are read"),
         (
             {"prompt": [{"role": "assistant", "content": [{"type": "image", "image": an_image(0)}]}]},

@@ -13,8 +13,8 @@ from typing import Any
 
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.batches import TRLSchedule
-from groupax.data.examples import MAX_ROWS
 
+MAX_ROWS = 50_000_000  # of a stream that is read into memory
 
 def is_stream(dataset: Any) -> bool:
     """Returns whether a dataset is a streaming one of `datasets`."""
